@@ -1,0 +1,56 @@
+# `make report` and `make test` need Python 3.11 or later and nothing else: they make their own environment in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+HEALTHY ?= examples/digits/healthy.py
+BROKEN ?= examples/digits/unsynchronised_batchnorm.py
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help report test lint types format bench test-gpu clean
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# pip older than 25.1 does not know --group, and a fresh virtual environment often brings one.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "ddpcheck needs Python 3.11 or later; try: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+report: $(READY) ## a report on a healthy model, then one on its broken twin
+	@echo '== a healthy model: $(HEALTHY)'
+	$(BIN)/ddpcheck report $(HEALTHY)
+	@echo
+	@echo '== its broken twin: $(BROKEN)'
+	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
+
+test: lint types ## everything that is checked before a change goes in; needs no GPU
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(READY) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+format: $(READY) ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## what a world costs beside torch.multiprocessing.spawn
+	$(BIN)/python benchmarks/worlds.py
+
+# For a machine with one GPU, no network and a torch of its own: no virtual environment, nothing is installed. Only files
+# that hold GPU tests are read, so that what the others need may be missing.
+test-gpu: ## the tests that need a CUDA device, with the torch of $(PYTHON)
+	PYTHONPATH=. $(PYTHON) -m pytest -p ddpcheck.pytest_plugin -m gpu $$(grep -l 'mark.gpu' tests/test_*.py)
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

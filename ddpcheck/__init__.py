@@ -1,0 +1,99 @@
+"""ddpcheck: correctness testing for PyTorch `DistributedDataParallel`.
+
+Importing this package is free: a public name is loaded on first use, and torch with it where it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpcheck.anomalous import detect_anomalous_params
+    from ddpcheck.check import check
+    from ddpcheck.consistency import check_consistency
+    from ddpcheck.errors import (
+        ConfigError,
+        DdpcheckError,
+        FindingsError,
+        HangError,
+        RankError,
+        RankFailure,
+        TargetError,
+        UsageError,
+    )
+    from ddpcheck.findings import Finding, Location, Report, Severity
+    from ddpcheck.harness import World
+    from ddpcheck.recipe import Recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Recipe",
+    "check",
+    "World",
+    "Report",
+    "Finding",
+    "Severity",
+    "Location",
+    "detect_anomalous_params",
+    "check_consistency",
+    "DdpcheckError",
+    "UsageError",
+    "ConfigError",
+    "TargetError",
+    "FindingsError",
+    "RankError",
+    "HangError",
+    "RankFailure",
+    "__version__",
+]
+
+_HOMES = {
+    "Recipe": "recipe",
+    "check": "check",
+    "World": "harness",
+    "Report": "findings",
+    "Finding": "findings",
+    "Severity": "findings",
+    "Location": "findings",
+    "detect_anomalous_params": "anomalous",
+    "check_consistency": "consistency",
+    "DdpcheckError": "errors",
+    "UsageError": "errors",
+    "ConfigError": "errors",
+    "TargetError": "errors",
+    "FindingsError": "errors",
+    "RankError": "errors",
+    "HangError": "errors",
+    "RankFailure": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """This module's class: keeps `ddpcheck.check` the function.
+
+    Importing the module `ddpcheck.check` would otherwise put that module into the function's place.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,10 @@
+"""`python -m ddpcheck` is `ddpcheck`."""
+
+from __future__ import annotations
+
+import sys
+
+from ddpcheck.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What may be passed to a `World`: everything else is refused here, in one sentence, before a process starts.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from . import wire
+from .errors import UsageError
+
+MAX_WORLD_SIZE = 1024
+BACKENDS = ("gloo", "nccl")
+DEVICES = ("cpu", "cuda")
+
+
+def check_count(name: str, value: object, most: int) -> None:
+    """Refuse all but a whole number from 1 to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UsageError(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is not among the choices."""
+    if value not in choices:
+        raise UsageError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuse all but a finite number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0 or math.isinf(value):
+        raise UsageError(f"{name} must be a number of seconds above 0, got {value!r}.")
+
+
+def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of `env`, having refused all but strings."""
+    env = dict(env or {})
+    for key, value in env.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise UsageError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
+    return env
+
+
+def choose_start_method(method: object) -> Literal["fork", "spawn"]:
+    """Return how ranks start on this system; `None` leaves it to us."""
+    if sys.platform == "win32":
+        raise UsageError("ddpcheck cannot start ranks on Windows; run it on Linux or macOS, or under WSL.")
+    if method is None:
+        return "fork" if sys.platform == "linux" else "spawn"
+    check_choice("start_method", method, ("fork", "spawn"))
+    if method == "fork" and sys.platform != "linux":
+        raise UsageError("start_method 'fork' works on Linux only; use 'spawn' here.")
+    return "fork" if method == "fork" else "spawn"
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Pickle a task; when it cannot be, name the argument that is to blame."""
+    if not callable(fn):
+        raise UsageError(f"The first argument of World.run must be a function, got {type(fn).__qualname__}.")
+    try:
+        return wire.dumps((fn, args, kwargs))
+    except Exception as error:
+        named = [("The function", fn)]
+        named += [(f"Argument {index}", value) for index, value in enumerate(args)]
+        named += [(f"Argument {key!r}", value) for key, value in kwargs.items()]
+        for name, value in named:
+            try:
+                wire.dumps(value)
+            except Exception as own:
+                raise UsageError(
+                    f"{name} of World.run, a {type(value).__qualname__}, cannot be sent to the ranks "
+                    f"({type(own).__name__}: {own}); make it inside the function that runs there."
+                ) from error
+        raise UsageError(f"The arguments of World.run cannot be sent to the ranks ({error}).") from error

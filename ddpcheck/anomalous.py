@@ -1,0 +1,417 @@
+"""DDP1xx: parameters that do not take part in the loss as DDP expects, with cause, ranks, steps and lines.
+
+The detectors are pure functions from `StepEvidence` (what one rank saw in one step of an ordinary, unwrapped
+training step) to findings. `detect_anomalous_params` is the same question for any loop that holds a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddpcheck.evidence import StepEvidence, Unregistered, WrapperFacts
+from ddpcheck.findings import Finding, Severity
+from ddpcheck.rules import RULES
+from ddpcheck.wording import Names, listed, spelled, spelled_steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddpcheck.evidence import PathEnd
+
+
+def judge_parameters(
+    evidence: Sequence[StepEvidence],
+    wrapper: WrapperFacts,
+    names: Names,
+    *,
+    awake: frozenset[str] = frozenset(),
+) -> list[Finding]:
+    """All findings on the parameters of a module.
+
+    Args:
+        evidence: Of every rank in every step.
+        wrapper: What the wrapper was told.
+        names: How to speak of the parameters.
+        awake: Parameters whose gradient was zero in every step, but is not for other values of the parameters.
+    """
+    world_size = len({item.rank for item in evidence})
+    steps = sorted({item.step for item in evidence})
+    missing: dict[str, list[StepEvidence]] = {}
+    for item in evidence:
+        for name, state in item.states.items():
+            if state == "missing":
+                missing.setdefault(name, []).append(item)
+    always = [name for name, seen in missing.items() if len(seen) == len(evidence)]
+    sometimes = [name for name in missing if name not in always]
+    trainable = list(evidence[0].states) if evidence else []
+    findings = _judge_always(always, evidence, trainable, wrapper, names)
+    if not wrapper.find_unused_parameters:
+        findings += _judge_sometimes(sometimes, missing, world_size, steps, wrapper, names)
+    findings += _judge_lost(evidence, names, world_size)
+    findings += _judge_zero(evidence, awake, names)
+    findings += _judge_unregistered(evidence, world_size)
+    findings += _judge_visibility(evidence, wrapper, names)
+    if wrapper.find_unused_parameters and not missing and not findings and evidence:
+        findings.append(
+            Finding(
+                code="DDP109",
+                subjects=("find_unused_parameters",),
+                message=f"Every parameter contributed in every one of {len(steps)} steps on every rank, "
+                "so find_unused_parameters=True searches the graph for nothing.",
+                severity=RULES["DDP109"].severity,
+                evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),
+            )
+        )
+    return findings
+
+
+def _judge_always(
+    always: Sequence[str],
+    evidence: Sequence[StepEvidence],
+    trainable: Sequence[str],
+    wrapper: WrapperFacts,
+    names: Names,
+) -> list[Finding]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    ends: dict[str, PathEnd] = {}
+    for name in always:
+        end = next((item.ends[name] for item in evidence if name in item.ends), None)
+        if end is None:
+            continue
+        ends[name] = end
+        where = _top_module(name, set(always), trainable) if end.cause == "unused" else end.location
+        groups.setdefault((end.cause, end.reason, where), []).append(name)
+    stops = (
+        ()
+        if wrapper.tolerates_unused or not wrapper.is_ddp
+        else ("plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward",)
+    )
+    findings = []
+    for group in groups.values():
+        end, subjects = ends[group[0]], names.subjects(group)
+        them = "it" if len(group) == 1 else "them"
+        at = f" at {end.location}" if end.location else ""
+        inside = f" (in module {end.module})" if end.module else ""
+        if end.cause == "unused":
+            code, message = "DDP101", f"No operation of the forward pass reads {listed(subjects)}."
+        elif end.cause == "cut":
+            code = "DDP103"
+            message = f"The path from {listed(subjects)} to the loss is cut by {end.reason}{at}{inside}."
+        else:
+            code = "DDP102"
+            message = f"What {listed(subjects)} made{at}{inside} does not reach the loss."
+        mild = wrapper.tolerates_unused and code != "DDP103"
+        facts = list(stops)
+        if end.cause == "unreachable":
+            facts.append(f"the last operation on what depends on {them} is {end.reason}{at}")
+        if wrapper.tolerates_unused:
+            option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
+            facts.append(f"{option}=True keeps DDP from stopping; nothing ever trains {them}")
+        findings.append(
+            Finding(
+                code=code,
+                subjects=subjects,
+                message=message,
+                severity=Severity.WARNING if mild else RULES[code].severity,
+                location=names.location(group),
+                evidence=tuple(facts),
+            )
+        )
+    return findings
+
+
+def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
+    """The outermost module around `name` of which every trainable parameter is missing; `name` if there is none."""
+    top = name
+    parts = name.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        prefix = ".".join(parts[:size]) + "."
+        if all(other in missing for other in trainable if other.startswith(prefix)):
+            top = prefix
+    return top
+
+
+def _judge_sometimes(
+    sometimes: Sequence[str],
+    missing: Mapping[str, list[StepEvidence]],
+    world_size: int,
+    steps: Sequence[int],
+    wrapper: WrapperFacts,
+    names: Names,
+) -> list[Finding]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in sometimes:
+        seen = missing[name]
+        where = tuple(sorted((item.step, item.rank) for item in seen))
+        groups.setdefault(where, []).append(name)
+    findings = []
+    for where, group in groups.items():
+        by_step: dict[int, list[int]] = {}
+        for step, rank in where:
+            by_step.setdefault(step, []).append(rank)
+        partial = {step: ranks for step, ranks in by_step.items() if len(ranks) < world_size}
+        subjects = names.subjects(group)
+        ends = [item.ends.get(group[0]) for item in missing[group[0]]]
+        end = next((end for end in ends if end is not None), None)
+        facts = [f"{spelled_steps([step])}: no contribution on {spelled(ranks)}" for step, ranks in by_step.items()]
+        if end is not None and end.cause == "cut":
+            facts.append(f"there its path is cut by {end.reason} at {end.location}")
+        elif end is not None and end.cause == "unreachable":
+            facts.append(f"there its last use is {end.reason} at {end.location}, which does not reach the loss")
+        elif end is not None:
+            facts.append("there no operation of the forward pass reads it")
+        if partial:
+            code = "DDP104"
+            ranks: tuple[int, ...] = tuple(sorted({rank for of_step in partial.values() for rank in of_step}))
+            ranks = ranks if len(ranks) < world_size else ()
+            message = (
+                f"{listed(subjects)} did not contribute on {spelled(partial[min(partial)])} in step {min(partial)}, "
+                "while the other ranks wait for the gradient."
+            )
+        else:
+            code, ranks = "DDP105", ()
+            message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(sorted(by_step))}."
+        if wrapper.static_graph:
+            facts.append("static_graph=True promises that the set of used parameters never changes")
+        findings.append(
+            Finding(
+                code=code,
+                subjects=subjects,
+                message=message,
+                severity=RULES[code].severity,
+                ranks=ranks,
+                steps=tuple(sorted(by_step)) if len(by_step) < len(steps) else (),
+                location=names.location(group),
+                evidence=tuple(facts),
+            )
+        )
+    return findings
+
+
+def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int) -> list[Finding]:
+    lost: dict[tuple[int, ...], list[str]] = {}
+    for name in evidence[0].states if evidence else ():
+        ranks = tuple(sorted({item.rank for item in evidence if item.states.get(name) == "lost"}))
+        if ranks:
+            lost.setdefault(ranks, []).append(name)
+    return [
+        Finding(
+            code="DDP108",
+            subjects=names.subjects(group),
+            message=f"Backward reaches {listed(names.subjects(group))} and gives no gradient.",
+            severity=RULES["DDP108"].severity,
+            ranks=ranks if len(ranks) < world_size else (),
+            location=names.location(group),
+            evidence=("a custom autograd Function between it and the loss returned None for it in backward",),
+        )
+        for ranks, group in lost.items()
+    ]
+
+
+def _judge_zero(evidence: Sequence[StepEvidence], awake: frozenset[str], names: Names) -> list[Finding]:
+    zero = zero_everywhere(evidence)
+    asleep = [name for name in zero if name not in awake]
+    if not asleep or len(zero) == len([s for s in evidence[0].states.values() if s != "missing"]):
+        return []  # where every gradient is zero, nothing can be compared at all: that is DDP307
+    groups: dict[str, list[str]] = {}
+    for name in asleep:
+        groups.setdefault(_top_module(name, set(asleep), list(evidence[0].states)), []).append(name)
+    return [
+        Finding(
+            code="DDP107",
+            subjects=names.subjects(group),
+            message=f"The gradient of {listed(names.subjects(group))} is exactly zero in every step on every rank.",
+            severity=RULES["DDP107"].severity,
+            location=names.location(group),
+            evidence=("it stays zero for other values of the parameters",),
+        )
+        for group in groups.values()
+    ]
+
+
+def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
+    """The parameters whose gradient was exactly zero on every rank in every step."""
+    if not evidence:
+        return []
+    return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]
+
+
+def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> list[Finding]:
+    found: dict[str, Unregistered] = {}
+    ranks: dict[str, set[int]] = {}
+    for item in evidence:
+        for leaf in item.unregistered:
+            found.setdefault(leaf.name, leaf)
+            ranks.setdefault(leaf.name, set()).add(item.rank)
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name in found:
+        holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
+        groups.setdefault((holder, tuple(sorted(ranks[name]))), []).append(name)
+    return [
+        Finding(
+            code="DDP106",
+            subjects=tuple(group),
+            message=f"{listed(group)} receives gradient, but is no registered parameter of the model: "
+            "DDP never synchronises it.",
+            severity=RULES["DDP106"].severity,
+            ranks=on_ranks if len(on_ranks) < world_size else (),
+            location=next((found[name].location for name in group if found[name].location), None),
+            evidence=tuple(f"{name}: shape {found[name].shape}" for name in group),
+        )
+        for (_, on_ranks), group in groups.items()
+    ]
+
+
+def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
+    """DDP112 and DDP406: what arrives twice, and what DDP's search for unused parameters cannot see."""
+    findings = []
+    if wrapper.tolerates_unused and wrapper.is_ddp:
+        invisible = list(dict.fromkeys(name for item in evidence for name in item.invisible))
+        output_type = next((item.output_type for item in evidence if item.output_type), "")
+        reentrant = any(item.reentrant for item in evidence)
+        if output_type:
+            option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
+            findings.append(
+                Finding(
+                    code="DDP112",
+                    subjects=(output_type,),
+                    message=f"forward returns a {output_type}, in which DDP finds no tensor: "
+                    f"{option}=True works from what it finds there.",
+                    severity=RULES["DDP112"].severity,
+                    evidence=("DDP looks into tensors, lists, tuples, dicts and dataclasses only",),
+                )
+            )
+        elif invisible and wrapper.find_unused_parameters:
+            why = (
+                "they are used in a re-entrant checkpoint, which hides them from the search for unused parameters"
+                if reentrant
+                else "they reach the loss by another way than what forward returned"
+            )
+            findings.append(
+                Finding(
+                    code="DDP406",
+                    subjects=names.subjects(invisible),
+                    message=f"DDP takes {listed(names.subjects(invisible))} for unused and marks them ready, "
+                    "and then their gradients arrive.",
+                    severity=RULES["DDP406"].severity,
+                    location=names.location(invisible),
+                    evidence=(why,),
+                )
+            )
+    arrivals: dict[str, int] = {}
+    for item in evidence:
+        for name, count in item.arrivals.items():
+            arrivals[name] = max(count, arrivals.get(name, 0))
+    if arrivals and not wrapper.static_graph:
+        group = list(arrivals)
+        findings.append(
+            Finding(
+                code="DDP406",
+                subjects=names.subjects(group),
+                message=f"The gradient of {listed(names.subjects(group))} arrives {max(arrivals.values())} times "
+                "in one backward; DDP reduces it when it arrives first.",
+                severity=RULES["DDP406"].severity,
+                location=names.location(group),
+                evidence=("re-entrant checkpoints (use_reentrant=True) run a backward of their own for each use",)
+                if any(item.reentrant for item in evidence)
+                else (),
+                fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or static_graph=True.",
+            )
+        )
+    return findings
+
+
+def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
+    """DDP110 for lazy parameters that have no shape when the module is about to be wrapped (names by rank)."""
+    found = sorted({name for of_rank in names for name in of_rank})
+    ranks = tuple(rank for rank, of_rank in enumerate(names) if of_rank)
+    if not found:
+        return []
+    return [
+        Finding(
+            code="DDP110",
+            subjects=tuple(found),
+            message=f"{listed(found)} is lazy and has no shape yet, so DDP cannot wrap the model.",
+            severity=RULES["DDP110"].severity,
+            ranks=ranks if len(ranks) < len(names) else (),
+        )
+    ]
+
+
+# The same question for any loop
+
+
+@dataclass(frozen=True, slots=True)
+class AnomalousParameters:
+    """What `detect_anomalous_params` found.
+
+    Attributes:
+        missing: Parameters that require grad and that the backward pass of the loss will not reach.
+        unregistered: Leaves that it will reach and that are no parameters of the model (names where they have one).
+        findings: The same as findings.
+    """
+
+    missing: tuple[str, ...] = ()
+    unregistered: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unregistered)
+
+
+def detect_anomalous_params(
+    loss: Any, model: nn.Module, *, replay: Callable[[], Any] | None = None
+) -> AnomalousParameters:
+    """Find the parameters of `model` that do not contribute to `loss`, before `loss.backward()` is called.
+
+    Asks the autograd engine, so that a graph of a million nodes is no trouble; neither the graph nor any gradient is
+    changed. Parameters used in a re-entrant checkpoint are not in the graph of the loss and are reported too.
+
+    Args:
+        loss: A scalar tensor, or any nest of them.
+        model: The module, wrapped or not.
+        replay: Computes the loss again. With it the cause is told (DDP101, 102 or 103) with the line where a path is
+            cut; without it every missing parameter is reported as DDP101.
+
+    Returns:
+        The names, and one finding for each cause.
+
+    Raises:
+        UsageError: `loss` has no tensor, or needs no gradient.
+    """
+    from ddpcheck.errors import UsageError
+    from ddpcheck.evidence import PathEnd
+    from ddpcheck.graph import Explainer, all_names, named_parameters, reached_by, walk_graph
+    from ddpcheck.nests import iter_tensors
+    from ddpcheck.session import unregistered_leaves
+
+    losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]
+    if not losses:
+        raise UsageError("detect_anomalous_params: the loss has no tensor that requires grad; call it before backward")
+    total = losses[0].sum() if len(losses) == 1 else sum((item.sum() for item in losses[1:]), losses[0].sum())
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    reached = reached_by(total, list(parameters.values()))
+    missing = [] if reached is None else [name for name, yes in zip(parameters, reached, strict=True) if not yes]
+    walk = walk_graph([total])
+    leaves = unregistered_leaves(walk.leaves, model)
+    if missing and replay is not None:
+        forward = replay
+        ends = Explainer(model, lambda: list(iter_tensors(forward()))).explain({n: parameters[n] for n in missing})
+    else:
+        ends = dict.fromkeys(missing, PathEnd("unused"))
+    evidence = StepEvidence(
+        rank=0,
+        step=0,
+        states={name: "missing" if name in set(missing) else "contributes" for name in parameters},
+        ends=ends,
+        unregistered=leaves,
+    )
+    aliases = all_names(model)
+    names = Names({name: aliases[id(parameter)] for name, parameter in parameters.items()})
+    return AnomalousParameters(
+        missing=names.subjects(missing),
+        unregistered=tuple(leaf.name for leaf in leaves),
+        findings=tuple(judge_parameters([evidence], WrapperFacts(), names)),
+    )

@@ -1,0 +1,303 @@
+"""The command line: parses, calls, renders, exits. The only place that prints and the only place that exits.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TextIO
+
+from ddpcheck import __version__
+from ddpcheck.config import load_settings
+from ddpcheck.errors import EXIT_CLEAN, EXIT_USAGE, DdpcheckError, UsageError
+from ddpcheck.findings import Report
+from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+EPILOG = """\
+exit codes: 0 clean; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
+3 the target could not be imported, built or run; 4 a hang or a deadline.
+"""
+
+TARGET_HELP = """\
+a recipe: `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py`. attr is a ddpcheck.Recipe, or a
+function without arguments that returns one; without attr, the module has functions model, batch and loss
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (that of the process when absent) and return its exit code."""
+    parser = _parser()
+    debug = False
+    previous = _exit_on_sigterm()
+    try:
+        arguments = parser.parse_args(argv)
+        debug = arguments.debug
+        code: int = arguments.command(arguments)
+        return code
+    except DdpcheckError as error:
+        if debug:
+            raise
+        _complain(str(error), error.detail)
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _complain("interrupted")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if debug:
+            raise
+        reason = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+        _complain(f"{reason}; this is a bug in ddpcheck; run again with --debug")
+        return EXIT_USAGE
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="ddpcheck",
+        description="Tells whether a model and its training loop are right under PyTorch DistributedDataParallel.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ddpcheck {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(command=lambda arguments: _no_command(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        made.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        made.set_defaults(command=run)
+        return made
+
+    report = command("report", _report, "check a recipe on real processes and print a report")
+    report.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    what = report.add_argument_group("what is checked")
+    what.add_argument("--steps", metavar="N", help="training steps (default 3)")
+    what.add_argument("--world-size", metavar="N", help="ranks (default 2)")
+    what.add_argument("--backend", metavar="NAME", help="gloo or nccl (default: by device)")
+    what.add_argument("--device", metavar="NAME", help="cpu or cuda (default cpu)")
+    what.add_argument("--timeout", metavar="SECONDS", help="after which a run counts as a hang (default 30)")
+    what.add_argument("--seed", metavar="N", help="of all random numbers (default 0)")
+    rules = "rules by code, prefix or name; comma separated or repeated"
+    what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
+    what.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
+    how = report.add_argument_group("what comes of it")
+    how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
+    _add_output(how)
+
+    explain = command("explain", _explain, "say what a rule means, why it matters and what to do")
+    explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
+
+    command("rules", _rules, "list all rules")
+
+    render = command("render", _render, "show a report that was saved as JSON")
+    render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
+    _add_output(render)
+    return parser
+
+
+def _add_output(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to standard output")
+    names = ", ".join(FORMATS)
+    parser.add_argument("--format", metavar="NAME", help=f"{names} (default: by the extension of FILE, else text)")
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return EXIT_USAGE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore", "fail_on")
+    settings = load_settings({name: getattr(arguments, name) for name in names})
+    with _Output(arguments) as output, _Progress(sys.stderr) as progress:
+        from ddpcheck.check import check  # the rest of the house, only when there is work to do
+
+        report = check(
+            arguments.target,
+            world_size=settings.world_size,
+            backend=settings.backend,
+            device=settings.device,
+            steps=settings.steps,
+            timeout=settings.timeout,
+            seed=settings.seed,
+            select=settings.select,
+            ignore=settings.ignore,
+            progress=progress,
+        )
+        progress.clear()
+        output.write(report)
+    return report.exit_code(settings.fail_on)
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    name = "standard input" if arguments.path == "-" else arguments.path
+    try:
+        text = sys.stdin.read() if arguments.path == "-" else Path(arguments.path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {name}: {_reason(error)}") from error
+    try:
+        report = Report.from_json(text)
+    except KeyError as error:
+        raise UsageError(f"{name} is not a complete report: {error} is missing") from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{name} is not a report: {error}") from error
+    with _Output(arguments) as output:
+        output.write(report)
+    return EXIT_CLEAN
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    chosen = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
+    _print("\n\n".join(_explanation(rule) for rule in chosen.values()))
+    return EXIT_CLEAN
+
+
+def _explanation(rule: Rule) -> str:
+    width = min(Medium.of(sys.stdout).width or 100, 100)
+    parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", textwrap.fill(rule.summary, width)]
+    for heading, text in (("Why it matters", rule.why), ("What to do", rule.fix)):
+        parts += ["", heading, textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  ")]
+    if rule.example:
+        parts += ["", "Example", textwrap.indent(rule.example.rstrip(), "  ")]
+    return "\n".join(parts)
+
+
+def _rules(arguments: argparse.Namespace) -> int:
+    lines: list[str] = []
+    for prefix, family in FAMILIES.items():
+        lines += ["", f"{prefix}xx {family}"] if lines else [f"{prefix}xx {family}"]
+        for rule in RULES.values():
+            if rule.code.startswith(prefix):
+                lines.append(f"  {rule.code} {rule.name:<34} {rule.severity.value:<8} {rule.summary}")
+    _print("\n".join([*lines, "", "More on one of them: ddpcheck explain CODE"]))
+    return EXIT_CLEAN
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, like every other error of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(f"{message} (see `{self.prog} --help`)")
+        raise SystemExit(EXIT_USAGE)
+
+
+class _Output:
+    """Where a report goes. Entering finds out whether that can be written, before any work is done."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._path: str | None = None if arguments.output in (None, "-") else arguments.output
+        self._medium = Medium.of(sys.stdout) if self._path is None else Medium()
+        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium)
+        self._made = False
+        self._written = False
+
+    def __enter__(self) -> _Output:
+        if self._path is not None:
+            self._made = not os.path.lexists(self._path)
+            try:
+                with open(self._path, "ab"):
+                    pass
+            except (OSError, ValueError) as error:
+                raise UsageError(f"cannot write {self._path}: {_reason(error)}") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._path is not None and self._made and not self._written:
+            os.unlink(self._path)
+
+    def write(self, report: Report) -> None:
+        text = self._renderer.render(report)
+        if self._path is None:
+            _print(text.removesuffix("\n"))
+            return
+        try:
+            with open(self._path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+                file.write(text)
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {_reason(error)}") from error
+        self._written = True
+        findings = len(report.findings)
+        verdict = f"{findings} finding{'' if findings == 1 else 's'}" if findings else report.status
+        print(f"ddpcheck: {verdict}, written to {self._path}", file=sys.stderr)
+
+
+class _Progress:
+    """One line on a terminal that says what is going on, and is gone afterwards; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._medium = Medium.of(stream)
+        self._stream = stream
+        self._drawn = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.clear()
+
+    def __call__(self, text: str) -> None:
+        if self._medium.interactive:
+            self.clear()
+            line = "".join(c for c in text if c.isprintable())[: (self._medium.width or 80) - 1]
+            self._stream.write(line.encode(self._medium.encoding, "replace").decode(self._medium.encoding))
+            self._stream.flush()
+            self._drawn = True
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._stream.write("\r" + " " * ((self._medium.width or 80) - 1) + "\r")
+            self._stream.flush()
+            self._drawn = False
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The reader has left, as `| head` does; the exit code stays. Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str, detail: str = "") -> None:
+    encoding = sys.stderr.encoding or "ascii"
+    text = f"ddpcheck: error: {message}"
+    if detail.strip():
+        text += "\n" + textwrap.indent(detail.rstrip(), "  ")
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _exit_on_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
+    """Let SIGTERM unwind the stack, so that what was started is ended; returns the handler that was there before."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    try:
+        return signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread: whoever embeds us decides
+        return None

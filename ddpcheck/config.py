@@ -1,0 +1,207 @@
+"""Settings: command line over environment over `[tool.ddpcheck]` over default, decided in one function.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.errors import ConfigError, UsageError
+from ddpcheck.findings import Severity
+from ddpcheck.rules import matching_rules
+
+ENVIRONMENT_PREFIX = "DDPCHECK_"
+TABLE = "[tool.ddpcheck]"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a check runs with when nobody says otherwise; the defaults are the fields'.
+
+    Attributes:
+        world_size: Number of ranks.
+        backend: Of the process group; `None` chooses by device.
+        device: Where the model runs: "cpu" or "cuda".
+        steps: Training steps to check.
+        timeout: Seconds that a run may take before it counts as a hang.
+        seed: Of every random number generator.
+        select: Codes, prefixes or names of the rules to report; all when empty.
+        ignore: Codes, prefixes or names of the rules to leave out.
+        fail_on: The severity from which on findings fail the command; `None` for never.
+    """
+
+    world_size: int = 2
+    backend: str | None = None
+    device: str = "cpu"
+    steps: int = 3
+    timeout: float = 30.0
+    seed: int = 0
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    fail_on: Severity | None = Severity.ERROR
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    ini: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    start: Path | None = None,
+) -> Settings:
+    """Decide every setting: the first that has it of flags, environment, ini, `[tool.ddpcheck]` and default.
+
+    Args:
+        flags: From the command line, by field name; `None` and the empty list mean "not given".
+        ini: From the ini file of a host such as pytest, by field name; `None` and "" mean "not given".
+        environ: The environment, `os.environ` when absent.
+        start: The folder from which the nearest pyproject.toml is searched upwards, the current one when absent.
+
+    Raises:
+        UsageError: A flag has a value that cannot be.
+        ConfigError: The environment or a file has, or names a setting that does not exist.
+    """
+    chosen = _from_pyproject(start or Path.cwd())
+    for field, value in _given(ini).items():
+        chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
+    for field, (variable, value) in _from_environment(os.environ if environ is None else environ).items():
+        chosen[field] = _parse(field, value, variable, ConfigError)
+    for field, value in _given(flags).items():
+        chosen[field] = _parse(field, value, "--" + field.replace("_", "-"), UsageError)
+    return Settings(**chosen)
+
+
+def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {field: value for field, value in (values or {}).items() if value not in (None, [], "")}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for variable in sorted(environ):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            field = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if field not in _PARSERS:
+                close = _close(field, list(_PARSERS), lambda name: ENVIRONMENT_PREFIX + name.upper())
+                raise ConfigError(f"environment variable {variable} is no setting of ddpcheck; {close}")
+            if environ[variable] != "":
+                found[field] = (f"environment variable {variable}", environ[variable])
+    return found
+
+
+def _from_pyproject(start: Path) -> dict[str, Any]:
+    path = next(
+        (f for folder in (start, *start.absolute().parents) if (f := folder / "pyproject.toml").is_file()), None
+    )
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("ddpcheck", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        field = key.replace("-", "_")
+        if field not in _PARSERS:
+            close = _close(field, list(_PARSERS), lambda name: name.replace("_", "-"))
+            raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {close}")
+        if field in found:
+            raise ConfigError(f"{_shown(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
+        found[field] = _parse(field, value, f"{key!r} in {TABLE} of {_shown(path)}", ConfigError)
+    return found
+
+
+def _shown(path: Path) -> str:
+    try:
+        return path.absolute().relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return path.as_posix()
+
+
+def _close(word: str, names: list[str], spell: Callable[[str], str]) -> str:
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"did you mean {spell(close[0])!r}?" if close else f"the settings are {', '.join(map(spell, names))}"
+
+
+def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigError]) -> Any:
+    try:
+        return _PARSERS[field](value)
+    except UsageError as reason:  # from the rule table, a full sentence
+        raise error(f"{origin}: {reason}") from None
+    except (TypeError, ValueError) as reason:
+        raise error(f"{origin}: expected {reason}, got {value!r}") from None
+
+
+def _whole(least: int) -> Callable[[Any], int]:
+    expected = "a whole number" + (f" of at least {least}" if least else "")
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise TypeError(expected)
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(expected) from None
+        if number < least:
+            raise ValueError(expected)
+        return number
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    expected = "a number of seconds greater than 0"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(expected)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(expected)
+    return number
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError("a word")
+    return value.strip().lower()
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise TypeError("codes, prefixes or names of rules")
+    patterns = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+    for pattern in patterns:
+        matching_rules(pattern)
+    return patterns
+
+
+def _threshold(value: Any) -> Severity | None:
+    choices = {**{severity.value: severity for severity in Severity}, "never": None}
+    if not isinstance(value, str) or value.strip().lower() not in choices:
+        raise ValueError("error, warning, note or never")
+    return choices[value.strip().lower()]
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "world_size": _whole(1),
+    "backend": _word,
+    "device": _word,
+    "steps": _whole(1),
+    "timeout": _seconds,
+    "seed": _whole(0),
+    "select": _patterns,
+    "ignore": _patterns,
+    "fail_on": _threshold,
+}
+assert set(_PARSERS) == {field.name for field in fields(Settings)}

@@ -1,0 +1,379 @@
+"""DDP2xx: what must be the same on every rank, and is not.
+
+DDP pairs parameters and buffers by position, checks little of what it relies on, and hangs or aborts on the rest
+(https://docs.pytorch.org/docs/stable/notes/ddp.html). The detectors here are pure functions from what each rank says
+of its module (`ModuleDescription`, made by `ddpcheck.describe`) to findings; `check_consistency` asks the ranks over
+the rendezvous store, never by a collective, which would hang on the very mismatch that it looks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ddpcheck.errors import HangError, UsageError
+from ddpcheck.evidence import ModuleDescription, TensorRecord
+from ddpcheck.findings import Finding, Severity
+from ddpcheck.rules import RULES
+from ddpcheck.wording import odd_ranks, spelled
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import nn
+
+
+def _who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(say(value), []).append(rank)
+    return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
+
+
+def _finding(
+    code: str,
+    subjects: Sequence[str],
+    message: str,
+    *,
+    ranks: Sequence[int] = (),
+    evidence: Sequence[str] = (),
+    severity: Severity | None = None,
+) -> Finding:
+    return Finding(
+        code=code,
+        subjects=tuple(subjects),
+        message=message,
+        severity=severity or RULES[code].severity,
+        ranks=tuple(ranks),
+        evidence=tuple(evidence),
+    )
+
+
+def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+    """Findings on modules that are not built alike on all ranks (one description a rank)."""
+    if descriptions.count(descriptions[0]) == len(descriptions):
+        return []
+    parameters = [description.parameters for description in descriptions]
+    buffers = [description.buffers for description in descriptions]
+    findings = [
+        *(ties := _judge_ties([description.ties for description in descriptions])),
+        *_judge_tensors(parameters, "parameter", "DDP201", "DDP202", {name for tie in ties for name in tie.subjects}),
+    ]
+    for code, attribute, noun in (
+        ("DDP203", "shape", "shapes"),
+        ("DDP204", "dtype", "dtypes"),
+        ("DDP207", "device", "device types"),
+        ("DDP205", "stride", "strides (memory formats)"),
+        ("DDP206", "requires_grad", "requires_grad"),
+    ):
+        explained = {subject for finding in findings for subject in finding.subjects}
+        findings += _judge_attribute(code, attribute, noun, parameters, explained)
+    findings += _judge_tensors(buffers, "buffer", "DDP211", "DDP212", set())
+    findings += _judge_buffer_shapes(buffers)
+    findings += _judge_modules(descriptions, explained=bool(findings))
+    findings += _judge_state([description.state for description in descriptions])
+    return findings
+
+
+def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
+    every = sorted(set(itertools.chain.from_iterable(ties)))
+    torn = [names for names in every if not all(names in of_rank for of_rank in ties)]
+    return [
+        _finding(
+            "DDP209",
+            names,
+            f"{' and '.join(names)} are one parameter on some ranks and several on others.",
+            ranks=odd_ranks([names in of_rank for of_rank in ties]),
+            evidence=_who_says_what(
+                [names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"
+            ),
+        )
+        for names in torn
+    ]
+
+
+def _judge_tensors(
+    records: Sequence[tuple[TensorRecord, ...]], noun: str, set_code: str, order_code: str, explained: set[str]
+) -> list[Finding]:
+    orders = [tuple(record.name for record in of_rank if record.name not in explained) for of_rank in records]
+    sets = [frozenset(order) for order in orders]
+    if len(set(sets)) > 1:
+        differing = sorted(frozenset.union(*sets) - frozenset.intersection(*sets))
+        having = {name: [rank for rank, names in enumerate(sets) if name in names] for name in differing}
+        common = Counter(sets).most_common(1)[0][0]
+        return [
+            _finding(
+                set_code,
+                differing,
+                f"The ranks do not have the same {noun}s: {len(differing)} exist on some ranks only.",
+                ranks=tuple(rank for rank, names in enumerate(sets) if names != common),
+                evidence=[f"{name}: only on {spelled(ranks)}" for name, ranks in having.items()],
+            )
+        ]
+    if len(set(orders)) > 1:
+        ranks = odd_ranks(orders)
+        usual = next(order for rank, order in enumerate(orders) if rank not in ranks)
+        moved = [name for place, name in enumerate(usual) if any(orders[rank][place] != name for rank in ranks)]
+        place = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+        return [
+            _finding(
+                order_code,
+                moved,
+                f"The {noun}s are registered in another order on {spelled(ranks)}; DDP pairs them by position.",
+                ranks=ranks,
+                evidence=[
+                    f"{noun} number {place}: " + "; ".join(_who_says_what([order[place] for order in orders])),
+                ],
+            )
+        ]
+    return []
+
+
+def _judge_attribute(
+    code: str, attribute: str, noun: str, records: Sequence[tuple[TensorRecord, ...]], explained: set[str]
+) -> list[Finding]:
+    by_name = [{record.name: getattr(record, attribute) for record in of_rank} for of_rank in records]
+    shared = [name for name in by_name[0] if all(name in names for names in by_name) and name not in explained]
+    differing = {name: [names[name] for names in by_name] for name in shared}
+    differing = {name: values for name, values in differing.items() if len(set(values)) > 1}
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, values in differing.items():
+        by_ranks.setdefault(odd_ranks(values), []).append(name)
+    return [
+        _finding(
+            code,
+            names,
+            f"{len(names)} parameter(s) have other {noun} on {spelled(ranks)} than on the rest.",
+            ranks=ranks,
+            evidence=[f"{name}: " + "; ".join(_who_says_what(differing[name])) for name in names],
+        )
+        for ranks, names in by_ranks.items()
+    ]
+
+
+def _judge_buffer_shapes(records: Sequence[tuple[TensorRecord, ...]]) -> list[Finding]:
+    by_name = [{record.name: (record.shape, record.dtype) for record in of_rank} for of_rank in records]
+    differing = [
+        name
+        for name in by_name[0]
+        if all(name in names for names in by_name) and len({names[name] for names in by_name}) > 1
+    ]
+    if not differing:
+        return []
+    return [
+        _finding(
+            "DDP213",
+            differing,
+            f"{len(differing)} buffer(s) do not have the same shape and dtype on every rank.",
+            ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
+            evidence=[
+                f"{name}: "
+                + "; ".join(_who_says_what([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
+                for name in differing
+            ],
+        )
+    ]
+
+
+def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool) -> list[Finding]:
+    by_name = [{name: rest for name, *rest in description.modules} for description in descriptions]
+    shared = [name for name in by_name[0] if all(name in names for names in by_name)]
+    findings = []
+    for what, pick in (("class or options", lambda rest: (rest[0], rest[1])), ("training mode", lambda rest: rest[2])):
+        if explained and what != "training mode":
+            continue  # other shapes show in the options of their layers: the shapes are the cause
+        differing = [name for name in shared if len({pick(names[name]) for names in by_name}) > 1]
+        if not differing:
+            continue
+        top = [name for name in differing if not any(other != name and _is_inside(name, other) for other in differing)]
+        top = differing if what != "training mode" else top
+        values = {name: [pick(names[name]) for names in by_name] for name in top}
+
+        def say(value: Any) -> str:
+            return ("training" if value else "evaluating") if isinstance(value, bool) else f"{value[0]}({value[1]})"
+
+        findings.append(
+            _finding(
+                "DDP222",
+                [name or "(the model)" for name in top],
+                f"{len(top)} module(s) do not have the same {what} on every rank.",
+                ranks=sorted({rank for name in top for rank in odd_ranks(values[name])}),
+                evidence=[f"{name or '(the model)'}: " + "; ".join(_who_says_what(values[name], say)) for name in top],
+            )
+        )
+    return findings
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return other == "" or name.startswith(f"{other}.")
+
+
+def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:
+    by_name = [{name: (shape, value) for name, shape, value in of_rank} for of_rank in state]
+    differing = [
+        name
+        for name in by_name[0]
+        if all(name in names for names in by_name) and len({names[name] for names in by_name}) > 1
+    ]
+    if not differing:
+        return []
+    return [
+        _finding(
+            "DDP216",
+            differing,
+            f"{len(differing)} tensor(s) that the model holds without having registered them differ between ranks; "
+            "DDP never synchronises them.",
+            ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
+            evidence=[
+                f"{name}: shape {by_name[0][name][0]}, "
+                + (
+                    "other values"
+                    if len({names[name][0] for names in by_name}) == 1
+                    else "other shapes: " + "; ".join(_who_says_what([names[name][0] for names in by_name]))
+                )
+                for name in differing
+            ],
+        )
+    ]
+
+
+# After wrapping and after the steps
+
+
+def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
+    """The names whose value is not the same on all ranks, each with the ranks that stand apart."""
+    names = [name for name in values[0] if all(name in of_rank for of_rank in values)]
+    found = {name: odd_ranks([of_rank[name] for of_rank in values]) for name in names}
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def judge_values_after_wrapping(
+    parameters: Sequence[Mapping[str, int]], buffers: Sequence[Mapping[str, int]]
+) -> list[Finding]:
+    """Findings on parameters and buffers that differ although the wrapper should have synchronised them.
+
+    Args:
+        parameters: Fingerprints by name, one mapping a rank.
+        buffers: Likewise.
+    """
+    findings = []
+    for code, noun, values in (("DDP208", "parameter", parameters), ("DDP214", "buffer", buffers)):
+        differing = differing_names(values)
+        if differing:
+            findings.append(
+                _finding(
+                    code,
+                    sorted(differing),
+                    f"{len(differing)} {noun}(s) do not have the same values on every rank when training starts.",
+                    ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
+                    evidence=[f"{name}: {spelled(ranks)} differ(s)" for name, ranks in differing.items()],
+                    severity=Severity.ERROR,
+                )
+            )
+    return findings
+
+
+def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
+    """One finding when `options` (of the wrapper: DDP221, of the optimizer: DDP223) are not the same on every rank."""
+    names = sorted(set(itertools.chain.from_iterable(options)))
+    values = {name: [of_rank.get(name, "(not set)") for of_rank in options] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1]
+    if not differing:
+        return []
+    return [
+        _finding(
+            code,
+            differing,
+            f"{what} is not the same on every rank: {', '.join(differing)}.",
+            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
+            evidence=[f"{name}: " + "; ".join(_who_says_what(values[name])) for name in differing],
+        )
+    ]
+
+
+# The public check, over the store
+
+
+_CALLS = itertools.count()
+
+
+def check_consistency(
+    module: nn.Module, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0
+) -> list[Finding]:
+    """Compare `module` across the ranks of `group`, before or after it is wrapped; every rank must call this.
+
+    One digest of fixed size a rank goes over the store; details follow only when the digests differ. Nothing here is
+    a collective, so a mismatch cannot make it hang.
+
+    Args:
+        module: The module that is, or will be, wrapped.
+        group: The ranks to compare; default: all.
+        timeout: Seconds to wait for the other ranks.
+
+    Returns:
+        The same findings on every rank: DDP201 to DDP207, 209, 211 to 213, 216, 222, and DDP208 or DDP214 where
+        values differ and `module` is wrapped already.
+
+    Raises:
+        UsageError: There is no process group.
+        HangError: A rank did not answer in time; names the ranks.
+    """
+    import torch.distributed as dist
+
+    from ddpcheck.describe import describe, digest_of, fingerprints
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")
+    wrapped = hasattr(module, "reducer") and hasattr(module, "module")
+    bare = module.module if wrapped else module
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    mine = describe(bare)
+    values = {
+        "parameters": fingerprints(bare.named_parameters()) if wrapped else {},
+        "buffers": fingerprints(bare.named_buffers()) if wrapped else {},
+    }
+    prefix = f"ddpcheck/consistency/{'-'.join(map(str, ranks))}/{next(_CALLS)}"
+    exchange = _StoreExchange(prefix, dist.get_rank(), ranks, timeout)
+    if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
+        return []
+    everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
+    findings = judge_descriptions([description for description, _ in everyone])
+    if wrapped and not findings:
+        findings = judge_values_after_wrapping(
+            [of_rank["parameters"] for _, of_rank in everyone], [of_rank["buffers"] for _, of_rank in everyone]
+        )
+    return findings
+
+
+@dataclass(slots=True)
+class _StoreExchange:
+    """All-gathers bytes over the rendezvous store, with a deadline."""
+
+    prefix: str
+    rank: int
+    ranks: Sequence[int]
+    timeout: float
+
+    def gather(self, key: str, data: bytes) -> list[bytes]:
+        from torch.distributed import distributed_c10d
+
+        store = distributed_c10d._get_default_store()
+        store.set(f"{self.prefix}/{key}/{self.rank}", data)
+        found, silent = [], []
+        for rank in self.ranks:
+            name = f"{self.prefix}/{key}/{rank}"
+            try:
+                store.wait([name], timedelta(seconds=self.timeout if not silent else 0.01))
+                found.append(store.get(name))
+            except Exception:  # the stores raise classes of their own on a timeout
+                silent.append(rank)
+        if silent:
+            raise HangError(
+                f"{spelled(silent)} did not take part in check_consistency within {self.timeout:g} s; "
+                "every rank must call it, the same number of times"
+            )
+        return found

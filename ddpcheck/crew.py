@@ -1,0 +1,232 @@
+"""The ranks of one world as processes: started, spoken to, listened to, killed. Judges nothing.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from . import processes, wire
+
+_LAST_WORDS = 0.5  # for a stack to be dumped
+_DEATH = 2.0  # for processes to end, told or killed
+_POLL = 0.01  # where processes have to be asked whether they have ended
+
+
+@dataclass(slots=True)
+class Rank:
+    """What the parent knows about one rank."""
+
+    number: int
+    sock: socket.socket
+    inbox: wire.Inbox = field(default_factory=wire.Inbox)
+    outbox: deque[memoryview] = field(default_factory=deque)
+    pid: int | None = None
+    ready: float | None = None
+    connected: bool = True
+    ended: tuple[int, float] | None = None  # exit code, when
+    answer: tuple[str, Any] | None = None  # to the run under way
+
+
+class Crew:
+    """The ranks of one world.
+
+    Attributes:
+        ranks: What is known about each.
+        run: Number of the run under way; replies to an earlier one are dropped.
+        trouble: Why no rank can go on, empty while they can.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.ranks: list[Rank] = []
+        self.run = 0
+        self.trouble = ""
+        self._directory = directory
+        self._launch: processes.ForkLaunch | processes.SpawnLaunch | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, config: wire.RankConfig, method: Literal["fork", "spawn"]) -> None:
+        """Start the processes and tell each what it is, without waiting for them.
+
+        Raises:
+            OSError: When the system has no room for them.
+        """
+        theirs = []
+        try:
+            for number in range(config.world_size):
+                ours, other = socket.socketpair()
+                theirs.append(other)
+                ours.setblocking(False)
+                rank = Rank(number, ours)
+                self.ranks.append(rank)
+                self._selector.register(ours, selectors.EVENT_READ, rank)
+            launch = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
+            self._launch = launch(str(self._directory), [other.fileno() for other in theirs])
+        finally:
+            for other in theirs:
+                other.close()
+        if self._launch.channel is not None:
+            self._selector.register(self._launch.channel, selectors.EVENT_READ, None)
+        for rank in self.ranks:
+            self.post(rank, wire.pack(("config", replace(config, rank=rank.number))))
+
+    # --- Sending and receiving ---------------------------------------------------------------------------------
+
+    def post(self, rank: Rank, data: bytes) -> None:
+        """Send a packed message to a rank; what does not fit its socket now goes with the next `pump`."""
+        if not rank.connected:
+            return
+        rank.outbox.append(memoryview(data))
+        if len(rank.outbox) == 1:
+            self._send(rank)
+            if rank.outbox:
+                self._selector.modify(rank.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
+
+    def _send(self, rank: Rank) -> None:
+        try:
+            while rank.outbox:
+                head = rank.outbox[0]
+                count = rank.sock.send(head)
+                if count < len(head):
+                    rank.outbox[0] = head[count:]
+                else:
+                    rank.outbox.popleft()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:  # it is gone; its exit will be told
+            rank.outbox.clear()
+
+    def pump(self, seconds: float) -> None:
+        """Wait for something to happen, and take note of it."""
+        assert self._launch is not None
+        if self._launch.channel is None:
+            seconds = min(seconds, _POLL)
+        for key, mask in self._selector.select(max(0.0, seconds)):
+            rank = key.data
+            if rank is None:
+                continue  # the launch, below
+            if mask & selectors.EVENT_WRITE:
+                self._send(rank)
+                if not rank.outbox:
+                    self._selector.modify(rank.sock, selectors.EVENT_READ, rank)
+            if mask & selectors.EVENT_READ:
+                self._read_rank(rank)
+        for event in self._launch.events():
+            self._note(event)
+        channel = self._launch.channel
+        if self._launch.over and channel is not None and channel in self._selector.get_map():
+            self._selector.unregister(channel)
+
+    def _read_rank(self, rank: Rank) -> None:
+        if not rank.connected:
+            return
+        messages, alive = rank.inbox.drain(rank.sock)
+        for kind, *rest in messages:
+            if kind == "ready":
+                rank.ready = rest[0]
+            elif rest[0] in (0, self.run):  # 0: it failed while starting up
+                rank.answer = (kind, rest[1])
+        if not alive:
+            rank.connected = False
+            rank.outbox.clear()
+            self._selector.unregister(rank.sock)
+
+    def _note(self, event: processes.Event) -> None:
+        if event[0] == "forked":
+            for number, pid in event[1]:
+                self.ranks[number].pid = pid
+        elif event[0] == "exit":
+            rank = self.ranks[event[1]]
+            self._read_rank(rank)  # its last words come before its death
+            rank.ended = (event[2], event[3])
+        else:
+            self.trouble = event[1]
+
+    # --- Ending ------------------------------------------------------------------------------------------------
+
+    def dump_stacks(self) -> dict[int, str]:
+        """Have every rank that is still at work write its stack, and return what they wrote."""
+        assert self._launch is not None
+        self.pump(0)
+        busy = [
+            rank.number for rank in self.ranks if rank.answer is None and rank.ended is None and rank.pid is not None
+        ]
+        if not busy or not hasattr(signal, "SIGUSR1"):
+            return dict.fromkeys(busy, "")
+        self._launch.signal(busy, signal.SIGUSR1)
+        deadline = time.monotonic() + _LAST_WORDS
+        sizes: dict[int, int] = {}
+        steady: set[int] = set()
+        while len(steady) < len(busy) and time.monotonic() < deadline:
+            time.sleep(0.004)
+            for number in busy:
+                size = _size(self.path(number, "stack"))
+                if size and sizes.get(number) == size:
+                    steady.add(number)
+                sizes[number] = size
+        self.pump(0)  # one may have finished after all
+        return {number: self.read(number, "stack") for number in busy if self.ranks[number].answer is None}
+
+    def kill(self) -> None:
+        """Kill every rank and wait until they are dead."""
+        if self._launch is None:
+            return
+        self._launch.signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+        self._await_ends(_DEATH)
+
+    def _await_ends(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while any(rank.ended is None for rank in self.ranks):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._launch is None or (self._launch.over and self._launch.channel is not None):
+                return False
+            self.pump(left)
+        return True
+
+    def dismiss(self, idle: bool) -> None:
+        """End every rank: those that are idle are asked to go, others are killed."""
+        if self._launch is None:
+            return
+        self.pump(0)
+        if idle and all(rank.ready is not None for rank in self.ranks):
+            for rank in self.ranks:
+                self.post(rank, wire.pack(("close",)))
+            if self._await_ends(_DEATH):
+                return
+        self.kill()
+
+    def release(self, ours: bool) -> None:
+        """Let go of every descriptor; in a fork of our process (`ours` false) touch nothing but those."""
+        for rank in self.ranks:
+            rank.sock.close()
+        self._selector.close()
+        if self._launch is not None and ours:
+            self._launch.close()
+
+    # --- Files -------------------------------------------------------------------------------------------------
+
+    def path(self, rank: int, kind: str) -> Path:
+        """Return the file of a rank: `out`, `stack` or `slots`."""
+        return self._directory / f"rank{rank}.{kind}"
+
+    def read(self, rank: int, kind: str) -> str:
+        """Return the text in a file of a rank, `""` when there is none."""
+        try:
+            return self.path(rank, kind).read_bytes().decode("utf-8", "replace")
+        except OSError:
+            return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

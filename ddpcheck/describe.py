@@ -1,0 +1,115 @@
+"""What one rank's module looks like: plain data that can be compared across ranks without moving a tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from ddpcheck.evidence import ModuleDescription, TensorRecord
+from ddpcheck.graph import all_names, unregistered_tensors
+
+_CHUNK = 1 << 20
+_MASK = (1 << 64) - 1
+
+
+def describe(module: nn.Module) -> ModuleDescription:
+    """Describe everything about `module` that DDP takes to be the same on every rank."""
+    parameters = [(name, p) for name, p in module.named_parameters() if not isinstance(p, UninitializedTensorMixin)]
+    return ModuleDescription(
+        parameters=tuple(_record(name, parameter) for name, parameter in parameters),
+        buffers=tuple(
+            _record(name, buffer)
+            for name, buffer in module.named_buffers()
+            if not isinstance(buffer, UninitializedTensorMixin)
+        ),
+        ties=tuple(sorted(names for names in all_names(module).values() if len(names) > 1)),
+        modules=tuple(
+            (name, type(submodule).__qualname__, _options(submodule), submodule.training)
+            for name, submodule in module.named_modules()
+        ),
+        state=tuple(
+            (name, tuple(tensor.shape), fingerprint(tensor))
+            for name, tensor in unregistered_tensors(module)
+            if not isinstance(tensor, UninitializedTensorMixin)
+        ),
+        uninitialised=tuple(
+            name
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            if isinstance(tensor, UninitializedTensorMixin)
+        ),
+    )
+
+
+def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
+    dense = tensor.layout == torch.strided
+    return TensorRecord(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        stride=tuple(tensor.stride()) if dense else (),
+        requires_grad=tensor.requires_grad,
+        device=tensor.device.type,
+    )
+
+
+def _options(module: nn.Module) -> str:
+    try:
+        return module.extra_repr()
+    except Exception:  # the user's own method, only asked for its words
+        return ""
+
+
+def digest_of(value: object) -> str:
+    """A digest of fixed size of plain data, equal for equal data."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """The fingerprint of each tensor by name."""
+    return {name: fingerprint(tensor) for name, tensor in tensors}
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A 64-bit fingerprint of the bits of `tensor`, computed where the tensor is.
+
+    Equal bits give equal fingerprints (so -0.0 and 0.0 differ, and a NaN equals itself). The bits are taken as
+    integers, weighted by a fixed pseudo-random odd number for each place, and summed modulo 2**64.
+    """
+    value = tensor.detach()
+    if value.layout != torch.strided:
+        value = value.to_dense() if value.layout != torch.sparse_coo else value.coalesce().to_dense()
+    if value.is_quantized:
+        value = value.int_repr()
+    value = torch.view_as_real(value) if value.is_complex() else value
+    value = value.contiguous().view(-1)
+    width = value.element_size()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    bits = value.view(integer) if value.dtype != torch.bool else value.to(torch.uint8)
+    weights = _weights(min(bits.numel(), _CHUNK), bits.device)
+    total = bits.numel()
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        mixed = (part + 0x9E3779B9) * weights[: part.numel()]
+        mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
+        total = (total * 0x9E3779B97F4A7C15 + int(mixed.sum())) & _MASK
+    return total
+
+
+_WEIGHTS: dict[torch.device, torch.Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Pseudo-random odd numbers, the same in every process."""
+    known = _WEIGHTS.get(device)
+    if known is None or known.numel() < count:
+        size = min(_CHUNK, max(1024, 1 << max(count - 1, 0).bit_length()))
+        index = torch.arange(1, size + 1, dtype=torch.int64, device=device)
+        mixed = index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+        mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # the constants of splitmix64
+        known = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
+        _WEIGHTS[device] = known
+    return known

@@ -1,0 +1,113 @@
+"""The exceptions of ddpcheck, each with the exit code it stands for.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+EXIT_CLEAN = 0
+EXIT_FINDINGS = 1
+EXIT_USAGE = 2
+EXIT_TARGET = 3
+EXIT_HANG = 4
+
+
+class DdpcheckError(Exception):
+    """Base of all errors that ddpcheck raises on purpose; shown as one sentence, without a traceback.
+
+    Attributes:
+        exit_code: What the command line exits with when nothing catches the error.
+        detail: Lines for a reader who wants more (the target's own traceback, say); may be empty.
+    """
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, message: str, *, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+class UsageError(DdpcheckError):
+    """A wrong argument or option: world size 0, an unknown backend, a file that is not there."""
+
+
+class ConfigError(DdpcheckError):
+    """A wrong value in the environment or in `[tool.ddpcheck]`."""
+
+
+class TargetError(DdpcheckError):
+    """The user's target could not be imported, built or run, for a reason of its own."""
+
+    exit_code = EXIT_TARGET
+
+
+class FindingsError(DdpcheckError, AssertionError):
+    """Raised by `Report.raise_for_findings`; an `AssertionError`, so that a test fails instead of erring."""
+
+    exit_code = EXIT_FINDINGS
+
+
+FailureKind = Literal["raised", "died", "stuck", "fell", "exited"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """What happened to one rank of a world that failed.
+
+    Attributes:
+        rank: The rank.
+        kind: `raised` (an exception), `exited` (the user's code called `exit`), `died` (a signal or an exit
+            behind Python's back), `stuck` (still at work when the deadline passed, or when another rank had
+            failed), `fell` (failed only because another rank had, for example "connection closed by peer").
+        message: One sentence.
+        when: `time.monotonic()` at the failure, comparable between the ranks of one machine.
+        type: Qualified name of the exception's class, empty when there was none.
+        traceback: The traceback of the exception as text, without frames of ddpcheck.
+        exception: The exception itself where it could be sent, else `None`.
+        place: Where the rank was, in the words of `ddpcheck.rank.set_place`.
+        collective: The collective that the rank waits in, empty when it waits in none that is known.
+        stack: The Python stack of a stuck rank, most recent call first.
+        exit_code: Of the process, where it ended: negative for a signal, as in `subprocess`.
+        output: The last lines that the rank printed.
+    """
+
+    rank: int
+    kind: FailureKind
+    message: str
+    when: float
+    type: str = ""
+    traceback: str = ""
+    exception: BaseException | None = field(default=None, compare=False)
+    place: str = ""
+    collective: str = ""
+    stack: str = ""
+    exit_code: int | None = None
+    output: str = ""
+
+
+class RankError(DdpcheckError):
+    """At least one rank of a world failed.
+
+    The first failure by time is the headline; `failures` holds every rank that did not finish, in order of time.
+    """
+
+    exit_code = EXIT_TARGET
+
+    def __init__(self, message: str, failures: Sequence[RankFailure] = (), *, detail: str = "") -> None:
+        super().__init__(message, detail=detail)
+        self.failures = tuple(failures)
+
+    @property
+    def first(self) -> RankFailure | None:
+        """The failure that came first, or `None` when no rank is to blame."""
+        return self.failures[0] if self.failures else None
+
+
+class HangError(RankError):
+    """A rank did not finish in time, or can be shown to wait for one that will never come."""
+
+    exit_code = EXIT_HANG

@@ -1,0 +1,308 @@
+"""Evidence: what ranks and reference runs tell, as plain data. Gathered with torch, judged and shown without it.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddpcheck.findings import Location
+
+# Before wrapping
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A parameter or buffer, without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDescription:
+    """What one rank's module looks like.
+
+    Attributes:
+        parameters: In registration order, which is the order in which DDP pairs them.
+        buffers: Likewise.
+        ties: The names of each parameter that has several.
+        modules: Name, class, options in the words of `extra_repr`, and training mode of each submodule.
+        state: Name, shape and fingerprint of tensors that are held without being registered.
+        uninitialised: Names of lazy parameters and buffers that have no shape yet.
+    """
+
+    parameters: tuple[TensorRecord, ...] = ()
+    buffers: tuple[TensorRecord, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[tuple[str, str, str, bool], ...] = ()
+    state: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+    uninitialised: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a rank says of its module before it is wrapped."""
+
+    digest: str
+    uninitialised: tuple[str, ...]
+    trainable: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """What a rank says after wrapping."""
+
+    facts: WrapperFacts
+    options: Mapping[str, str]
+    optimizer: Mapping[str, str]
+    parameters: Mapping[str, int]
+    buffers: Mapping[str, int]
+    hooked: tuple[str, ...]
+    wrapper: str
+    broadcasts_buffers: bool
+    sample_of_state: tuple[str, ...]
+
+
+# The forward pass and the parameters
+
+
+@dataclass(frozen=True, slots=True)
+class PathEnd:
+    """Why a parameter does not contribute to the loss.
+
+    Attributes:
+        cause: `unused` (no operation reads it), `unreachable` (what it made does not reach the loss), `cut` (the
+            loss's value depends on it, and something took the path out of autograd).
+        reason: What cut the path ("detach()", "torch.no_grad()", "argmax() is not differentiable"), or the last
+            operation on it.
+        location: The line of the user's code at which that happened.
+        module: The module whose forward was running there, empty at the top.
+    """
+
+    cause: str
+    reason: str = ""
+    location: Location | None = None
+    module: str = ""
+
+
+GradientState = Literal["contributes", "zero", "missing", "lost"]
+"""`missing`: backward does not reach the parameter. `lost`: it does, and no gradient arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unregistered:
+    """A leaf that receives gradient and is no parameter of the module."""
+
+    name: str
+    shape: tuple[int, ...]
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """What one rank saw in one step.
+
+    Attributes:
+        rank: The rank.
+        step: Counted from 0.
+        states: By name, for every parameter that requires grad.
+        ends: Why, for those that are missing.
+        unregistered: Leaves that receive gradient and are no parameters.
+        arrivals: How often a gradient arrived, for parameters where that was more than once.
+        invisible: Parameters that contribute, but that DDP cannot find from what `forward` returned.
+        output_type: The class of what `forward` returned where DDP finds no tensor in it, else empty.
+        reentrant: Whether a re-entrant checkpoint stood in the graph.
+    """
+
+    rank: int
+    step: int
+    states: Mapping[str, GradientState]
+    ends: Mapping[str, PathEnd] = field(default_factory=dict)
+    unregistered: tuple[Unregistered, ...] = ()
+    arrivals: Mapping[str, int] = field(default_factory=dict)
+    invisible: tuple[str, ...] = ()
+    output_type: str = ""
+    reentrant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperFacts:
+    """What the wrapper was told; `is_ddp` is False for a wrapper that is no `DistributedDataParallel`."""
+
+    is_ddp: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def tolerates_unused(self) -> bool:
+        """Whether a parameter that never takes part does not stop training."""
+        return self.find_unused_parameters or self.static_graph
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective that one rank entered.
+
+    Attributes:
+        operation: Its name in `torch.distributed`.
+        group: Name of the process group.
+        members: The ranks of the group.
+        payload: Dtype and shape, and the root where there is one; empty where ranks may differ.
+        place: What the rank was doing ("step 0: forward").
+        location: The line of the user's code, as "path:line"; may be empty.
+        carries_gradient: Whether a tensor that requires grad went in.
+        differentiable: Whether it was called by a custom autograd Function, which has a backward for it.
+    """
+
+    operation: str
+    group: str
+    members: tuple[int, ...]
+    payload: str = ""
+    place: str = ""
+    location: str = ""
+    carries_gradient: bool = False
+    differentiable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.operation}({self.payload}){f' at {self.location}' if self.location else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """What one rank saw in its own step, without the reducer."""
+
+    evidence: StepEvidence
+    loss: float
+    drew: bool
+    batch: tuple[int, ...]
+    samples: int
+    calls: int
+    norm: float
+    blind_calls: tuple[Call, ...]
+
+
+# Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one gradient differs from its reference.
+
+    Attributes:
+        name: Of the parameter.
+        error: Norm of the difference over the scale of the reference.
+        tolerance: What `error` may be.
+        ratio: The factor c for which c * reference is nearest; measured only beyond the tolerance.
+        residual: What is left of `error` with that factor.
+        elements: How many there are.
+        beyond: How many of them differ by more than their share of the tolerance.
+        worst_index: Of the element that differs most.
+        worst_got: Its value.
+        worst_want: Its value in the reference.
+    """
+
+    name: str
+    error: float
+    tolerance: float
+    ratio: float = 1.0
+    residual: float = 0.0
+    elements: int = 0
+    beyond: int = 0
+    worst_index: tuple[int, ...] = ()
+    worst_got: float = 0.0
+    worst_want: float = 0.0
+
+    @property
+    def bad(self) -> bool:
+        """Whether the error is larger than it may be."""
+        return not self.error <= self.tolerance
+
+    def tell(self) -> str:
+        """One line for a person."""
+        text = f"{self.name}: relative error {self.error:.2g}, allowed {self.tolerance:.2g}"
+        if self.worst_index or self.beyond:
+            where = f" at {self.worst_index}" if self.worst_index else ""
+            text += f"; {self.beyond} of {self.elements} elements, worst{where}: "
+            text += f"{self.worst_got:.4g}, should be {self.worst_want:.4g}"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class DdpStepEvidence:
+    """What one rank saw in one step under the wrapper.
+
+    Attributes:
+        rank: The rank.
+        step: Counted from 0.
+        gradients: Fingerprint of each gradient after backward.
+        parameters: Of each parameter after the optimizer's step.
+        buffers: Of each buffer after the step.
+        state: Of each unregistered tensor that was there before the first step.
+        optimizer: Of each tensor or number in the optimizer's state.
+        against_local: Differences from the average of the ranks' own gradients.
+        wrapper_calls: How often the wrapper's forward ran.
+        inner_calls: How often the wrapped module's forward ran.
+    """
+
+    rank: int
+    step: int
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    state: Mapping[str, int] = field(default_factory=dict)
+    optimizer: Mapping[str, int] = field(default_factory=dict)
+    against_local: tuple[Difference, ...] = ()
+    wrapper_calls: int = 1
+    inner_calls: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAnalysis:
+    """What the single process says of the shards, one by one, asked for only when the global batch differs.
+
+    Attributes:
+        weights: For which the weighted sum of the shards' gradients is nearest to the global batch's.
+        weights_residual: What that leaves, relative to the global batch's gradient.
+        world_ratio: Factor between the ranks' average gradient and the mean of the shards' gradients.
+        world_residual: What that factor leaves, relative.
+        module: The first module whose output for a sample depends on the other samples; empty if there is none.
+        module_class: Its class.
+    """
+
+    weights: tuple[float, ...]
+    weights_residual: float
+    world_ratio: float
+    world_residual: float
+    module: str = ""
+    module_class: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleStep:
+    """What one step of the single process says.
+
+    Attributes:
+        loss: Of the global batch.
+        norm: Of all gradients together.
+        batch: Fingerprint of the batch.
+        again: Fingerprint of the batch made a second time (first step only).
+        draws: Whether the forward pass draws random numbers.
+        double_trouble: Why there is no float64 run, empty when there is one.
+    """
+
+    loss: float
+    norm: float
+    batch: tuple[int, ...]
+    again: tuple[int, ...]
+    draws: bool
+    double_trouble: str

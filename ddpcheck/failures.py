@@ -1,0 +1,265 @@
+"""What is known about the ranks of a world that failed, put into words. Pure, but for reading the rank's files.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import wire
+from .errors import FailureKind, HangError, RankError, RankFailure
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARY = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")}
+    | {os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep}
+)
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_FELL = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote (process|peer).*(exit|clos)|"
+    r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
+    re.IGNORECASE,
+)
+_LONGEST = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    name: str
+
+
+# --- Stacks --------------------------------------------------------------------------------------------------------
+
+
+def own_stack(dump: str) -> tuple[Frame, ...]:
+    """Return the user's part of the stack in what `faulthandler` wrote, most recent call first.
+
+    It is the thread that ddpcheck's own loop runs in, without the frames of that loop.
+    """
+    best: tuple[Frame, ...] = ()
+    for block in re.split(r"\n\s*\n", dump):
+        frames = [
+            Frame(match["file"], int(match["line"]) if match["line"].isdigit() else 0, match["name"])
+            for match in map(_FRAME.match, block.splitlines())
+            if match
+        ]
+        for index, frame in enumerate(frames):
+            if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
+                return tuple(frames[:index])
+        if block.lstrip().startswith("Current thread"):
+            best = tuple(frames)
+    return best
+
+
+_LOOP = ("_perform", "_answer", "_live", "_set_up")
+
+
+def format_stack(frames: Sequence[Frame]) -> str:
+    """Return a stack as text, most recent call first."""
+    return "\n".join(f'  File "{frame.file}", line {frame.line}, in {frame.name}' for frame in frames)
+
+
+def collective_of(frames: Sequence[Frame]) -> str:
+    """Return which function of `torch.distributed` the stack waits in, with the place of the call; `""` if none."""
+    name = ""
+    for frame in frames:
+        if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
+            name = frame.name
+        elif name and _is_user(frame):
+            return f"{name} at {_where(frame)}"
+    return name
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """Return the innermost line of the user's own code, `""` if there is none."""
+    frame = next((frame for frame in frames if _is_user(frame)), None) or (frames[0] if frames else None)
+    return f"{frame.name} at {_where(frame)}" if frame is not None else ""
+
+
+def _is_user(frame: Frame) -> bool:
+    return not (
+        frame.file.startswith(_PACKAGE) or frame.file.startswith("<") or any(part in frame.file for part in _LIBRARY)
+    )
+
+
+def _where(frame: Frame) -> str:
+    inside = os.path.relpath(frame.file)
+    return f"{frame.file if inside.startswith(os.pardir) else inside}:{frame.line}".replace(os.sep, "/")
+
+
+# --- Failures ------------------------------------------------------------------------------------------------------
+
+
+def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
+    """Describe a rank that reported a failure itself."""
+    exception = None
+    if reply["exception"] is not None:
+        try:
+            exception = wire.loads(reply["exception"])
+        except Exception:  # its class cannot be imported here: the text must do
+            exception = None
+    text = _first_line(reply["text"])
+    if reply["kind"] == "exited":
+        message = f"rank {rank} called exit({text}) in the middle of a run"
+    else:
+        message = f"rank {rank} raised {reply['type']}" + (f": {text}" if text else "")
+    return RankFailure(
+        rank,
+        reply["kind"],
+        message,
+        reply["when"],
+        type=reply["type"],
+        traceback=reply["traceback"],
+        exception=exception if isinstance(exception, BaseException) else None,
+        exit_code=reply["code"],
+    )
+
+
+def died(rank: int, code: int, when: float, output: str = "") -> RankFailure:
+    """Describe a rank whose process ended under it; `output` may hold what C++ said about it."""
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        message = f"rank {rank} was killed by {name}"
+        if -code == signal.SIGKILL:
+            message += " (not by ddpcheck; the system does that when memory runs out)"
+        elif said := re.search(r"^ *what\(\): *(.+)$", output, re.MULTILINE):
+            message += f": {_first_line(said[1])}"
+    else:
+        message = f"rank {rank} ended with exit code {code} before its work was done, without a Python exception"
+    return RankFailure(rank, "died", message, when, exit_code=code)
+
+
+def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> RankFailure:
+    """Describe a rank that was still at work."""
+    frames = own_stack(dump)
+    collective = collective or collective_of(frames)
+    if collective:
+        what = f"waits in {collective}" + (f" ({place})" if place else "")
+    elif place:
+        inner = place_of(frames)
+        what = f"is in {place}" + (f" ({inner})" if inner else "")
+    else:
+        what = f"is in {place_of(frames) or 'an unknown place'}"
+    return RankFailure(
+        rank, "stuck", f"rank {rank} {what}", when, place=place, collective=collective, stack=format_stack(frames)
+    )
+
+
+def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """Sort by time, with those that only fell with another one marked, and after it."""
+    causes = [one for one in failures if one.kind != "stuck" and not _looks_fallen(one)]
+    marked = []
+    for one in failures:
+        if causes and _looks_fallen(one) and any(cause.when <= one.when + 0.5 for cause in causes):
+            message = one.message.replace(f"rank {one.rank} raised", f"rank {one.rank} fell with it:", 1)
+            one = replace(one, kind=_FELL_KIND, message=message)
+        marked.append(one)
+    late = ("stuck", "fell")
+    return sorted(marked, key=lambda one: (one.kind in late and bool(causes), one.when, one.rank))
+
+
+_FELL_KIND: FailureKind = "fell"
+
+
+def _looks_fallen(failure: RankFailure) -> bool:
+    return failure.kind == "raised" and bool(_FELL.search(f"{failure.type} {failure.message}"))
+
+
+def error(failures: Sequence[RankFailure]) -> RankError:
+    """Make the exception for a world in which a rank failed."""
+    ordered = in_order(failures)
+    first, rest = ordered[0], ordered[1:]
+    others = _summary(rest)
+    message = first.message + (f" ({others})" if others else "")
+    return RankError(message, ordered, detail=_detail(ordered))
+
+
+def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
+    """Make the exception for ranks that did not finish."""
+    ordered = sorted(failures, key=lambda one: (one.when, one.rank))
+    waiting = _group([(one.rank, one.message.removeprefix(f"rank {one.rank} ")) for one in ordered])
+    message = f"{headline}: {waiting}" if waiting else headline
+    return HangError(message, ordered, detail=_detail(ordered))
+
+
+def _summary(rest: Sequence[RankFailure]) -> str:
+    """One phrase for the ranks that are not the headline, equal ones together."""
+    said = []
+    for one in rest:
+        phrase = one.message.removeprefix(f"rank {one.rank} ")
+        if one.kind == "fell":
+            phrase = "fell with it"
+        elif one.kind == "stuck":
+            where = one.collective and f"waiting in {one.collective}"
+            phrase = "was still " + (where or f"in {one.place or phrase.removeprefix('is in ')}")
+        said.append((one.rank, phrase))
+    return _group(said)
+
+
+def _group(said: Sequence[tuple[int, str]]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, phrase in said:
+        groups.setdefault(phrase, []).append(rank)
+    parts = []
+    for phrase, ranks in groups.items():
+        if len(ranks) > 1:
+            phrase = re.sub(r"^waits in", "wait in", re.sub(r"^is in", "are in", re.sub(r"^was ", "were ", phrase)))
+        parts.append(f"{name_ranks(ranks)} {phrase}")
+    return "; ".join(parts)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 0`, `ranks 0 and 1`, `ranks 0, 2 and 3`, `ranks 0 to 7`."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _detail(failures: Sequence[RankFailure]) -> str:
+    parts = []
+    for one in failures:
+        lines = [f"[rank {one.rank}] {one.message}"]
+        lines += [
+            block.rstrip("\n")
+            for block in (one.traceback, one.stack and "stack, most recent call first:\n" + one.stack)
+            if block
+        ]
+        if one.output:
+            lines += ["output:", one.output.rstrip("\n")]
+        parts.append("\n".join(lines))
+    return "\n".join(parts)
+
+
+def _first_line(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """Return the last lines of a file, `""` when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (1 << 16)))
+            data = file.read()
+    except OSError:
+        return ""
+    return "\n".join(data.decode("utf-8", "replace").splitlines()[-lines:])

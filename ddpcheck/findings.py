@@ -1,0 +1,289 @@
+"""What a check returns: `Finding` values in a `Report`, which goes to JSON and comes back the same.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from ddpcheck.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
+
+SCHEMA_VERSION = 1
+
+
+class Severity(Enum):
+    """How bad a finding is: `ERROR` (training is wrong, or will stop), `WARNING` (fragile, slow, or probably
+    not meant), `NOTE`."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst."""
+        return list(Severity).index(self)
+
+    def reaches(self, threshold: Severity) -> bool:
+        """Whether this severity is at or above `threshold`."""
+        return self.rank <= threshold.rank
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Location:
+    """A line of source code. `path` is relative where it can be, with "/" between its parts."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One root cause, told once.
+
+    Attributes:
+        code: Key into the rule table, for example "DDP101".
+        subjects: Fully qualified names (parameters, buffers, modules, options), sorted by the detector.
+        message: One sentence that says what is wrong, without markup or trailing newline.
+        severity: Usually the rule's; a detector may choose another where the circumstances do.
+        ranks: The ranks concerned; empty means every rank.
+        steps: The steps concerned, counted from 0; empty means every step, or before the first.
+        location: The line that made the subject, when known.
+        evidence: One fact a line: numbers, places, consequences.
+        fix: What to do, in this case; the rule's advice when empty.
+    """
+
+    code: str
+    subjects: tuple[str, ...]
+    message: str
+    severity: Severity
+    ranks: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    location: Location | None = None
+    evidence: tuple[str, ...] = ()
+    fix: str = ""
+
+    def sort_key(self) -> tuple[Any, ...]:
+        """Worst first, then by code and subject, so that reports are stable."""
+        return (self.severity.rank, self.code, self.subjects, self.ranks, self.steps, self.message)
+
+
+CheckStatus = Literal["passed", "failed", "skipped", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check of a report: its name, how it ended, how long it took, and a sentence where there is one to say."""
+
+    name: str
+    status: CheckStatus
+    seconds: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParityEntry:
+    """How far one gradient was from one reference in one step.
+
+    Attributes:
+        step: Counted from 0.
+        parameter: Fully qualified name.
+        reference: "local" (the same shards without the reducer) or "single-process" (the global batch).
+        relative_error: Frobenius norm of the difference, relative to the reference's scale.
+        tolerance: What `relative_error` may be.
+    """
+
+    step: int
+    parameter: str
+    reference: str
+    relative_error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportError:
+    """Why a report is not complete.
+
+    Attributes:
+        message: One sentence: what, where, what to do.
+        exit_code: 3 when the target failed for a reason of its own, 4 after a hang.
+        detail: The target's own traceback or output; may be empty.
+    """
+
+    message: str
+    exit_code: int
+    detail: str = ""
+
+
+Status = Literal["clean", "findings", "error", "hang"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of checking one target. A renderer needs nothing else.
+
+    Attributes:
+        target: What was checked, as the user spelled it.
+        environment: Versions and platform.
+        world: World size, backend, device, steps, seed, timeout; `notes` holds sentences on how the check was run.
+        checks: In the order in which they ran.
+        findings: Sorted, worst first.
+        parity: Sorted by step, reference and parameter.
+        timing: Seconds by phase.
+        error: Set when the checks could not be finished.
+        tool: Name and version of the tool that wrote the report.
+    """
+
+    target: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    world: Mapping[str, Any] = field(default_factory=dict)
+    checks: tuple[CheckResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    parity: tuple[ParityEntry, ...] = ()
+    timing: Mapping[str, float] = field(default_factory=dict)
+    error: ReportError | None = None
+    tool: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """`hang` or `error` when the checks could not be finished, else `findings` or `clean`."""
+        if self.error is not None:
+            return "hang" if self.error.exit_code == EXIT_HANG else "error"
+        return "findings" if self.findings else "clean"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checks were finished and found no error."""
+        return self.exit_code() == EXIT_CLEAN
+
+    def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
+        """The findings that are as bad as `threshold` or worse."""
+        return tuple(finding for finding in self.findings if finding.severity.reaches(threshold))
+
+    def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
+        """What a command that made this report exits with; `fail_on=None` never fails for findings."""
+        if self.error is not None:
+            return self.error.exit_code
+        return EXIT_FINDINGS if fail_on is not None and self.at_or_above(fail_on) else EXIT_CLEAN
+
+    def raise_for_findings(self, fail_on: Severity = Severity.ERROR) -> None:
+        """Raise when the report is not good enough for a test.
+
+        Raises:
+            FindingsError: There is a finding at or above `fail_on`, or the checks could not be finished.
+        """
+        lines = [] if self.error is None else [self.error.message]
+        for finding in self.at_or_above(fail_on):
+            lines.append(f"{finding.code} {', '.join(finding.subjects)}: {finding.message}")
+            lines.extend(f"  {fact}" for fact in finding.evidence)
+        if lines:
+            raise FindingsError("\n".join([f"ddpcheck on {self.target}: {self.status}", *lines]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `to_json` writes it."""
+        from ddpcheck.rules import RULES  # the rule table is built on this module
+
+        def finding(value: Finding) -> dict[str, Any]:
+            rule = RULES[value.code]
+            data = dataclasses.asdict(value)
+            data.update(name=rule.name, severity=value.severity.value, fix=value.fix or rule.fix)
+            return data
+
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "tool": dict(self.tool),
+            "target": self.target,
+            "environment": dict(self.environment),
+            "world": dict(self.world),
+            "status": self.status,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "findings": [finding(value) for value in self.findings],
+            "parity": [dataclasses.asdict(entry) for entry in self.parity],
+            "timing": dict(self.timing),
+            "error": None if self.error is None else dataclasses.asdict(self.error),
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The report as JSON; only the values under `seconds` and `timing` differ between two equal runs."""
+        return json.dumps(
+            self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: `text` is not a report, or was written by a newer ddpcheck.
+        """
+        data = json.loads(text)
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version is None:
+            raise ValueError("this JSON is not a ddpcheck report: it has no schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"this report has schema_version {version}; this ddpcheck reads {SCHEMA_VERSION}")
+        return cls(
+            target=data["target"],
+            environment=data["environment"],
+            world=data["world"],
+            checks=tuple(CheckResult(**check) for check in data["checks"]),
+            findings=tuple(_finding(value) for value in data["findings"]),
+            parity=tuple(ParityEntry(**entry) for entry in data["parity"]),
+            timing=data["timing"],
+            error=None if data["error"] is None else ReportError(**data["error"]),
+            tool=data["tool"],
+        )
+
+
+def _finding(data: Mapping[str, Any]) -> Finding:
+    from ddpcheck.rules import RULES
+
+    location, rule = data["location"], RULES.get(data["code"])
+    return Finding(
+        code=data["code"],
+        subjects=tuple(data["subjects"]),
+        message=data["message"],
+        severity=Severity(data["severity"]),
+        ranks=tuple(data["ranks"]),
+        steps=tuple(data["steps"]),
+        location=None if location is None else Location(**location),
+        evidence=tuple(data["evidence"]),
+        fix="" if rule is not None and data["fix"] == rule.fix else data["fix"],
+    )
+
+
+def select_findings(
+    findings: Iterable[Finding], *, select: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> tuple[Finding, ...]:
+    """The findings whose code or name matches `select` (all when empty) and does not match `ignore`, sorted.
+
+    A pattern is a code ("DDP101"), a prefix of one ("DDP1") or a rule's name ("unused-parameter"). Where both
+    match, the longer pattern wins, so that `--ignore DDP1 --select DDP101` keeps DDP101.
+    """
+    from ddpcheck.rules import RULES
+
+    def longest(patterns: Sequence[str], finding: Finding) -> int:
+        name = RULES[finding.code].name
+        return max(
+            (
+                len(finding.code) if p.lower() == name else len(p)
+                for p in patterns
+                if p.lower() == name or finding.code.startswith(p.upper())
+            ),
+            default=-1,
+        )
+
+    def kept(finding: Finding) -> bool:
+        chosen, refused = longest(select, finding), longest(ignore, finding)
+        return (chosen > refused) if select else refused < 0
+
+    return tuple(sorted(filter(kept, findings), key=Finding.sort_key))

@@ -1,0 +1,294 @@
+"""The fork server: a process that has imported torch and nothing of the user's, and forks ranks on request.
+
+It is started by exec, stays single-threaded, runs no operation of torch, and holds no state that a rank could
+inherit. Requests arrive as one packet each on a socket from the parent; file descriptors come along with them.
+Forks and exits are reported on the socket of the world they belong to. When the parent goes away, by whatever
+death, every rank goes with it, and so do the scratch directories.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from . import rank as rank_module
+from . import wire
+
+_MAX_PACKET = 1 << 16
+_TICK = 0.4
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
+_PRELOAD_IF_PRESENT = (
+    "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+    "ddpcheck.recipe",
+    "ddpcheck.graph",
+    "ddpcheck.locate",
+    "ddpcheck.describe",
+    "ddpcheck.anomalous",
+    "ddpcheck.consistency",
+    "ddpcheck.parity",
+    "ddpcheck.collectives",
+    "ddpcheck.reference",
+    "ddpcheck.session",
+)
+
+
+@dataclass
+class _World:
+    """One world as the server sees it."""
+
+    notify: socket.socket
+    directory: str
+    size: int
+    pids: dict[int, int] = field(default_factory=dict)  # rank -> pid, while it lives
+    forked: int = 0
+    backlog: bytearray = field(default_factory=bytearray)
+
+    def tell(self, message: object) -> None:
+        """Report to the parent, without ever waiting for it."""
+        self.backlog += wire.pack(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self.backlog:
+                del self.backlog[: self.notify.send(self.backlog)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:  # the parent has closed its end: nobody wants to know any more
+            self.backlog.clear()
+
+
+class Server:
+    """Serves one parent until it is gone."""
+
+    def __init__(self, sock: socket.socket, parent: int) -> None:
+        self._sock = sock
+        self._parent = parent
+        self._pid = os.getpid()
+        self._worlds: dict[int, _World] = {}
+        self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
+        self._broken = ""
+        self._libc = ctypes.CDLL(None)
+
+    def preload(self, names: tuple[str, ...]) -> None:
+        """Import what every rank needs; a failure is kept for whoever asks for a world."""
+        try:
+            for name in (*_PRELOAD, *names):
+                importlib.import_module(name)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+            return
+        for name in _PRELOAD_IF_PRESENT:
+            try:
+                importlib.import_module(name)
+            except Exception:  # the rank that needs it will say so better
+                continue
+
+    def serve(self) -> None:
+        """Work until the parent is gone, then end every rank."""
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that we can reap what ranks leave behind
+        wake_read, wake_write = socket.socketpair()
+        self._wake = (wake_read, wake_write)
+        for end in self._wake:
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        with selectors.DefaultSelector() as selector:
+            self._selector = selector
+            selector.register(self._sock, selectors.EVENT_READ)
+            selector.register(wake_read, selectors.EVENT_READ)
+            while os.getppid() == self._parent:
+                ready = [key.fileobj for key, _ in selector.select(_TICK)]
+                if wake_read in ready:
+                    _drain(wake_read)
+                self._reap()
+                if self._sock in ready and not self._receive():
+                    break
+                for number, world in list(self._worlds.items()):
+                    world.flush()
+                    self._drop_if_over(number)
+        self._end()
+
+    def _receive(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, wire.MAX_FDS + 1)
+        except OSError:
+            return False
+        if not data:
+            return False
+        request = pickle.loads(data)
+        operation = request["operation"]
+        if operation == "open":
+            notify = socket.socket(fileno=fds.pop(0))
+            notify.setblocking(False)
+            self._worlds[request["world"]] = _World(notify, request["directory"], request["size"])
+            self._fork_all(request["world"], fds)
+        elif operation == "more":
+            self._fork_all(request["world"], fds)
+        elif operation == "signal":
+            self._signal(request["world"], request["ranks"], request["signal"])
+        return True
+
+    def _fork_all(self, number: int, fds: list[int]) -> None:
+        world = self._worlds.get(number)
+        if world is None or world.forked == world.size:
+            for fd in fds:
+                os.close(fd)
+            return
+        forked = []
+        for index, fd in enumerate(fds):
+            rank = world.forked
+            try:
+                if self._broken:
+                    raise ImportError(self._broken)
+                pid = os.fork()
+            except Exception as error:
+                for unused in fds[index:]:
+                    os.close(unused)
+                world.size = world.forked
+                world.tell(("error", f"{type(error).__name__}: {error}"))
+                break
+            if pid == 0:
+                self._become_rank(fd, fds[index + 1 :])
+            os.close(fd)
+            world.forked += 1
+            world.pids[rank] = pid
+            self._ranks[pid] = (number, rank)
+            forked.append((rank, pid))
+        world.tell(("forked", forked))
+        self._drop_if_over(number)
+
+    def _become_rank(self, fd: int, others: list[int]) -> NoReturn:
+        try:
+            os.setsid()
+            self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != self._pid:
+                os._exit(1)  # the server died between the fork and the line above
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._selector.close()
+            for end in (*self._wake, self._sock, *(world.notify for world in self._worlds.values())):
+                end.close()
+            for other in others:
+                os.close(other)
+            gc.enable()
+            rank_module.main(socket.socket(fileno=fd))
+        finally:
+            os._exit(70)
+
+    def _signal(self, number: int, ranks: list[int], number_of_signal: int) -> None:
+        world = self._worlds.get(number)
+        for rank in ranks:
+            pid = world.pids.get(rank) if world is not None else None
+            if pid is not None:
+                _kill(pid, number_of_signal)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if info is None:
+                return
+            pid = info.si_pid
+            known = self._ranks.pop(pid, None)
+            if known is not None:
+                _kill(pid, signal.SIGKILL)  # its group: loader workers and the like; the zombie keeps the number ours
+            _, status = os.waitpid(pid, 0)
+            if known is not None:
+                number, rank = known
+                world = self._worlds[number]
+                del world.pids[rank]
+                world.tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
+                self._drop_if_over(number)
+
+    def _drop_if_over(self, number: int) -> None:
+        world = self._worlds[number]
+        if not world.pids and world.forked == world.size and not world.backlog:
+            world.notify.close()
+            del self._worlds[number]
+
+    def _end(self) -> None:
+        """The parent is gone or has said goodbye: leave nothing."""
+        vanished = os.getppid() != self._parent
+        directories = [world.directory for world in self._worlds.values()]
+        deadline = time.monotonic() + 2.0
+        for pid in list(self._ranks):
+            _kill(pid, signal.SIGKILL)
+        while (children := _children()) and time.monotonic() < deadline:
+            for pid in children:
+                if pid not in self._ranks:
+                    _kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
+            self._reap()
+            time.sleep(0.002)
+        if vanished or directories:
+            for directory in directories:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill(pid: int, number: int) -> None:
+    """Signal a child that has not been reaped; SIGKILL goes to its whole group."""
+    if number == signal.SIGKILL:
+        try:
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+                return
+        except OSError:
+            pass
+    try:
+        os.kill(pid, number)
+    except OSError:
+        pass
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def _drain(sock: socket.socket) -> None:
+    try:
+        while sock.recv(4096):
+            pass
+    except (BlockingIOError, InterruptedError):
+        pass
+
+
+def main(fd: int, parent: int, names: str = "[]") -> None:
+    """Run the server on socket `fd` for process `parent`; `names` is a JSON list of more modules to preload."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    server = Server(sock, parent)
+    more: list[Any] = json.loads(names)
+    server.preload(tuple(str(name) for name in more))
+    server.serve()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,149 @@
+"""From a parameter or a module to the line of the user's code that made it, and from a stack to the line to show.
+
+Torch is only touched inside `record_origins`, so that everyone can use the frame helpers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ddpcheck.findings import Location
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARY_FOLDERS = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
+)
+
+
+def relative_path(path: str) -> str:
+    """`path` relative to the working folder, else to the folder of installed packages, else its last part."""
+    real = os.path.realpath(path)
+    here = os.path.realpath(os.getcwd()) + os.sep
+    for folder in (here, *sorted(_LIBRARY_FOLDERS, key=len, reverse=True)):
+        if real.startswith(folder):
+            return Path(real[len(folder) :]).as_posix()
+    return Path(real).name
+
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
+
+
+@functools.cache
+def is_user_file(name: str) -> bool:
+    """Whether the source file `name` belongs neither to torch, nor to Python itself, nor to ddpcheck."""
+    if name.startswith(("<", _OWN_FOLDER)):
+        return False
+    parts = name.replace("\\", "/").split("/")
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return parts[parts.index(folder) + 1] not in {"torch", "cloudpickle"}
+    return not name.startswith((_STDLIB, _REAL_STDLIB))
+
+
+def user_location(frame: FrameType | None = None) -> Location | None:
+    """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
+    current: FrameType | None = frame or sys._getframe(1)
+    while current is not None:
+        code = current.f_code
+        if is_user_file(code.co_filename):
+            return Location(relative_path(code.co_filename), current.f_lineno)
+        current = current.f_back
+    return None
+
+
+def exception_location(error: BaseException) -> Location | None:
+    """The innermost line of the user's code in the traceback of `error`."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return Location(relative_path(error.filename), error.lineno)
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_user_file(frame.f_code.co_filename):
+            found = Location(relative_path(frame.f_code.co_filename), line)
+    return found
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` as text, without the frames of ddpcheck that come before the user's code."""
+    stack = traceback.TracebackException.from_exception(error)
+    seen: set[int] = set()
+    current: traceback.TracebackException | None = stack
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        kept = [frame for frame in current.stack if not os.path.abspath(frame.filename).startswith(_OWN_FOLDER)]
+        for frame in kept:
+            frame.filename = relative_path(frame.filename) if not frame.filename.startswith("<") else frame.filename
+        current.stack = traceback.StackSummary.from_list(kept)
+        current = current.__cause__ or current.__context__
+    return "".join(stack.format()).rstrip()
+
+
+@dataclass(slots=True)
+class Origins:
+    """Where parameters, buffers and modules were registered, by identity.
+
+    The objects are kept alive so that an identity cannot be used twice.
+    """
+
+    _lines: dict[int, Location] = field(default_factory=dict)
+    _alive: list[object] = field(default_factory=list)
+
+    def note(self, thing: object, *, where: Location | None) -> None:
+        """Remember that `thing` was registered at `where`; the last registration wins."""
+        if thing is not None and where is not None:
+            self._lines[id(thing)] = where
+            self._alive.append(thing)
+
+    def of_name(self, module: nn.Module, name: str) -> Location | None:
+        """The line that made the parameter, buffer or module `name` of `module`, else its nearest known parent.
+
+        Copies made by `copy.deepcopy` (the layers of `nn.TransformerEncoder`, say) are not registered one by one;
+        for them the line of the module that holds them is the best answer.
+        """
+        found: Location | None = None
+        current: object = module
+        for part in name.split("."):
+            current = getattr(current, part, None)
+            if current is None:
+                break
+            found = self._lines.get(id(current), found)
+        return found
+
+
+@contextlib.contextmanager
+def record_origins() -> Iterator[Origins]:
+    """Record every registration of a parameter, buffer or module while the block runs.
+
+    Uses torch's public registration hooks (`torch.nn.modules.module.register_module_parameter_registration_hook`
+    and its two sisters).
+    """
+    from torch.nn.modules import module as hooks
+
+    origins = Origins()
+
+    def on_registration(_module: object, _name: str, thing: object) -> None:
+        origins.note(thing, where=user_location(sys._getframe(1)))
+
+    handles = [
+        hooks.register_module_parameter_registration_hook(on_registration),
+        hooks.register_module_buffer_registration_hook(on_registration),
+        hooks.register_module_module_registration_hook(on_registration),
+    ]
+    try:
+        yield origins
+    finally:
+        for handle in handles:
+            handle.remove()

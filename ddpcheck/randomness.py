@@ -1,0 +1,161 @@
+"""Random numbers: the same where two runs are compared, told apart where they are not, and silent on demand."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's (where it is in use) and torch's global generators, on every device."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def mixed_seed(seed: int, *parts: int) -> int:
+    """A seed for one purpose, well apart from its neighbours (the finaliser of splitmix64, Steele et al. 2014)."""
+    value = seed & 0xFFFFFFFFFFFFFFFF
+    for part in parts:
+        value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    return value % 2**31
+
+
+def generator_states(device: torch.device) -> list[Any]:
+    """The states of the global generators; two equal lists mean that nothing was drawn in between."""
+    states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states.append((name, keys.tobytes(), *rest))
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return states
+
+
+class QuietRandomness(TorchDispatchMode):
+    """While active, torch's random operations give one constant each, so that no result depends on which rank drew it.
+
+    A sharded run and a run of the global batch cannot draw the same numbers for the same sample. With constants in
+    their place (dropout keeps everything) both compute the same deterministic function, forward, backward and where
+    a checkpoint computes its forward again. Scalars drawn by Python's `random` or numpy agree by their seed.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = _QUIET.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(func, args, dict(kwargs or {}))
+
+
+def _constant(value: float) -> Callable[..., Any]:
+    def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs).fill_(value)
+
+    return fill
+
+
+def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    given = args[1] if len(args) > 1 else kwargs.get("p")
+    if isinstance(given, torch.Tensor):
+        return drawn.copy_(given > 0)
+    if isinstance(given, float | int):
+        return drawn.fill_(float(given > 0))
+    return drawn.copy_(args[0] > 0) if not func.overloadpacket.__name__.endswith("_") else drawn.fill_(1.0)
+
+
+def _lowest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    low = args[0] if "low" in func._overloadname else 0
+    return drawn.fill_(low if isinstance(low, int) else 0)
+
+
+def _in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+
+
+def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    count = drawn.shape[-1]
+    order = args[0].argsort(dim=-1, descending=True, stable=True)
+    return drawn.copy_(order[..., torch.arange(count, device=drawn.device) % order.shape[-1]])
+
+
+def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+
+
+def _native_dropout_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] * args[1]
+
+
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `func` with every argument called dropout or dropout_p at 0."""
+    names = [argument.name for argument in func._schema.arguments]
+    quiet = list(args)
+    for index, name in enumerate(names):
+        if name in ("dropout", "dropout_p"):
+            if index < len(quiet):
+                quiet[index] = 0.0
+            elif name in kwargs:
+                kwargs[name] = 0.0
+    return func(*quiet, **kwargs)
+
+
+_UNIFORM, _NORMAL = 0.75, 0.5  # neither drops at the usual rates, nor silences what it multiplies
+_QUIET: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
+    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
+    **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
+    "randperm": _in_order,
+    "multinomial": _most_likely,
+    "native_dropout": _native_dropout,
+    "native_dropout_backward": _native_dropout_backward,
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_flash_attention_forward",
+            "_efficient_attention_forward",
+            "_cudnn_rnn",
+            "_cudnn_rnn_backward",
+            "miopen_rnn",
+        ),
+        _without_dropout,
+    ),
+}
+
+
+class quiet_modules:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """While active, recurrent layers drop nothing (their fused kernels draw where no mode sees it)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._saved = [(m, m.dropout) for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+    def __enter__(self) -> None:
+        for module, _ in self._saved:
+            module.dropout = 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module, dropout in self._saved:
+            module.dropout = dropout

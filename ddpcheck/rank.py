@@ -1,0 +1,393 @@
+"""One rank of a world: sets itself up, does what the parent sends, reports, and leaves without a trace.
+
+What runs in a rank finds itself through `current`, keeps values between runs in `state`, and says where it is
+with `set_place` and `set_collective`. Both write to a small file in shared memory, so that the parent can read
+them when this process is stuck in C++ or dead.
+
+This module imports torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import wire
+from .assertions import rewrite_on_import
+from .errors import DdpcheckError, UsageError
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank knows about itself.
+
+    Attributes:
+        rank: Its number.
+        world_size: Of how many.
+        backend: Of the default process group.
+        device: `cpu`, or `cuda:<index>`.
+        directory: The world's scratch directory; removed when the world closes.
+        shared_gpu: Whether more ranks than one use this rank's GPU.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    directory: Path
+    shared_gpu: bool
+
+
+state: dict[str, Any] = {}
+"""Survives from one run to the next on the same world."""
+
+_context: RankContext | None = None
+_slots: mmap.mmap | None = None
+
+
+def current() -> RankContext:
+    """Return what this rank knows about itself.
+
+    Raises:
+        DdpcheckError: When this process is not a rank.
+    """
+    if _context is None:
+        raise DdpcheckError(
+            "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
+        )
+    return _context
+
+
+# --- Slots: what the parent can read when nothing else works ---------------------------------------------------
+
+_SLOT = 2048
+_LENGTH = struct.Struct("=H")
+
+
+def set_place(text: str) -> None:
+    """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
+    if _slots is not None:
+        _write_slot(_slots, 0, text)
+
+
+def set_collective(text: str) -> None:
+    """Say which collective this rank is about to wait in, `""` when it is in none."""
+    if _slots is not None:
+        _write_slot(_slots, _SLOT, text)
+
+
+def _write_slot(slots: mmap.mmap, offset: int, text: str) -> None:
+    data = text.encode("utf-8", "replace")[: _SLOT - _LENGTH.size]
+    slots[offset : offset + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+
+
+def read_slots(directory: Path, rank: int) -> tuple[str, str]:
+    """Return the place and the collective of a rank as it last set them; both empty where it never did."""
+    try:
+        data = (directory / f"rank{rank}.slots").read_bytes()
+    except OSError:
+        return "", ""
+    return _read_slot(data, 0), _read_slot(data, _SLOT)
+
+
+def own_slots() -> tuple[str, str]:
+    """Return what this rank last said with `set_place` and `set_collective`."""
+    if _slots is None:
+        return "", ""
+    data = _slots[:]
+    return _read_slot(data, 0), _read_slot(data, _SLOT)
+
+
+def _read_slot(data: bytes, offset: int) -> str:
+    if len(data) < 2 * _SLOT:
+        return ""
+    start = offset + _LENGTH.size
+    length = min(_LENGTH.unpack_from(data, offset)[0], _SLOT - _LENGTH.size)
+    return data[start : start + length].decode("utf-8", "replace")
+
+
+# --- The life of a rank ------------------------------------------------------------------------------------------
+
+
+def main(sock: socket.socket) -> NoReturn:
+    """Be a rank on `sock` until the parent says that it is over; never returns."""
+    code = 0
+    try:
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a file to dump the stack to
+        _live(sock)
+    except BaseException:  # a bug of ddpcheck: leave a trace where `World.output` finds it
+        traceback.print_exc()
+        code = 70
+    finally:
+        _flush()
+        os._exit(code)  # after a fork from a process that had imported torch, a normal exit may never end
+
+
+def main_spawned(fd: int, parent: int) -> NoReturn:
+    """Be a rank that was started by exec: watch the parent, which nobody else does, and go on as `main`."""
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    main(sock)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.3)
+    if _context is not None:
+        import shutil
+
+        shutil.rmtree(_context.directory, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _live(sock: socket.socket) -> None:
+    message = wire.receive(sock)
+    if message is None or message[0] != "config":
+        return
+    try:
+        _set_up(message[1])
+    except BaseException as error:
+        sock.sendall(wire.pack(("failure", 0, _describe(error))))
+        wire.receive(sock)
+        return
+    sock.sendall(wire.pack(("ready", time.monotonic())))
+    while (message := wire.receive(sock)) is not None:
+        if message[0] != "task":
+            return
+        rewrite_on_import(message[3])
+        sock.sendall(_answer(message[1], message[2]))
+
+
+def _answer(run: int, payload: bytes) -> bytes:
+    """Do one task and return the reply, whatever happens."""
+    set_place("")
+    set_collective("")
+    try:
+        data = _perform(payload)
+    except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
+        reply = wire.pack(("failure", run, _describe(error)))
+    else:
+        reply = wire.pack(("result", run, data))
+    _flush()
+    return reply
+
+
+def _perform(payload: bytes) -> bytes:
+    try:
+        function, args, kwargs = wire.loads(payload)
+    except Exception as error:
+        raise DdpcheckError(
+            f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
+            "what they refer to must be importable there."
+        ) from error
+    result = function(*args, **kwargs)
+    try:
+        return wire.dumps(result)
+    except Exception as error:
+        raise DdpcheckError(
+            f"The function returned a {type(result).__qualname__} that cannot be pickled "
+            f"({type(error).__name__}: {error}); return plain values or tensors."
+        ) from error
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+
+
+# --- Setting up ----------------------------------------------------------------------------------------------------
+
+
+def _set_up(config: wire.RankConfig) -> None:
+    global _context, _slots
+    directory = Path(config.directory)
+    _redirect(directory / f"rank{config.rank}.out")
+    _slots = _open_slots(directory / f"rank{config.rank}.slots")
+    set_place("starting up")
+    stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+
+    import torch
+
+    torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
+    _adopt(config)
+    device, shared = _choose_device(config)
+    _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
+    if config.process_group:
+        _join(config, directory)
+    set_place("")
+
+
+def _redirect(path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+
+
+def _open_slots(path: Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, 2 * _SLOT)
+        return mmap.mmap(fd, 2 * _SLOT)
+    finally:
+        os.close(fd)
+
+
+def _adopt(config: wire.RankConfig) -> None:
+    """Take over the parent's environment, directory and import path, as a process that it started would."""
+    environment = dict(config.environment)
+    environment.update(
+        RANK=str(config.rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_RANK=str(config.rank),
+        LOCAL_WORLD_SIZE=str(config.world_size),
+    )
+    if "GLOO_SOCKET_IFNAME" not in environment and (loopback := _loopback()):
+        environment["GLOO_SOCKET_IFNAME"] = loopback
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    try:
+        os.chdir(config.cwd)
+    except OSError as error:
+        raise DdpcheckError(
+            f"The rank could not enter the working directory {config.cwd}: {error.strerror}."
+        ) from error
+    sys.path[:] = config.path
+    sys.argv[:] = config.argv
+    sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
+    tempfile.tempdir = None
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()  # inherited, it would be the same in every rank and world
+    if "TORCH_DISTRIBUTED_DEBUG" in config.explicit:
+        import torch.distributed as dist
+
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
+
+
+def _loopback() -> str:
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return ""
+    return next((name for name in names if name == "lo" or name == "lo0"), "")
+
+
+def _choose_device(config: wire.RankConfig) -> tuple[str, bool]:
+    if config.device == "cpu":
+        return "cpu", False
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError(
+            "device 'cuda' was asked for, but torch finds no GPU; use device='cpu', or see torch.cuda.is_available()."
+        )
+    if config.backend == "nccl" and config.world_size > count:
+        raise UsageError(
+            f"backend 'nccl' needs a GPU for every rank: {config.world_size} ranks, {count} GPU{'s' * (count > 1)}; "
+            "use backend='gloo' to share, or fewer ranks."
+        )
+    index = config.rank % count
+    torch.cuda.set_device(index)
+    return f"cuda:{index}", config.world_size > count
+
+
+def _join(config: wire.RankConfig, directory: Path) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    store = FileStore(str(directory / "store"), config.world_size)
+    dist.init_process_group(
+        config.backend,
+        store=store,
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=timedelta(days=1),  # the parent's clock is the one that counts
+    )
+
+
+# --- Describing a failure ------------------------------------------------------------------------------------------
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """Return what the parent needs to make a `RankFailure` of `error`."""
+    when = time.monotonic()
+    place, collective = own_slots()
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    try:
+        text = repr(error.code) if isinstance(error, SystemExit) else str(error)
+    except Exception:
+        text = "(its message cannot be shown: __str__ raised)"
+    return {
+        "when": when,
+        "kind": "exited" if isinstance(error, SystemExit) else "raised",
+        "type": name,
+        "text": text,
+        "code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
+        "usage": isinstance(error, UsageError),
+        "place": place,
+        "collective": collective,
+        "traceback": _format(error),
+        "exception": _pickled(error),
+    }
+
+
+def _format(error: BaseException) -> str:
+    try:
+        described = traceback.TracebackException.from_exception(error, compact=True)
+        _drop_own_frames(described)
+        return "".join(described.format())
+    except Exception as problem:
+        return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
+
+
+def _drop_own_frames(described: traceback.TracebackException) -> None:
+    todo: list[traceback.TracebackException | None] = [described]
+    while todo:
+        one = todo.pop()
+        if one is None:
+            continue
+        kept = [frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)]
+        if kept:
+            one.stack[:] = kept
+        todo += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = wire.dumps(error)
+        wire.loads(data)  # an exception with an __init__ of its own often pickles, and does not come back
+    except Exception:
+        return None
+    return data

@@ -1,0 +1,145 @@
+"""`Recipe`: a model, its batches and its loss, and how each of the user's functions is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ddpcheck.errors import DdpcheckError, TargetError, UsageError
+from ddpcheck.locate import exception_location, user_traceback
+from ddpcheck.nests import iter_tensors, shard_batch
+
+Result = TypeVar("Result")
+
+_DEFAULT_LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to check: how to build a model, what to feed it, and what to minimise.
+
+    Attributes:
+        model: Called on every rank under the same seed; returns an `nn.Module`.
+        batch: Called with the step, counted from 0, under the same seed on every rank; returns the GLOBAL batch: any
+            nest of tensors (dict, list, tuple, named tuple, dataclass) with the samples in dim 0.
+        loss: Called with the model (bare or wrapped) and a batch; returns a scalar tensor, or any nest of them, which
+            are summed.
+        shard: `(batch, rank, world_size) -> local batch`; default: dim 0 in equal parts (`shard_batch`).
+        optimizer: Called with the parameters; default: SGD, so that steps move the weights.
+        ddp_kwargs: Handed to `DistributedDataParallel`.
+        wrap: `(module, device) -> wrapped module`; default: `DistributedDataParallel(module, **ddp_kwargs)`.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Any]
+    shard: Callable[[Any, int, int], Any] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrap: Callable[[nn.Module, torch.device], nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batch", "loss", "shard", "optimizer", "wrap"):
+            value = getattr(self, name)
+            if value is None and name in ("shard", "optimizer", "wrap"):
+                continue
+            if not callable(value):
+                raise UsageError(f"recipe: {name} must be a function, not {kind_of(value)}")
+        if not isinstance(self.ddp_kwargs, Mapping):
+            raise UsageError(f"recipe: ddp_kwargs must be a dict, not {kind_of(self.ddp_kwargs)}")
+
+    def build_model(self) -> nn.Module:
+        """Call `model()`.
+
+        Raises:
+            TargetError: It raised, or returned no module.
+        """
+        module = call("model()", self.model)
+        if not isinstance(module, nn.Module):
+            raise TargetError(f"model() returned {kind_of(module)}; it must return a torch.nn.Module")
+        return module
+
+    def global_batch(self, step: int) -> Any:
+        """Call `batch(step)`.
+
+        Raises:
+            TargetError: It raised, or returned no tensor at all.
+        """
+        batch = call(f"batch({step})", self.batch, step)
+        if next(iter_tensors(batch), None) is None:
+            raise TargetError(f"batch({step}) returned {kind_of(batch)} without any tensor; return a nest of tensors")
+        return batch
+
+    def local_batch(self, batch: Any, rank: int, world_size: int) -> Any:
+        """The part of the global `batch` that `rank` works on."""
+        if self.shard is None:
+            return shard_batch(batch, rank, world_size)
+        return call(f"shard(batch, rank={rank}, world_size={world_size})", self.shard, batch, rank, world_size)
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Call `optimizer(parameters)`, or make the default one."""
+        if self.optimizer is None:
+            return torch.optim.SGD(parameters, lr=_DEFAULT_LEARNING_RATE)
+        optimizer = call("optimizer(parameters)", self.optimizer, parameters)
+        if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+            raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, which is no torch optimizer")
+        return optimizer
+
+    def wrap_module(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Wrap `module` as the user does; synchronises with the other ranks.
+
+        Raises:
+            TargetError: The wrapper raised, or is no module.
+        """
+        if self.wrap is not None:
+            wrapped = call("wrap(module, device)", self.wrap, module, device)
+        else:
+            kwargs = dict(self.ddp_kwargs)
+            if device.type == "cuda":
+                kwargs.setdefault("device_ids", [device.index])
+            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", _wrap_in_ddp, module, kwargs)
+        if not isinstance(wrapped, nn.Module):
+            raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
+        return wrapped
+
+
+def _wrap_in_ddp(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, **kwargs)
+
+
+def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
+    """Call the user's `function`; whatever it raises becomes one sentence.
+
+    Raises:
+        TargetError: `function` raised, or called `exit`.
+    """
+    try:
+        return function(*args)
+    except DdpcheckError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise blame(what, error) from error
+
+
+def blame(what: str, error: BaseException) -> TargetError:
+    """A `TargetError` that says what the user's code did, and where."""
+    where = exception_location(error)
+    at = f" (at {where})" if where else ""
+    if isinstance(error, SystemExit):
+        return TargetError(f"{what} called exit({error.code!r}){at}; remove that call", detail=user_traceback(error))
+    return TargetError(f"{what} raised {summary(error)}{at}", detail=user_traceback(error))
+
+
+def summary(error: BaseException) -> str:
+    """The class and the first line of the message of `error`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def kind_of(value: object) -> str:
+    """What `value` is, in words."""
+    return "None" if value is None else f"a value of type {type(value).__name__}"

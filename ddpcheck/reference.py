@@ -1,0 +1,251 @@
+"""The single process: the unwrapped module on the whole global batch, in its own dtype and in float64.
+
+Everything here runs in a process without a process group, which is what the user wants training to equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck import rank as this_rank
+from ddpcheck.compare import difference, fit, norm, scales, tolerances
+from ddpcheck.describe import fingerprint
+from ddpcheck.evidence import Difference, ShardAnalysis, SingleStep
+from ddpcheck.nests import iter_tensors, to_device, upcast
+from ddpcheck.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything
+from ddpcheck.recipe import Recipe, summary
+from ddpcheck.stepping import Gradients, ModuleState, capture_state, compute_gradients
+from ddpcheck.target import load_target
+
+_BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
+_MOST_SHARDS = 16
+
+
+def model_seed(seed: int) -> int:
+    """The seed under which `model()` is called."""
+    return mixed_seed(seed, _MODEL_SEED)
+
+
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """The seed of the random numbers that a rank draws in a step; a single process draws as rank 0."""
+    return mixed_seed(seed, _STEP_SEED, step, rank)
+
+
+def make_batch(recipe: Recipe, step: int, *, seed: int) -> Any:
+    """The global batch of `step`, made under a seed of its own."""
+    this_rank.set_place(f"step {step}: batch")
+    seed_everything(mixed_seed(seed, _BATCH_SEED, step))
+    return recipe.global_batch(step)
+
+
+def batch_fingerprint(batch: Any) -> tuple[int, ...]:
+    """Tells whether two processes hold the same batch."""
+    return tuple(fingerprint(tensor) for tensor in iter_tensors(batch))
+
+
+@dataclass(slots=True)
+class SingleProcess:
+    """What the process keeps from step to step."""
+
+    recipe: Recipe
+    module: nn.Module
+    double: nn.Module | None
+    device: torch.device
+    seed: int
+    draws: bool = False
+    double_trouble: str = ""
+    state: ModuleState | None = None
+    gradients: Gradients = field(default_factory=dict)
+    scale: dict[str, float] = field(default_factory=dict)
+    tolerance: dict[str, float] = field(default_factory=dict)
+
+
+def start(target: str | Recipe, *, seed: int) -> None:
+    """Load the recipe and build the module, and a copy of it in float64."""
+    recipe = load_target(target) if isinstance(target, str) else target
+    device = torch.device(this_rank.current().device)
+
+    def build() -> nn.Module:
+        this_rank.set_place("building the model")
+        seed_everything(model_seed(seed))
+        return recipe.build_model().to(device)
+
+    module = build()
+    double, trouble = None, ""
+    if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
+        try:
+            double = build()
+            double = double.double() if double is not module else None
+        except Exception as error:
+            trouble = summary(error)
+    this_rank.state["single"] = SingleProcess(recipe, module, double, device, seed, double_trouble=trouble)
+
+
+def join_alone() -> None:
+    """Make a process group of one, for models that cannot run without any."""
+    store = dist.FileStore(str(this_rank.current().directory / "alone"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def run_step(step: int, state_file: Path | None) -> SingleStep:
+    """Compute the gradients of the global batch of `step`, in the module's dtype and in float64.
+
+    Args:
+        step: Counted from 0.
+        state_file: Where rank 0 has put its state before the step; None where the module's own state is the same.
+    """
+    own: SingleProcess = this_rank.state["single"]
+    if state_file is not None:
+        saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
+        ModuleState(saved).restore(own.module)
+    own.state = capture_state(own.module)
+    batch = make_batch(own.recipe, step, seed=own.seed)
+    again = batch_fingerprint(make_batch(own.recipe, step, seed=own.seed)) if step == 0 else ()
+    on_device = to_device(batch, own.device)
+    gradients, loss = _gradients(own, own.module, on_device, step)
+    if loss.drew and not own.draws:
+        own.draws = True
+        own.state.restore(own.module)
+        gradients, loss = _gradients(own, own.module, on_device, step)
+    value = loss.value
+    del loss
+    noise = _rounding(own, on_device, step, gradients)
+    own.state.restore(own.module)
+    own.gradients = gradients
+    own.scale = scales(gradients)
+    own.tolerance = tolerances(gradients, own.scale, noise)
+    total = sum(norm(gradient) ** 2 for gradient in gradients.values()) ** 0.5
+    return SingleStep(value, total, batch_fingerprint(batch), again, own.draws, own.double_trouble)
+
+
+def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Any]:
+    seed = step_seed(own.seed, step)
+    return compute_gradients(own.recipe, module, batch, step=step, seed=seed, quiet=own.draws, place="single process, ")
+
+
+def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float] | None:
+    """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known."""
+    if own.double is None:
+        return None if own.double_trouble else dict.fromkeys(gradients, 0.0)
+    assert own.state is not None
+    own.state.restore(own.double)
+    try:
+        exact, _ = _gradients(own, own.double, upcast(batch), step)
+    except Exception as error:  # a model that insists on its dtype: there is no yardstick then
+        own.double_trouble = summary(error)
+        own.double = None
+        return None
+    return {name: norm(gradient.double() - exact[name]) for name, gradient in gradients.items() if name in exact}
+
+
+def compare_with(gradient_file: Path) -> tuple[Difference, ...]:
+    """The averaged gradients of the ranks against those of the last `run_step`."""
+    own: SingleProcess = this_rank.state["single"]
+    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
+    names = list(dict.fromkeys((*own.gradients, *averaged)))
+    return tuple(
+        difference(
+            name,
+            averaged.get(name),
+            own.gradients.get(name),
+            scale=own.scale.get(name, 0.0),
+            tolerance=own.tolerance.get(name, 1e-5),
+        )
+        for name in names
+    )
+
+
+# Why it differs
+
+
+def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis | None:
+    """Run the shards one by one without a process group, to tell coupling from normalisation and from the world.
+
+    Returns:
+        None where the shards cannot be run here.
+    """
+    own: SingleProcess = this_rank.state["single"]
+    if world_size > _MOST_SHARDS or own.state is None:
+        return None
+    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
+    batch = to_device(make_batch(own.recipe, step, seed=own.seed), own.device)
+    shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
+    parts: list[Gradients] = []
+    for shard in shards:
+        own.state.restore(own.module)
+        try:
+            gradients, _ = _gradients(own, own.module, shard, step)
+        except Exception:
+            return None
+        parts.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
+    mean = {name: sum(part[name] for part in parts) / world_size for name in own.gradients}
+    ratio, world_residual = fit({k: averaged[k] for k in mean if k in averaged}, [mean])
+    weights, weights_residual = fit(own.gradients, list(parts))
+    name, kind = _first_coupled_module(own, batch, shards[0], step, world_size)
+    own.state.restore(own.module)
+    return ShardAnalysis(tuple(weights), weights_residual, ratio[0], world_residual, name, kind)
+
+
+def _first_coupled_module(own: SingleProcess, batch: Any, shard: Any, step: int, world_size: int) -> tuple[str, str]:
+    """The first module, in order of execution, whose output for rank 0's samples depends on the others."""
+    assert own.state is not None
+    whole = _outputs(own, batch, step)
+    part = _outputs(own, shard, step)
+    calls = [key for key in part if key in whole]
+    coupled: list[str] = []
+    for key in calls:
+        if any(_depends(full, alone, world_size) for full, alone in zip(whole[key], part[key], strict=False)):
+            coupled.append(key[0])
+            break
+    if not coupled:
+        return "", ""
+    return coupled[0], type(own.module.get_submodule(coupled[0])).__name__
+
+
+def _outputs(own: SingleProcess, batch: Any, step: int) -> dict[tuple[str, int], list[torch.Tensor]]:
+    """The outputs of every call of every submodule, in the order in which the calls ended."""
+    found: dict[tuple[str, int], list[torch.Tensor]] = {}
+    counts: dict[str, int] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            counts[name] = counts.get(name, 0) + 1
+            found[name, counts[name]] = [t.detach().clone() for t in iter_tensors(output) if t.is_floating_point()]
+
+        return hook
+
+    assert own.state is not None
+    own.state.restore(own.module)
+    handles = [module.register_forward_hook(keep(name)) for name, module in own.module.named_modules() if name]
+    try:
+        with quiet_modules(own.module), QuietRandomness():
+            _forward_only(own, batch, step)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _forward_only(own: SingleProcess, batch: Any, step: int) -> None:
+    seed_everything(step_seed(own.seed, step))
+    own.recipe.loss(own.module, batch)
+
+
+def _depends(whole: torch.Tensor, part: torch.Tensor, world_size: int) -> bool:
+    """Whether the rows of `part` (rank 0's) are other numbers in `whole`."""
+    if whole.dim() != part.dim() or whole.dim() == 0:
+        return False
+    axes = [axis for axis in range(whole.dim()) if whole.shape[axis] != part.shape[axis]]
+    if len(axes) != 1:
+        return False
+    rows = whole.narrow(axes[0], 0, part.shape[axes[0]])
+    scale = float(torch.linalg.vector_norm(rows, dtype=torch.float64))
+    gap = float(torch.linalg.vector_norm(rows.double() - part.double()))
+    return gap > 1e3 * float(torch.finfo(part.dtype).eps) * scale if scale else gap > 0.0

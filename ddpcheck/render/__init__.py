@@ -1,0 +1,114 @@
+"""Renderers: one contract, `Renderer.render(report) -> str`, and the registry of formats.
+
+A renderer reads a `Report` and nothing else, and recomputes nothing. A new format is a module with a renderer and
+one entry in `FORMATS`.
+
+This module is light: it never imports torch, and rich only for text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Protocol, TextIO
+
+from ddpcheck.errors import UsageError
+from ddpcheck.findings import Report
+
+
+class Renderer(Protocol):
+    """Turns a report into text."""
+
+    def render(self, report: Report) -> str:
+        """The whole output, with a newline at its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """What the place where the text goes can show. The defaults are those of a file or a log.
+
+    Attributes:
+        width: Columns; `None` where lines need not be broken.
+        colour: Whether it understands colours.
+        encoding: What its characters are encoded in.
+        interactive: Whether a person sits in front of it.
+    """
+
+    width: int | None = None
+    colour: bool = False
+    encoding: str = "utf-8"
+    interactive: bool = False
+
+    @classmethod
+    def of(cls, stream: TextIO, environ: Mapping[str, str] | None = None) -> Medium:
+        """Ask a stream, and the variables NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
+        environ = os.environ if environ is None else environ
+        terminal = stream.isatty()
+        width = environ.get("COLUMNS", "")
+        columns = max(int(width), 40) if width.isdecimal() and int(width) else None
+        if columns is None and terminal:
+            columns = max(shutil.get_terminal_size().columns, 40)
+        colour = (terminal and environ.get("TERM") != "dumb") or bool(environ.get("FORCE_COLOR"))
+        return cls(
+            width=columns,
+            colour=colour and not environ.get("NO_COLOR"),
+            encoding=getattr(stream, "encoding", None) or "ascii",
+            interactive=terminal,
+        )
+
+    def shows(self, text: str) -> bool:
+        """Whether `text` can be encoded."""
+        try:
+            text.encode(self.encoding)
+        except (UnicodeEncodeError, LookupError):
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """An output format: the class that renders it, as `module:name` so that it is loaded on use, and its file names."""
+
+    name: str
+    home: str
+    extensions: tuple[str, ...]
+
+    def renderer(self, medium: Medium) -> Renderer:
+        """A renderer for what `medium` can show."""
+        module, _, name = self.home.partition(":")
+        made: Renderer = getattr(importlib.import_module(module), name)(medium)
+        return made
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            Format("text", "ddpcheck.render.terminal:TerminalRenderer", (".txt", ".log")),
+            Format("json", "ddpcheck.render.as_json:JsonRenderer", (".json",)),
+        )
+    }
+)
+
+
+def renderer_for(name: str | None = None, *, path: str | None = None, medium: Medium | None = None) -> Renderer:
+    """The renderer of a format, or of the format that the extension of `path` stands for; text when both are absent.
+
+    Raises:
+        UsageError: There is no such format, or the extension stands for none.
+    """
+    if name is None and path is not None:
+        extension = PurePath(path).suffix.lower()
+        name = next((form.name for form in FORMATS.values() if extension in form.extensions), None)
+        if name is None:
+            known = ", ".join(ext for form in FORMATS.values() for ext in form.extensions)
+            raise UsageError(f"cannot tell a format from the name {path!r}: use one of {known}, or give --format")
+    if (name or "text") not in FORMATS:
+        raise UsageError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
+    return FORMATS[name or "text"].renderer(medium or Medium())

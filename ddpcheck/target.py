@@ -1,0 +1,151 @@
+"""TARGET: `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py`, and how it becomes a `Recipe`.
+
+This module is light: torch comes with the recipe, when a target is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ddpcheck.errors import UsageError
+from ddpcheck.locate import relative_path
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe import Recipe
+
+
+def load_target(target: str) -> Recipe:
+    """Turn `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py` into a `Recipe`.
+
+    `attr` is a `Recipe` or a function without arguments that returns one. Without `attr` the module itself is the
+    recipe: functions `model`, `batch`, `loss`, optionally `shard`, `optimizer`, `wrap`, and a dict `ddp_kwargs`.
+
+    Raises:
+        UsageError: There is no such file, module or attribute, or it is no recipe.
+        TargetError: The user's code raised while it was imported or called.
+    """
+    from ddpcheck.recipe import Recipe, call, kind_of
+
+    place, attribute = split_target(target)
+    module = _import_file(place) if is_path(place) else _import_module(place)
+    if not attribute:
+        return _module_as_recipe(module, place)
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
+        value = getattr(value, part)
+    if isinstance(value, Recipe):
+        return value
+    if not callable(value) or isinstance(value, type):
+        raise UsageError(f"{target} is {kind_of(value)}; it must be a ddpcheck.Recipe or a function that returns one")
+    try:
+        inspect.signature(value).bind()
+    except TypeError:
+        raise UsageError(
+            f"{target} is a function that needs arguments; it must be a ddpcheck.Recipe or a function without "
+            "arguments that returns one"
+        ) from None
+    except ValueError:
+        pass  # no signature to look at: call it and see
+    recipe = call(f"{target}()", value)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
+    return recipe
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """The file or module of `target`, and the attribute, which may be empty."""
+    place, colon, attribute = target.rpartition(":")
+    if not colon or os.sep in attribute:
+        place, attribute = target, ""
+    if not place:
+        raise UsageError(f"TARGET {target!r} names no file or module; write path/to/file.py:attr or pkg.module:attr")
+    return place, attribute
+
+
+def is_path(place: str) -> bool:
+    """Whether `place` is spelled as a file and not as a module."""
+    return place.endswith(".py") or "/" in place or os.sep in place
+
+
+def find_file(place: str) -> Path:
+    """The file `place`.
+
+    Raises:
+        UsageError: It is not there, or is no Python file.
+    """
+    path = Path(place)
+    if path.is_dir():
+        raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
+    if not path.is_file():
+        raise UsageError(f"no such file: {place}")
+    if path.suffix != ".py":
+        raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
+    return path.resolve()
+
+
+def _import_file(place: str) -> ModuleType:
+    path = find_file(place)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem
+    if name in sys.modules or name in sys.stdlib_module_names or not name.isidentifier():
+        name = f"ddpcheck_target_{''.join(c if c.isalnum() else '_' for c in path.stem)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{place} cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    from ddpcheck.recipe import call
+
+    call(f"importing {relative_path(str(path))}", spec.loader.exec_module, module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    from ddpcheck.recipe import blame
+
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module") from None
+        raise blame(f"importing {name}", error) from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError | ValueError) and not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(f"{name!r} is neither a file that ends in .py nor the name of a module") from None
+        raise blame(f"importing {name}", error) from error
+
+
+def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
+    from ddpcheck.recipe import Recipe, kind_of
+
+    missing = [name for name in ("model", "batch", "loss") if not hasattr(module, name)]
+    if missing:
+        raise UsageError(
+            f"{place} has no {' and no '.join(missing)}; define functions model(), batch(step) and loss(model, batch), "
+            f"or name a Recipe in it: {place}:attr"
+        )
+    wrong = [name for name in ("model", "batch", "loss") if not callable(getattr(module, name))]
+    if wrong:
+        raise UsageError(f"{place}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
+    names = [attribute.name for attribute in dataclasses.fields(Recipe)]
+    return Recipe(**{name: getattr(module, name) for name in names if hasattr(module, name)})
+
+
+def _did_you_mean(name: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, [choice for choice in choices if not choice.startswith("_")], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,190 @@
+"""How the parent and its ranks talk: length-prefixed pickles on a socket, and functions that travel by value.
+
+Three kinds of traffic share this module. Parent and rank exchange tuples on one stream socket a rank. The fork
+server reports forks and exits on one stream socket a world. A function with its arguments travels as one
+cloudpickle inside a tuple, so that a rank can receive what it cannot import and say so in a sentence.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import io
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_HEADER = struct.Struct("!Q")
+_CHUNK = 1 << 18
+
+MAX_FDS = 100
+"""File descriptors in one packet to the fork server; the kernel's limit is 253."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """All that a rank needs to know to become one; the second message of its life, after the fork."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    directory: str
+    process_group: bool
+    threads: int
+    environment: Mapping[str, str]
+    explicit: frozenset[str]
+    cwd: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+
+
+def pack(message: object) -> bytes:
+    """Return `message` as it goes over a socket."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(body)) + body
+
+
+def receive(sock: socket.socket) -> Any:
+    """Wait for one message on a blocking socket; `None` when the other side is gone."""
+    header = _read(sock, _HEADER.size)
+    if header is None:
+        return None
+    body = _read(sock, _HEADER.unpack(header)[0])
+    return None if body is None else pickle.loads(body)
+
+
+def _read(sock: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        try:
+            count = sock.recv_into(view, min(len(view), _CHUNK))
+        except ConnectionError:
+            return None
+        if not count:
+            return None
+        view = view[count:]
+    return data
+
+
+class Inbox:
+    """Turns the bytes of a non-blocking socket back into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
+        """Read what has arrived, without waiting.
+
+        Returns:
+            The messages that are complete, and whether the other side is still there.
+        """
+        alive = True
+        while True:
+            try:
+                chunk = sock.recv(_CHUNK)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                chunk = b""
+            if not chunk:
+                alive = False
+                break
+            self._data += chunk
+        return list(self._messages()), alive
+
+    def _messages(self) -> Iterator[Any]:
+        while len(self._data) >= _HEADER.size:
+            end = _HEADER.size + _HEADER.unpack_from(self._data)[0]
+            if len(self._data) < end:
+                return
+            with memoryview(self._data) as view, view[_HEADER.size : end] as body:
+                message = pickle.loads(body)
+            del self._data[:end]
+            yield message
+
+
+# --- Functions and values that travel ------------------------------------------------------------------------
+
+_registry = threading.Lock()
+
+
+def dumps(value: object) -> bytes:
+    """Pickle anything cloudpickle can, with code of modules that a rank cannot import sent by value."""
+    import cloudpickle
+
+    by_value: list[types.ModuleType] = []
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, type) and obj.__module__ == "builtins" and not hasattr(builtins, obj.__name__):
+                name = obj.__name__  # pytest.skip and its like say that they are built in
+                outcomes = sys.modules.get("_pytest.outcomes")
+                if outcomes is not None and getattr(outcomes, name, None) is obj:
+                    return getattr, (outcomes, name)
+            if isinstance(obj, (type, types.FunctionType)):
+                module = sys.modules.get(getattr(obj, "__module__", None) or "")
+                if module is not None and module not in by_value and not _importable(module):
+                    cloudpickle.register_pickle_by_value(module)
+                    by_value.append(module)
+            return super().reducer_override(obj)
+
+    with _registry, io.BytesIO() as file:
+        try:
+            Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+            return file.getvalue()
+        finally:
+            for module in by_value:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def loads(data: bytes) -> Any:
+    """Undo `dumps`."""
+    return pickle.loads(data)
+
+
+def _importable(module: types.ModuleType) -> bool:
+    """Whether another process with our `sys.path` would find this very file under the module's name."""
+    name = module.__name__
+    file = getattr(module, "__file__", None)
+    if name == "__main__" or file is None or sys.modules.get(name) is not module:
+        return True  # built in, or cloudpickle knows better
+    key = (name, file, tuple(sys.path))
+    known = _importable_cache.get(key)
+    if known is None:
+        known = _importable_cache[key] = _find(name, file)
+    return known
+
+
+_importable_cache: dict[tuple[str, str, tuple[str, ...]], bool] = {}
+
+
+def _find(name: str, file: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    path = None
+    if parent:
+        package = sys.modules.get(parent)
+        path = getattr(package, "__path__", None)
+        package_file = getattr(package, "__file__", None)
+        if package is None or path is None or (package_file is not None and not _find(parent, package_file)):
+            return False
+    finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path]
+    for finder in finders:
+        try:
+            spec = finder.find_spec(name, path)
+        except Exception:
+            continue
+        if spec is not None:
+            origin = spec.origin
+            return origin is not None and os.path.realpath(origin) == os.path.realpath(file)
+    return False

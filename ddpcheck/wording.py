@@ -1,0 +1,56 @@
+"""How ddpcheck speaks of ranks, steps and names, and which ranks it calls the odd ones.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpcheck.findings import Location
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 5"."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
+    """The ranks whose value is not the most common one (of equally common ones: not the one seen first)."""
+    common = Counter(values).most_common(1)[0][0]
+    return tuple(rank for rank, value in enumerate(values) if value != common)
+
+
+def spelled_steps(steps: Sequence[int]) -> str:
+    """Steps in words: "step 1", "steps 0 and 2"."""
+    return spelled(steps).replace("rank", "step")
+
+
+def listed(names: Sequence[str], *, most: int = 3) -> str:
+    """Names in a sentence, shortened."""
+    if len(names) > most:
+        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How to speak of parameters: all names of tied ones, and the lines that made them."""
+
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    locations: Mapping[str, Location] = field(default_factory=dict)
+
+    def subjects(self, names: Iterable[str]) -> tuple[str, ...]:
+        """`names` with the other names of tied parameters, sorted as registered."""
+        return tuple(dict.fromkeys(alias for name in names for alias in self.aliases.get(name, (name,))))
+
+    def location(self, names: Sequence[str]) -> Location | None:
+        """The line that made the first of `names`."""
+        return next((self.locations[name] for name in names if name in self.locations), None)

@@ -1,0 +1,138 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpcheck.config import Settings, load_settings
+from ddpcheck.errors import ConfigError, UsageError
+from ddpcheck.findings import Severity
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "src" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(project: Path, table: str) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.ddpcheck]\n{table}\n", encoding="utf-8")
+
+
+def test_without_anything_the_defaults_hold(project: Path) -> None:
+    assert load_settings(environ={}) == Settings()
+    assert Settings() == Settings(2, None, "cpu", 3, 30.0, 0, (), (), Severity.ERROR)
+
+
+def test_command_line_over_environment_over_ini_over_file_over_default(project: Path) -> None:
+    def decide(flag: str | None, variable: str | None, ini: str | None, table: int | None) -> int:
+        write(project, "" if table is None else f"world-size = {table}")
+        environ = {} if variable is None else {"DDPCHECK_WORLD_SIZE": variable}
+        return load_settings({"world_size": flag}, ini={"world_size": ini}, environ=environ).world_size
+
+    assert decide("6", "5", "4", 3) == 6
+    assert decide(None, "5", "4", 3) == 5
+    assert decide(None, "", "4", 3) == 4
+    assert decide(None, None, "", 3) == 3
+    assert decide(None, None, None, None) == 2
+
+
+def test_every_setting_can_be_set_everywhere(project: Path) -> None:
+    values = {
+        "world_size": "4",
+        "backend": "NCCL",
+        "device": "cuda",
+        "steps": "7",
+        "timeout": "2.5",
+        "seed": "9",
+        "select": "DDP1,hang",
+        "ignore": "DDP109",
+        "fail_on": "never",
+    }
+    expected = Settings(4, "nccl", "cuda", 7, 2.5, 9, ("DDP1", "hang"), ("DDP109",), None)
+    assert load_settings(values, environ={}) == expected
+    assert load_settings(environ={f"DDPCHECK_{name.upper()}": value for name, value in values.items()}) == expected
+    write(
+        project,
+        'world-size = 4\nbackend = "nccl"\ndevice = "cuda"\nsteps = 7\ntimeout = 2.5\nseed = 9\n'
+        'select = ["DDP1", "hang"]\nignore = ["DDP109"]\nfail-on = "never"',
+    )
+    assert load_settings(environ={}) == expected
+
+
+def test_the_nearest_pyproject_counts_and_only_it(project: Path) -> None:
+    write(project, "steps = 5")
+    assert load_settings(environ={}, start=project / "src" / "deep").steps == 5
+    (project / "src" / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert load_settings(environ={}, start=project / "src" / "deep").steps == 3
+
+
+def test_patterns_come_repeated_and_comma_separated() -> None:
+    settings = load_settings({"select": ["DDP1, ddp2", "hang"], "ignore": []}, environ={})
+    assert settings.select == ("DDP1", "ddp2", "hang")
+    assert settings.ignore == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"world_size": "0"}, "--world-size: expected a whole number of at least 1, got '0'"),
+        ({"world_size": "two"}, "--world-size: expected a whole number"),
+        ({"steps": "-1"}, "--steps: expected a whole number of at least 1"),
+        ({"seed": "1.5"}, "--seed: expected a whole number, got '1.5'"),
+        ({"timeout": "0"}, "--timeout: expected a number of seconds greater than 0"),
+        ({"timeout": "nan"}, "--timeout: expected a number of seconds"),
+        ({"timeout": "inf"}, "--timeout: expected a number of seconds"),
+        ({"fail_on": "fatal"}, "--fail-on: expected error, warning, note or never, got 'fatal'"),
+        ({"select": ["DDP1", "unused-paramter"]}, "--select: no rule matches 'unused-paramter'; did you mean DDP101"),
+        ({"ignore": "X1"}, "--ignore: no rule matches 'X1'"),
+        ({"backend": " "}, "--backend: expected a word"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error_that_names_it(project: Path, flags: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_settings(flags, environ={})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("DDPCHECK_STEPS", "many", "environment variable DDPCHECK_STEPS: expected a whole number of at least 1"),
+        ("DDPCHECK_STEP", "1", "DDPCHECK_STEP is no setting of ddpcheck; did you mean 'DDPCHECK_STEPS'?"),
+        ("DDPCHECK_XYZ", "1", "the settings are DDPCHECK_WORLD_SIZE"),
+    ],
+)
+def test_a_wrong_variable_is_a_configuration_error_that_names_it(project, variable, value, message) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_settings(environ={variable: value})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("world-siz = 2", "pyproject.toml: [tool.ddpcheck] has no setting 'world-siz'; did you mean 'world-size'?"),
+        (
+            "steps = true",
+            "'steps' in [tool.ddpcheck] of pyproject.toml: expected a whole number of at least 1, got True",
+        ),
+        ("steps = 2.0", "'steps' in [tool.ddpcheck] of pyproject.toml"),
+        ("timeout = '1 minute'", "'timeout' in [tool.ddpcheck] of pyproject.toml"),
+        ("timeout = []", "'timeout' in [tool.ddpcheck] of pyproject.toml"),
+        ("backend = 3", "'backend' in [tool.ddpcheck] of pyproject.toml: expected a word"),
+        ("select = [1]", "'select' in [tool.ddpcheck] of pyproject.toml: expected codes"),
+        ("select = ['nope']", "no rule matches 'nope'"),
+        ("fail-on = 1", "'fail-on' in [tool.ddpcheck] of pyproject.toml: expected error"),
+        ("steps = 1\nworld-size = 2\nworld_size = 3", "sets 'world-size' twice"),
+        ("steps = ", "cannot read pyproject.toml"),
+    ],
+)
+def test_a_wrong_table_is_a_configuration_error_that_names_the_file(project: Path, table: str, message: str) -> None:
+    write(project, table)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_settings(environ={})
+
+
+def test_what_is_not_a_table_is_refused(project: Path) -> None:
+    (project / "pyproject.toml").write_text("[tool]\nddpcheck = 3\n")
+    with pytest.raises(ConfigError, match="must be a table"):
+        load_settings(environ={})

@@ -1,0 +1,144 @@
+import json
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpcheck.errors import FindingsError
+from ddpcheck.findings import (
+    CheckResult,
+    Finding,
+    Location,
+    ParityEntry,
+    Report,
+    ReportError,
+    Severity,
+    select_findings,
+)
+from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.rules import RULES
+
+UNUSED = Finding("DDP101", ("head.weight",), "It is never read.", Severity.ERROR, location=Location("model.py", 25))
+ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING, ranks=(1,), steps=(0, 2))
+NEEDLESS = Finding("DDP109", (), "Every parameter contributes.", Severity.NOTE)
+
+names = st.text(max_size=12)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+findings = st.builds(
+    Finding,
+    code=st.sampled_from(sorted(RULES)),
+    subjects=st.lists(names, max_size=3).map(tuple),
+    message=names,
+    severity=st.sampled_from(Severity),
+    ranks=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    steps=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    location=st.none() | st.builds(Location, names, st.integers(0, 999)),
+    evidence=st.lists(names, max_size=3).map(tuple),
+    fix=names,
+)
+reports = st.builds(
+    Report,
+    target=names,
+    environment=st.dictionaries(names, names, max_size=2),
+    world=st.dictionaries(names, st.integers() | st.lists(names, max_size=2), max_size=2),
+    checks=st.lists(
+        st.builds(CheckResult, names, st.sampled_from(["passed", "failed", "skipped", "error"]), numbers, names),
+        max_size=2,
+    ).map(tuple),
+    findings=st.lists(findings, max_size=3).map(tuple),
+    parity=st.lists(st.builds(ParityEntry, st.integers(0, 9), names, names, numbers, numbers), max_size=2).map(tuple),
+    timing=st.dictionaries(names, numbers, max_size=2),
+    error=st.none() | st.builds(ReportError, names, st.sampled_from([3, 4]), names),
+    tool=st.dictionaries(names, names, max_size=2),
+)
+
+
+@given(reports)
+def test_a_report_comes_back_from_json_the_same(report: Report) -> None:
+    text = report.to_json()
+    assert Report.from_json(text) == report
+    assert Report.from_json(text).to_json() == text
+
+
+def test_json_has_the_promised_keys_and_no_others() -> None:
+    data = json.loads(Report(target="t", findings=(UNUSED,)).to_json())
+    assert set(data) == {
+        *("schema_version", "tool", "target", "environment", "world", "status", "checks", "findings", "parity"),
+        *("timing", "error"),
+    }
+    assert set(data["findings"][0]) == {
+        *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix")
+    }
+    assert data["findings"][0]["name"] == "unused-parameter"
+    assert data["findings"][0]["fix"] == RULES["DDP101"].fix
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "no schema_version"),
+        ("[1]", "no schema_version"),
+        ("{", "Expecting"),
+        ('{"schema_version": 99}', "schema_version 99"),
+    ],
+)
+def test_other_json_is_refused_with_a_reason(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Report.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("report", "status", "code"),
+    [
+        (Report("t"), "clean", 0),
+        (Report("t", findings=(ZERO, NEEDLESS)), "findings", 0),
+        (Report("t", findings=(UNUSED,)), "findings", 1),
+        (Report("t", findings=(UNUSED,), error=ReportError("no", 3)), "error", 3),
+        (Report("t", error=ReportError("no", 4)), "hang", 4),
+    ],
+)
+def test_status_and_exit_code(report: Report, status: str, code: int) -> None:
+    assert (report.status, report.exit_code(), report.ok) == (status, code, code == 0)
+
+
+def test_fail_on_decides_which_findings_fail() -> None:
+    report = Report("t", findings=(ZERO,))
+    assert [report.exit_code(severity) for severity in (*Severity, None)] == [0, 1, 1, 0]
+
+
+def test_raise_for_findings_names_each_one_with_its_evidence() -> None:
+    Report("t", findings=(ZERO,)).raise_for_findings()
+    with pytest.raises(FindingsError, match=r"(?s)DDP101 head.weight: It is never read"):
+        Report("t", findings=(UNUSED, ZERO)).raise_for_findings()
+    with pytest.raises(AssertionError, match="gone"):
+        Report("t", error=ReportError("The rank is gone.", 3)).raise_for_findings()
+
+
+def test_findings_sort_worst_first() -> None:
+    assert select_findings([NEEDLESS, ZERO, UNUSED]) == (UNUSED, ZERO, NEEDLESS)
+
+
+@pytest.mark.parametrize(
+    ("select", "ignore", "left"),
+    [
+        ((), (), ["DDP101", "DDP107", "DDP109"]),
+        (("DDP101",), (), ["DDP101"]),
+        (("ddp10",), ("DDP107",), ["DDP101", "DDP109"]),
+        (("DDP101",), ("DDP1",), ["DDP101"]),
+        ((), ("unused-parameter",), ["DDP107", "DDP109"]),
+        (("zero-gradient-parameter",), ("DDP10",), ["DDP107"]),
+        (("DDP3",), (), []),
+    ],
+)
+def test_select_and_ignore_take_codes_prefixes_and_names_and_the_longer_wins(select, ignore, left) -> None:
+    chosen = select_findings([UNUSED, ZERO, NEEDLESS], select=select, ignore=ignore)
+    assert [finding.code for finding in chosen] == left
+
+
+@given(reports)
+def test_any_report_can_be_rendered(report: Report) -> None:
+    for name in FORMATS:
+        for encoding in ("utf-8", "ascii"):
+            renderer_for(name, medium=Medium(width=60, encoding=encoding)).render(report).encode(encoding)

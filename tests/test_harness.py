@@ -1,0 +1,620 @@
+"""Worlds of real processes: what a caller gets back, what they are told when a rank fails, and what is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from ddpcheck.errors import DdpcheckError, HangError, RankError, UsageError
+from ddpcheck.harness import World
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rank_number() -> int:
+    from ddpcheck import rank
+
+    return rank.current().rank
+
+
+def all_reduced(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(tensor)
+    return float(tensor.item())
+
+
+def wait_forever_on_rank_0() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck import rank
+
+    rank.set_place(f"step {rank.current().rank}: backward")
+    if rank.current().rank == 0:
+        dist.all_reduce(torch.zeros(3))
+    else:
+        time.sleep(60)
+
+
+def compare_lists() -> None:
+    assert sorted([2, 1]) == [1, 3]
+
+
+def fails(world: World, fn: Any, *args: Any, **kwargs: Any) -> RankError:
+    with pytest.raises(RankError) as caught:
+        world.run(fn, *args, **kwargs)
+    return caught.value
+
+
+def fresh_failure(fn: Any, *args: Any, world_size: int = 2, **kwargs: Any) -> RankError:
+    with World(world_size) as world:
+        return fails(world, fn, *args, **kwargs)
+
+
+# --- What comes back -----------------------------------------------------------------------------------------------
+
+
+def test_results_come_back_in_order_of_rank() -> None:
+    with World(2) as world:
+        assert world.run(rank_number) == [0, 1]
+        assert world.run(all_reduced, 1.0) == [3.0, 3.0]
+
+
+def test_a_world_runs_many_times_and_keeps_its_state() -> None:
+    def count(step: int) -> int:
+        from ddpcheck import rank
+
+        rank.state["count"] = rank.state.get("count", 0) + step
+        total: int = rank.state["count"]
+        return total
+
+    with World(2) as world:
+        results = [world.run(count, 2) for _ in range(30)]
+    assert results == [[2 * (i + 1)] * 2 for i in range(30)]
+
+
+def test_state_does_not_reach_the_next_world() -> None:
+    def remember() -> bool:
+        import builtins
+
+        seen = hasattr(builtins, "ddpcheck_was_here")
+        builtins.ddpcheck_was_here = True  # type: ignore[attr-defined]
+        return seen
+
+    for _ in range(2):
+        with World(2) as world:
+            assert world.run(remember) == [False, False]
+
+
+def test_lambdas_closures_and_local_classes_travel() -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    offset = 40
+    with World(2) as world:
+        assert world.run(lambda x: x + offset, 2) == [42, 42]
+        back = world.run(lambda one: Local(one.value + offset), Local(1))
+    assert [type(one) for one in back] == [Local, Local]
+    assert [one.value for one in back] == [41, 41]
+
+
+def test_a_module_that_no_rank_can_import_travels_by_value(tmp_path: Path) -> None:
+    import importlib.util
+
+    path = tmp_path / "not_on_the_path.py"
+    path.write_text("FACTOR = 3\ndef helper(x):\n    return x * FACTOR\ndef entry(x):\n    return helper(x) + 1\n")
+    spec = importlib.util.spec_from_file_location("not_on_the_path", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["not_on_the_path"] = module
+    try:
+        spec.loader.exec_module(module)
+        with World(1) as world:
+            assert world.run(module.entry, 2) == [7]
+    finally:
+        del sys.modules["not_on_the_path"]
+
+
+def test_each_rank_can_get_its_own_arguments() -> None:
+    with World(2) as world:
+        assert world.run_each(lambda a, b: a - b, [(5, 1), (7, 2)]) == [4, 5]
+        with pytest.raises(UsageError, match="2 ranks, 1 tuples"):
+            world.run_each(lambda a: a, [(1,)])
+
+
+def test_tensors_travel_both_ways() -> None:
+    torch = pytest.importorskip("torch")
+    with World(2) as world:
+        back = world.run(lambda t: t * 2, torch.arange(100_000.0))
+    assert all(torch.equal(one, torch.arange(100_000.0) * 2) for one in back)
+
+
+def test_a_world_of_eight_ranks() -> None:
+    with World(8) as world:
+        assert world.run(all_reduced, 0.0) == [28.0] * 8
+
+
+def test_two_worlds_work_at_the_same_time() -> None:
+    def slow(value: float) -> float:
+        time.sleep(0.3)
+        return all_reduced(value)
+
+    with World(2) as one, World(2) as two:
+        one.run(rank_number)
+        two.run(rank_number)
+        start = time.monotonic()
+        pending = [one.start(slow, 0.0), two.start(slow, 10.0)]
+        assert not pending[0].done()
+        assert [each.result() for each in reversed(pending)] == [[21.0, 21.0], [1.0, 1.0]]
+        assert time.monotonic() - start < 0.55
+        assert all(each.done() for each in pending)
+
+
+def test_worlds_work_in_threads() -> None:
+    results: list[Any] = []
+
+    def work(value: float) -> None:
+        with World(2) as world:
+            results.append(world.run(all_reduced, value))
+
+    threads = [threading.Thread(target=work, args=(10.0 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(results) == [[1.0, 1.0], [21.0, 21.0], [41.0, 41.0]]
+
+
+def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def look() -> tuple[Any, ...]:
+        import torch
+
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HERE", "THERE", "TORCH_DISTRIBUTED_DEBUG")
+        return (*(os.environ.get(name) for name in names), os.getcwd(), torch.get_num_threads())
+
+    monkeypatch.setenv("HERE", "from the parent")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    monkeypatch.chdir(tmp_path)
+    with World(2, env={"THERE": "for the ranks"}, threads=1) as world:
+        found = world.run(look)
+    for rank, values in enumerate(found):
+        assert values == (str(rank), "2", str(rank), "from the parent", "for the ranks", None, str(tmp_path), 1)
+
+
+def test_the_context_of_a_rank() -> None:
+    from ddpcheck import rank
+
+    with World(2) as world:
+        contexts = world.run(rank.current)
+        assert [(c.rank, c.world_size, c.backend, c.device, c.shared_gpu) for c in contexts] == [
+            (0, 2, "gloo", "cpu", False),
+            (1, 2, "gloo", "cpu", False),
+        ]
+        assert contexts[0].directory == world.directory
+    with pytest.raises(DdpcheckError, match="outside a rank"):
+        rank.current()
+
+
+def test_a_rank_without_a_process_group() -> None:
+    def initialised() -> bool:
+        import torch.distributed as dist
+
+        return dist.is_initialized()
+
+    with World(1, process_group=False) as world:
+        assert world.run(initialised) == [False]
+
+
+def test_output_of_a_megabyte_does_not_block() -> None:
+    def shout() -> None:
+        for _ in range(1024):
+            print("x" * 1023)
+        print("the end", file=sys.stderr)
+
+    with World(2, timeout=20) as world:
+        world.run(shout)
+        text = world.output(1)
+        assert len(text) >= 1 << 20 and text.endswith("the end\n")
+    assert world.output(1) == text
+
+
+def test_spawned_ranks_do_the_same() -> None:
+    with World(2, start_method="spawn") as world:
+        assert world.start_method == "spawn"
+        assert world.run(all_reduced, 1.0) == [3.0, 3.0]
+        pids = world.run(os.getpid)
+        error = fails(world, wait_forever_on_rank_0, timeout=0.5)
+        assert isinstance(error, HangError) and "all_reduce" in str(error)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+# --- What is said when a rank fails --------------------------------------------------------------------------------
+
+
+def test_an_exception_is_the_headline() -> None:
+    def boom() -> None:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck import rank
+
+        rank.set_place("step 0: backward")
+        if rank.current().rank == 1:
+            print("about to fail")
+            raise ValueError("boom")
+        dist.all_reduce(torch.zeros(1))
+
+    error = fresh_failure(boom)
+    assert str(error).startswith("rank 1 raised ValueError: boom (rank 0 was still waiting in all_reduce at ")
+    assert [(one.rank, one.kind) for one in error.failures] == [(1, "raised"), (0, "stuck")]
+    first, second = error.failures
+    assert isinstance(first.exception, ValueError) and first.exception.args == ("boom",)
+    assert first.place == second.place == "step 0: backward"
+    assert first.output == "about to fail"
+    assert 'raise ValueError("boom")' in first.traceback and "ddpcheck/rank.py" not in first.traceback
+    assert "in boom" in second.stack and "rank.py" not in second.stack
+    assert "boom" in error.detail and error.exit_code == 3
+
+
+def test_the_first_failure_by_time_comes_first() -> None:
+    def fail_in_turn() -> None:
+        from ddpcheck import rank
+
+        turn = (rank.current().rank + 1) % 3
+        time.sleep(0.06 * turn)
+        raise RuntimeError(f"turn {turn}")
+
+    error = fresh_failure(fail_in_turn, world_size=3)
+    assert [one.rank for one in error.failures] == [2, 0, 1]
+    assert str(error).startswith("rank 2 raised RuntimeError: turn 0 (")
+
+
+def test_the_text_of_an_assertion_is_kept() -> None:
+    def check() -> None:
+        left = [1, 2]
+        assert left == [1, 3], "not what was expected"
+
+    error = fresh_failure(check)
+    assert error.first is not None and error.first.type == "AssertionError"
+    assert "not what was expected" in error.first.message
+    assert "assert [1, 2] == [1, 3]" in error.first.traceback
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_assertion_in_a_test_module_says_what_differs(method: Literal["fork", "spawn"]) -> None:
+    with World(1, start_method=method, process_group=False) as world:
+        error = fails(world, compare_lists)
+    assert str(error) == "rank 0 raised AssertionError: assert [1, 2] == [1, 3]"
+    assert error.first is not None and "At index 1 diff: 2 != 3" in error.first.traceback
+
+
+def test_a_skip_is_carried() -> None:
+    def skip() -> None:
+        pytest.skip("not on this machine")
+
+    error = fresh_failure(skip)
+    assert error.first is not None
+    assert isinstance(error.first.exception, pytest.skip.Exception)
+
+
+@pytest.mark.parametrize("code", [3, 0, None])
+def test_calling_exit_is_a_failure(code: int | None) -> None:
+    def leave() -> None:
+        if rank_number() == 1:
+            sys.exit(code)
+
+    error = fresh_failure(leave)
+    assert error.first is not None
+    assert (error.first.rank, error.first.kind) == (1, "exited")
+    assert f"rank 1 called exit({code})" in str(error)
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_an_exit_behind_our_back_is_a_failure(code: int) -> None:
+    def vanish() -> float:
+        if rank_number() == 1:
+            os._exit(code)
+        return all_reduced(0.0)
+
+    error = fresh_failure(vanish)
+    assert error.first is not None
+    assert (error.first.rank, error.first.kind, error.first.exit_code) == (1, "died", code)
+    assert f"rank 1 ended with exit code {code}" in str(error)
+    assert {one.kind for one in error.failures[1:]} <= {"fell", "stuck"}
+
+
+def test_a_kill_is_named() -> None:
+    def kill() -> float:
+        if rank_number() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return all_reduced(0.0)
+
+    error = fresh_failure(kill)
+    assert error.first is not None
+    assert (error.first.kind, error.first.exit_code) == ("died", -signal.SIGKILL)
+    assert "rank 1 was killed by SIGKILL" in str(error) and "memory" in str(error)
+
+
+def test_what_cpp_said_about_an_abort_is_shown() -> None:
+    def mismatch() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(4 if dist.get_rank() == 0 else 400))
+
+    error = fresh_failure(mismatch, timeout=5)
+    assert error.first is not None
+    if error.first.kind == "died":  # gloo aborts the process that gets more bytes than it expects
+        assert "was killed by SIGABRT: " in error.first.message and "enforce fail" in error.first.message
+    assert len(str(error)) < 500
+
+
+def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
+    start = time.monotonic()
+    error = fresh_failure(wait_forever_on_rank_0, timeout=0.5)
+    assert time.monotonic() - start < 10
+    assert isinstance(error, HangError) and error.exit_code == 4
+    assert "ranks 0 and 1 did not finish within 0.5 s: rank 0 waits in all_reduce at " in str(error)
+    waiting, sleeping = sorted(error.failures, key=lambda one: one.rank)
+    assert waiting.kind == sleeping.kind == "stuck"
+    assert waiting.collective.startswith("all_reduce at ") and "test_harness.py:" in waiting.collective
+    assert waiting.place == "step 0: backward" and sleeping.place == "step 1: backward"
+    assert waiting.stack.splitlines()[-1].endswith("in wait_forever_on_rank_0")
+    assert "wait_forever_on_rank_0" in sleeping.stack and not sleeping.collective
+
+
+def test_a_named_collective_beats_a_guessed_one() -> None:
+    def wait() -> None:
+        from ddpcheck import rank
+
+        rank.set_collective("all_reduce(float32[3]) at model.py:12")
+        time.sleep(60)
+
+    error = fresh_failure(wait, world_size=1, timeout=0.3)
+    assert "rank 0 waits in all_reduce(float32[3]) at model.py:12" in str(error)
+
+
+def test_a_watch_ends_a_run() -> None:
+    seen: list[tuple[frozenset[int], frozenset[int]]] = []
+
+    def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        seen.append((finished, running))
+        return "rank 1 will never come" if finished else None
+
+    def one_sleeps() -> None:
+        if rank_number() == 1:
+            time.sleep(60)
+
+    start = time.monotonic()
+    with World(2, watch=watch) as world, pytest.raises(HangError, match=r"^rank 1 will never come"):
+        world.run(one_sleeps)
+    assert time.monotonic() - start < 10
+    assert seen[-1] == (frozenset({0}), frozenset({1}))
+
+
+def test_what_cannot_be_sent_is_named_and_harms_nothing() -> None:
+    with World(2) as world:
+        with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):
+            world.run(lambda a, b: None, 1, threading.Lock())
+        with pytest.raises(UsageError, match=r"Argument 'lock' of World.run"):
+            world.run(lambda lock: None, lock=threading.Lock())
+        assert world.run(rank_number) == [0, 1]
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure() -> None:
+    error = fresh_failure(lambda: threading.Lock())
+    assert "returned a lock that cannot be pickled" in str(error)
+
+
+def test_a_failed_world_refuses() -> None:
+    with World(2) as world:
+        fails(world, lambda: 1 / 0)
+        assert world.failed
+        with pytest.raises(DdpcheckError, match="has failed in an earlier run"):
+            world.run(rank_number)
+    with pytest.raises(DdpcheckError):
+        world.run(rank_number)
+
+
+def test_a_closed_world_refuses() -> None:
+    with World(1) as world:
+        world.run(rank_number)
+    world.close()
+    with pytest.raises(DdpcheckError, match="closed"):
+        world.run(rank_number)
+
+
+def test_a_rank_that_dies_between_runs_is_noticed() -> None:
+    def die_later() -> None:
+        threading.Timer(0.05, os._exit, (7,)).start()
+
+    with World(1) as world:
+        world.run(die_later)
+        time.sleep(0.3)
+        assert "exit code 7" in str(fails(world, rank_number))
+
+
+def test_a_start_that_takes_too_long_is_a_hang() -> None:
+    with World(1, startup_timeout=0.001) as world, pytest.raises(HangError, match=r"did not start within 0\.001 s"):
+        world.run(rank_number)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": -1}, "world_size"),
+        ({"world_size": True}, "world_size"),
+        ({"world_size": 2.0}, "world_size"),
+        ({"world_size": 100_000}, "world_size"),
+        ({"backend": "carrier pigeon"}, "backend must be 'gloo' or 'nccl', got 'carrier pigeon'"),
+        ({"backend": ["gloo"]}, "backend"),
+        ({"device": "tpu"}, "device"),
+        ({"backend": "nccl"}, "GPUs only"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": "30"}, "timeout"),
+        ({"startup_timeout": -1}, "startup_timeout"),
+        ({"process_group": False}, "world_size=1"),
+        ({"start_method": "teleport"}, "start_method"),
+        ({"threads": 0}, "threads"),
+        ({"env": {"A": 1}}, "env"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        World(**arguments)
+
+
+def test_cuda_without_a_gpu_is_refused_in_a_sentence() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with World(2, device="cuda") as world, pytest.raises(UsageError, match="no GPU"):
+        world.run(rank_number)
+
+
+# --- What is left over ---------------------------------------------------------------------------------------------
+
+
+def alive(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def gone_within(seconds: float, pids: list[int], directory: str) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not alive(pids) and not os.path.exists(directory):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+PARENT = """
+    import multiprocessing, os, sys, time
+    from ddpcheck.harness import World
+    from ddpcheck.processes import server_pid
+
+    def linger():
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return os.getpid(), child.pid
+
+    def work():
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        world = World(2, start_method=sys.argv[1])
+        pids = [pid for pair in world.run(linger) for pid in pair]
+        print(*pids, server_pid() or "", world.directory, flush=True)
+        world.run(work, timeout=60)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_outlives_the_parent(tmp_path: Path, number: signal.Signals, method: str) -> None:
+    if method == "spawn" and number != signal.SIGKILL:
+        pytest.skip("slow, and no different")
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), method]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        *words, directory = parent.stdout.readline().split()
+        pids = [int(word) for word in words]
+        assert len(alive(pids)) == len(pids) and os.path.exists(directory)
+        time.sleep(0.2)
+        parent.send_signal(number)
+        assert gone_within(2.0, pids, directory), (alive(pids), os.path.exists(directory))
+        parent.communicate(timeout=10)
+    assert parent.returncode == (-number if number != signal.SIGINT else -signal.SIGINT)
+
+
+def test_loader_workers_do_not_survive_their_rank() -> None:
+    def leave_workers() -> list[int]:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from ddpcheck import rank
+
+        data = TensorDataset(torch.arange(8.0))
+        loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
+        rank.state["iterator"] = iterator = iter(loader)
+        next(iterator)
+        return [child.pid for child in psutil.Process().children()]
+
+    with World(2) as world:
+        workers = [pid for pids in world.run(leave_workers) for pid in pids]
+        assert len(alive(workers)) == 4
+    deadline = time.monotonic() + 2
+    while alive(workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(workers)
+
+
+def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
+    with World(1) as world:
+        mine = world.run(os.getpid)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                try:
+                    world.run(rank_number)
+                except DdpcheckError:
+                    code = 2
+                world.close()
+                with World(1) as other:
+                    code = 0 if code == 2 and other.run(rank_number) == [0] else 3
+            finally:
+                from ddpcheck import processes
+
+                processes.shut_down()
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert world.run(os.getpid) == mine
+        assert world.directory.exists()
+
+
+def test_a_fork_server_that_was_killed_is_replaced() -> None:
+    from ddpcheck import processes
+
+    with World(1) as world:
+        world.run(rank_number)
+        server = processes.server_pid()
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        assert "fork server has died" in str(fails(world, time.sleep, 30))
+    with World(1) as world:
+        assert world.run(rank_number) == [0]
+    assert processes.server_pid() not in (None, server)
+
+
+def test_importing_the_harness_does_not_import_torch() -> None:
+    probe = "import sys, ddpcheck.harness, ddpcheck.forkserver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0

@@ -1,0 +1,86 @@
+"""Many worlds in a row, good and bad ones, leave nothing: no process, descriptor, file, thread or port."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from ddpcheck.errors import RankError
+from ddpcheck.harness import World
+from ddpcheck.processes import server_pid
+
+WORLDS = 200
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+
+
+def one_step(fail: bool) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    if fail and dist.get_rank() == 1:
+        os._exit(1)
+    return float(tensor.item())
+
+
+def descriptors(pid: int | str) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def processes() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def ports() -> set[int]:
+    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return {
+        connection.laddr.port
+        for process in ours
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with World(2) as world:  # the first one starts the fork server and imports this and that
+        world.run(one_step, False)
+    gc.collect()
+    server = server_pid()
+    assert server is not None
+
+    def count() -> tuple[object, ...]:
+        return descriptors("self"), descriptors(server), processes(), ports(), sorted(os.listdir(tmp_path))
+
+    before, threads, memory = count(), threading.active_count(), psutil.Process().memory_info().rss
+    for number in range(WORLDS):
+        with World(2) as world:
+            if number % 20 == 7:
+                with pytest.raises(RankError):
+                    world.run(one_step, True)
+            elif number % 20 != 13:  # some are closed before they have started
+                assert world.run(one_step, False) == [2.0, 2.0]
+    gc.collect()
+    time.sleep(0.05)
+    assert count() == before
+    assert threading.active_count() == threads
+    assert psutil.Process().memory_info().rss - memory < 20e6
+    assert len(os.listdir(f"/proc/{server}/task")) == 1, "the fork server must stay single-threaded"
+
+
+def test_a_forgotten_world_is_closed() -> None:
+    world = World(1)
+    pid = world.run(os.getpid)[0]
+    directory = world.directory
+    del world
+    gc.collect()
+    assert not psutil.pid_exists(pid) and not directory.exists()

@@ -1,0 +1,160 @@
+"""Importing is free, and the rooms of the house import one way."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddpcheck
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ddpcheck"
+
+# The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
+ROOMS = """
+    errors findings rules config locate nests recipe target launchers
+    wire assertions failures processes crew rank forkserver harness
+    evidence graph randomness syncbn wording
+    consistency describe anomalous collectives parity compare stepping reference session
+    check render cli __main__ pytest_plugin
+""".split()
+
+# (importer, imported): why it may look forward
+EXCEPTIONS = {
+    ("findings", "rules"): "the rule table is built on Severity; the name and advice of a finding are looked up in it",
+}
+
+LIGHT = """
+    ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.harness ddpcheck.anomalous
+    ddpcheck.consistency ddpcheck.parity ddpcheck.collectives ddpcheck.check ddpcheck.render ddpcheck.render.as_json
+    ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
+""".split()
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name within it, `__init__` of a folder by the folder's."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imports(source: str) -> Iterator[tuple[str, int]]:
+    """The rooms that `source` imports from when it runs, with line numbers."""
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, ["ddpcheck" if node.level else "", node.module]))
+            names = [f"ddpcheck.{alias.name}" for alias in node.names] if base == "ddpcheck" else [base]
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "ddpcheck" and rest and not rest.startswith("__"):
+                yield room_of(rest), node.lineno
+
+
+def test_every_module_has_its_room() -> None:
+    assert {room_of(module) for module in modules()} - {"__init__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", [module for module in modules() if module != "__init__"])
+def test_rooms_import_one_way(module: str) -> None:
+    room = room_of(module)
+    before = set(ROOMS[: ROOMS.index(room) + 1])
+    wrong = [
+        f"line {line} imports {imported}, which comes later"
+        for imported, line in imports(modules()[module].read_text(encoding="utf-8"))
+        if imported not in before and (room, imported) not in EXCEPTIONS
+    ]
+    assert wrong == []
+
+
+def test_no_exception_is_stale() -> None:
+    used = {(room_of(m), imported) for m, path in modules().items() for imported, _ in imports(path.read_text())}
+    assert set(EXCEPTIONS) <= used
+
+
+def test_the_import_reader_sees_every_kind_of_import() -> None:
+    source = """
+import torch, ddpcheck.rules
+from ddpcheck import check, __version__
+def f():
+    from ddpcheck.render.terminal import x
+if TYPE_CHECKING:
+    from ddpcheck.harness import World
+else:
+    import ddpcheck.cli
+from . import rank as this_rank
+from .wire import send
+"""
+    assert sorted(room for room, _ in imports(source)) == ["check", "cli", "rank", "render", "rules", "wire"]
+
+
+def probe(module: str) -> bool:
+    """Whether importing `module` in a fresh process imports torch."""
+    code = f"import importlib, sys; importlib.import_module({module!r}); sys.exit(10 + ('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (10, 11), done.stderr
+    return done.returncode == 11
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_a_light_module_does_not_import_torch(module: str) -> None:
+    assert not probe(module)
+
+
+def test_the_probe_can_fail() -> None:
+    assert probe("torch.version")
+
+
+def test_no_module_shares_a_name_with_the_standard_library() -> None:
+    names = {name for module in modules() for name in module.split(".")}
+    assert names & sys.stdlib_module_names == set()
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for module, path in modules().items():
+        source = path.read_text(encoding="utf-8")
+        assert ast.get_docstring(ast.parse(source)), module
+
+
+@pytest.mark.parametrize("name", [name for name in ddpcheck.__all__ if name != "__version__"])
+def test_every_public_name_is_there_and_listed(name: str) -> None:
+    assert getattr(ddpcheck, name).__name__ == name
+    assert name in dir(ddpcheck)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Recipes'"):
+        ddpcheck.Recipes  # noqa: B018
+
+
+@pytest.mark.parametrize("first", ["import ddpcheck.check", "from ddpcheck.check import check", "import ddpcheck"])
+def test_check_stays_the_function_whoever_imports_its_module(first: str) -> None:
+    code = f"{first}; import sys, types, ddpcheck; sys.exit(10 + isinstance(ddpcheck.check, types.FunctionType))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 11, done.stderr
+
+
+def test_the_version_is_the_one_that_is_installed() -> None:
+    metadata = pytest.importorskip("importlib.metadata")
+    try:
+        installed = metadata.version("ddpcheck")
+    except metadata.PackageNotFoundError:
+        pytest.skip("ddpcheck is not installed")
+    assert installed == ddpcheck.__version__

@@ -1,0 +1,181 @@
+"""The plugin in a real inner pytest, alone and under xdist."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+ROOT = Path(__file__).parents[1]
+BOTH = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Run an inner pytest in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(source: str, *arguments: str) -> pytest.RunResult:
+        pytester.makepyfile(source)
+        return pytester.runpytest_subprocess("-p", "ddpcheck.pytest_plugin", "--color=no", *arguments, timeout=120)
+
+    return run
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@BOTH
+def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, workers) -> None:
+    done = inner(
+        """
+        import os, pathlib
+
+        def rank_and_sum(start):
+            import torch, torch.distributed as dist
+            total = torch.tensor([start + dist.get_rank()])
+            dist.all_reduce(total)
+            return dist.get_rank(), dist.get_world_size(), int(total), os.getpid()
+
+        def test_two_ranks(ddp_world):
+            results = ddp_world.run(rank_and_sum, 10)
+            assert [result[:3] for result in results] == [(0, 2, 21), (1, 2, 21)]
+            assert os.getpid() not in {result[3] for result in results}
+            pathlib.Path("pids").write_text(" ".join(str(result[3]) for result in results))
+
+        def test_another_size_beside_the_first(ddp_world):
+            assert ddp_world(world_size=3).run(lambda: 1) == [1, 1, 1]
+            assert ddp_world.run(lambda: 1) == [1, 1]
+            assert ddp_world.world_size == 2
+        """,
+        *workers,
+    )
+    done.assert_outcomes(passed=2)
+    pids = [int(pid) for pid in (pytester.path / "pids").read_text().split()]
+    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
+
+
+@BOTH
+def test_a_rank_that_fails_fails_the_test_with_its_own_traceback_and_output(inner, workers) -> None:
+    done = inner(
+        """
+        def broken():
+            import torch.distributed as dist
+            print("printed by rank", dist.get_rank())
+            assert dist.get_rank() != 1, "only here"
+
+        def test_broken(ddp_world):
+            ddp_world.run(broken)
+        """,
+        *workers,
+    )
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*only here*", "*Captured stdout of rank 1 of 2*", "*printed by rank 1*"])
+
+
+def test_a_world_is_fresh_after_one_that_failed(inner) -> None:
+    done = inner(
+        """
+        import pytest
+        from ddpcheck import RankError
+
+        def test_again(ddp_world):
+            with pytest.raises(RankError):
+                ddp_world.run(lambda: 1 / 0)
+            assert ddp_world.run(lambda: 1) == [1, 1]
+        """
+    )
+    done.assert_outcomes(passed=1)
+
+
+STUB = """
+import sys, types
+from ddpcheck.findings import Finding, Report, Severity
+
+def check(target, **options):
+    assert sorted(options) == [
+        "backend", "device", "ignore", "seed", "select", "steps", "timeout", "world_size"
+    ]
+    severity = Severity(target)
+    return Report(f"{target} {options['world_size']}", findings=(Finding("DDP101", ("[red]x",), "No.", severity),))
+
+sys.modules["ddpcheck.check"] = types.SimpleNamespace(check=check)
+"""
+
+
+def test_a_check_fails_the_test_with_the_report(inner, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(STUB)
+    done = inner(
+        """
+        def test_error(ddp_world):
+            ddp_world(world_size=4).check("error")
+
+        def test_warning(ddp_world):
+            assert ddp_world.check("warning").target == "warning 2"
+
+        def test_other_options(ddp_world):
+            assert ddp_world.check("note", world_size=3).target == "note 3"
+        """
+    )
+    done.assert_outcomes(passed=2, failed=1)
+    done.stdout.fnmatch_lines(
+        ["ddpcheck report on error 4", "DDP101 unused-parameter  error", "*red]x*", "1 finding *"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "size"),
+    [
+        (("--ddp-world-size=3",), "1", 3),
+        ((), "1", 1),
+        ((), "", 2),
+    ],
+)
+def test_flag_over_environment_over_ini(inner, pytester, monkeypatch, arguments, environ, size) -> None:
+    pytester.makeini("[pytest]\nddp_world_size = 2")
+    pytester.path.joinpath("pyproject.toml").write_text("[tool.ddpcheck]\nworld-size = 4\n")
+    monkeypatch.setenv("DDPCHECK_WORLD_SIZE", environ)
+    done = inner(f"def test_size(ddp_world): assert ddp_world.world_size == {size}", *arguments)
+    done.assert_outcomes(passed=1)
+
+
+def test_a_wrong_option_is_told_by_its_name_and_only_to_tests_that_use_the_fixture(inner) -> None:
+    done = inner("def test_a(ddp_world): pass\ndef test_b(): pass", "--ddp-timeout=never")
+    done.assert_outcomes(passed=1, errors=1)
+    done.stdout.fnmatch_lines(["*--ddp-timeout: expected a number of seconds greater than 0, got 'never'*"])
+
+
+def test_a_session_without_the_fixture_never_imports_torch(inner) -> None:
+    done = inner(
+        """
+        import sys
+
+        def test_light():
+            assert "ddpcheck.pytest_plugin" in sys.modules
+            assert "torch" not in sys.modules and "rich" not in sys.modules
+        """
+    )
+    done.assert_outcomes(passed=1)
+
+
+def test_the_plugin_lists_its_options_and_fixture(inner) -> None:
+    assert "--ddp-world-size" in str(inner("", "--help").stdout)
+    inner("", "--fixtures").stdout.fnmatch_lines(["ddp_world*", "*Real ranks for a test*"])
+
+
+def test_the_plugin_can_be_named_where_it_is_also_installed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

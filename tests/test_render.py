@@ -1,0 +1,236 @@
+import dataclasses
+import io
+
+import pytest
+
+from ddpcheck.errors import UsageError
+from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError, Severity
+from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.rules import RULES
+
+UNUSED = Finding(
+    "DDP101",
+    ("head.bias", "head.weight"),
+    "2 parameters require grad and no operation reads them.",
+    Severity.ERROR,
+    ranks=(1,),
+    steps=(0, 2),
+    location=Location("model.py", 25),
+    evidence=("the next forward raises",),
+)
+COUPLED = Finding("DDP304", ("bn1",), "Gradients differ by 59 %.", Severity.WARNING, fix="Use GroupNorm.")
+REPORT = Report(
+    target="examples/net.py",
+    environment={"torch": "2.13.0", "python": "3.11.7"},
+    world={"world_size": 2, "backend": "gloo", "device": "cpu", "steps": 3, "notes": ["Ranks share one GPU."]},
+    checks=(
+        CheckResult("consistency", "passed", 0.41, "24 parameters"),
+        CheckResult("parameters", "failed", 1.2, "2 missing"),
+        CheckResult("parity", "skipped"),
+    ),
+    findings=(COUPLED, UNUSED),
+    parity=(
+        ParityEntry(0, "conv.weight", "local", 0.0, 3e-6),
+        ParityEntry(0, "conv.weight", "single-process", 0.59, 3e-6),
+        ParityEntry(1, "fc.weight", "local", 1e-7, 3e-6),
+    ),
+    tool={"name": "ddpcheck", "version": "0.1.0"},
+)
+
+
+def as_text(report: Report, **medium) -> str:
+    return renderer_for("text", medium=Medium(**medium)).render(report)
+
+
+def test_a_report_as_a_log_shows_it() -> None:
+    assert (
+        as_text(REPORT)
+        == f"""\
+ddpcheck 0.1.0 report on examples/net.py
+  2 ranks · gloo · cpu · 3 steps
+  python 3.11.7 · torch 2.13.0
+
+checks
+  ✓  consistency  0.41 s  24 parameters
+  ✗  parameters   1.20 s  2 missing
+  -  parity
+
+DDP101 unused-parameter  error
+  head.bias, head.weight
+  2 parameters require grad and no operation reads them.
+  at model.py:25, on rank 1, in steps 0 and 2
+    the next forward raises
+  fix: {RULES["DDP101"].fix}
+
+DDP304 batch-coupled  warning
+  bn1
+  Gradients differ by 59 %.
+  on every rank
+  fix: Use GroupNorm.
+
+gradients against each reference, worst parameter
+  reference       parameter    step  relative error  allowed  compared
+  local           fc.weight       1         1.0e-07  3.0e-06         2
+  single-process  conv.weight     0         5.9e-01  3.0e-06         1
+
+note: Ranks share one GPU.
+
+2 findings (1 error, 1 warning); more on each: ddpcheck explain DDP101
+"""
+    )
+
+
+def test_a_clean_report_ends_with_a_clean_verdict() -> None:
+    text = as_text(dataclasses.replace(REPORT, findings=()))
+    assert text.splitlines()[-1] == "clean: 1 check passed, no findings"
+
+
+@pytest.mark.parametrize("findings", [(), (UNUSED,)])
+def test_a_report_that_stopped_says_so_last_and_keeps_what_was_found(findings) -> None:
+    error = ReportError("model() raised ValueError: no", 3, "Traceback\n  File 'net.py', line 3\nValueError: no")
+    text = as_text(dataclasses.replace(REPORT, findings=findings, error=error))
+    assert text.splitlines()[-1].startswith("stopped: model() raised ValueError: no")
+    assert "  ValueError: no" in text
+    assert ("DDP101" in text) == bool(findings) == ("(1 finding until then)" in text)
+
+
+def test_a_report_without_anything_renders() -> None:
+    assert as_text(Report("t")) == "ddpcheck report on t\n\nclean: 0 checks passed, no findings\n"
+
+
+@pytest.mark.parametrize("name", ["[red]x[/red]", "[bold", "a\\[b]", ":smile:", "layer.0", "[link=x]y"])
+@pytest.mark.parametrize("colour", [False, True])
+def test_names_are_data_not_markup(name: str, colour: bool) -> None:
+    finding = dataclasses.replace(UNUSED, subjects=(name,), message=f"about {name}", evidence=(name,), fix=name)
+    report = dataclasses.replace(REPORT, target=name, findings=(finding,), parity=(ParityEntry(0, name, "l", 0, 1),))
+    assert as_text(report, colour=colour).count(name) == 6
+
+
+def test_control_characters_in_names_are_shown_not_obeyed() -> None:
+    text = as_text(
+        dataclasses.replace(REPORT, findings=(dataclasses.replace(UNUSED, subjects=("\x1b[2Jx\r\u2028y",)),))
+    )
+    assert "\x1b" not in text and "\r" not in text
+    assert r"\x1b[2Jx\r\u2028y" in text
+
+
+def test_ascii_where_the_stream_cannot_show_more() -> None:
+    report = dataclasses.replace(REPORT, target="modèle.py")
+    text = as_text(report, encoding="ascii")
+    text.encode("ascii")
+    assert "ok    consistency" in text and "FAIL  parameters" in text and r"mod\xe8le.py" in text
+
+
+def test_colour_only_where_asked_for() -> None:
+    assert "\x1b[" in as_text(REPORT, colour=True)
+    assert "\x1b[" not in as_text(REPORT)
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_lines_stay_within_the_width_and_lose_nothing(width: int) -> None:
+    finding = dataclasses.replace(UNUSED, subjects=("a" * 150,), message="word " * 60 + "end")
+    report = dataclasses.replace(REPORT, findings=(finding,), parity=(ParityEntry(0, "p" * 90, "local", 0.5, 1e-6),))
+    text = as_text(report, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("a" * 30) >= 1 and sum(line.count("a") for line in text.splitlines()) >= 150
+    assert text.count("word") == 60
+
+
+def test_long_lists_are_shortened_with_a_count_in_text_and_complete_in_json() -> None:
+    subjects = tuple(f"layer{n:03}.weight" for n in range(45))
+    finding = dataclasses.replace(UNUSED, subjects=subjects, evidence=tuple(f"fact {n}" for n in range(50)))
+    report = dataclasses.replace(REPORT, findings=tuple(dataclasses.replace(finding, ranks=(n,)) for n in range(60)))
+    text = as_text(report)
+    assert "layer007.weight and 37 more" in text and "layer008.weight" not in text
+    assert "and 34 more lines" in text and "fact 20" not in text
+    assert "and 10 more findings" in text
+    assert "60 findings (60 errors)" in text
+    assert "layer044.weight" in renderer_for("json").render(report)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((), "on every rank"),
+        ((0,), "on rank 0"),
+        ((0, 1), "on ranks 0 and 1"),
+        ((3, 1, 5), "on ranks 1, 3 and 5"),
+        ((0, 1, 2, 3), "on ranks 0 to 3"),
+        ((0, 1, 2, 3, 9, 11), "on ranks 0 to 3, 9 and 11"),
+    ],
+)
+def test_ranks_are_told_in_words(ranks: tuple[int, ...], words: str) -> None:
+    text = as_text(Report("t", findings=(dataclasses.replace(UNUSED, ranks=ranks, steps=(), location=None),)))
+    assert f"\n  {words}\n" in text
+
+
+def test_an_error_that_is_not_a_number_is_the_worst() -> None:
+    entries = (ParityEntry(0, "a", "local", 0.9, 1e-6), ParityEntry(0, "b", "local", float("nan"), 1e-6))
+    assert "nan" in as_text(Report("t", parity=entries))
+
+
+def test_an_unknown_code_from_elsewhere_still_renders() -> None:
+    assert "DDP999" in as_text(Report("t", findings=(dataclasses.replace(UNUSED, code="DDP999"),)))
+
+
+def test_json_is_what_the_report_says_and_stays_json_in_ascii() -> None:
+    report = dataclasses.replace(REPORT, target="modèle 𝄞")
+    for encoding in ("utf-8", "ascii"):
+        text = renderer_for("json", medium=Medium(encoding=encoding)).render(report)
+        text.encode(encoding)
+        back = Report.from_json(text)
+        assert back == dataclasses.replace(report, world=back.world)
+
+
+@pytest.mark.parametrize(("path", "name"), [("r.json", "json"), ("dir.x/r.JSON", "json"), ("r.txt", "text")])
+def test_the_extension_chooses_the_format(path: str, name: str) -> None:
+    assert type(renderer_for(path=path)) is type(renderer_for(name))
+
+
+@pytest.mark.parametrize(("name", "path"), [(None, "r.pdf"), (None, "report"), ("yaml", None)])
+def test_an_unknown_format_is_refused_with_the_known_ones(name, path) -> None:
+    with pytest.raises(UsageError, match="json"):
+        renderer_for(name, path=path)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_ends_with_one_newline(name: str) -> None:
+    text = renderer_for(name).render(REPORT)
+    assert text.endswith("\n") and not text.endswith("\n\n")
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool, encoding: str | None = "utf-8") -> None:
+        super().__init__()
+        self._terminal, self._encoding = terminal, encoding
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def encoding(self) -> str | None:
+        return self._encoding
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environ", "colour"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_a_stream_is_asked_for_colour(terminal: bool, environ: dict[str, str], colour: bool) -> None:
+    assert Medium.of(Stream(terminal), environ).colour is colour
+
+
+def test_a_stream_is_asked_for_width_and_encoding() -> None:
+    assert Medium.of(Stream(False), {}).width is None
+    assert Medium.of(Stream(False), {"COLUMNS": "72"}).width == 72
+    assert Medium.of(Stream(True), {"COLUMNS": "5"}).width == 40
+    assert Medium.of(Stream(False, None), {}).encoding == "ascii"
+    assert not Medium(encoding="no-such-encoding").shows("x")

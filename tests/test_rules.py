@@ -1,0 +1,84 @@
+import re
+
+import pytest
+
+from ddpcheck.errors import UsageError
+from ddpcheck.findings import Severity
+from ddpcheck.rules import FAMILIES, RULES, find_rule, matching_rules
+
+RULE_LIST = list(RULES.values())
+
+
+def test_codes_are_unique_sorted_and_of_a_known_family() -> None:
+    codes = [rule.code for rule in RULE_LIST]
+    assert codes == sorted(set(codes)) == list(RULES)
+    assert all(re.fullmatch(r"DDP[1-6]\d\d", code) and code[:4] in FAMILIES for code in codes)
+
+
+def test_the_codes_that_were_once_published_stay() -> None:
+    published = {
+        1: [*range(1, 13)],
+        2: [*range(1, 10), *range(11, 17), 21, 22, 23],
+        3: [*range(1, 12)],
+        4: [*range(1, 8)],
+        5: [*range(1, 19)],
+        6: [1, 2, 3],
+    }
+    assert {f"DDP{family}{n:02}" for family, numbers in published.items() for n in numbers} <= set(RULES)
+
+
+def test_names_are_unique_kebab_case() -> None:
+    names = [rule.name for rule in RULE_LIST]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) for name in names)
+
+
+@pytest.mark.parametrize("rule", RULE_LIST, ids=lambda rule: rule.code)
+def test_a_rule_says_what_why_and_what_to_do(rule) -> None:
+    for text in (rule.summary, rule.why, rule.fix):
+        assert text == text.strip() and text.endswith((".", ".)")) and "\n" not in text and "  " not in text
+    assert isinstance(rule.severity, Severity)
+    assert not rule.example or (rule.example.endswith("\n") and max(map(len, rule.example.splitlines())) <= 115)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULE_LIST if rule.code < "DDP500"], ids=lambda rule: rule.code)
+def test_a_rule_on_a_model_has_an_example_that_is_python_and_shows_the_right_way(rule) -> None:
+    compile(rule.example, rule.code, "exec")
+    assert "right" in rule.example or "falls back" in rule.example
+
+
+@pytest.mark.parametrize(
+    ("code", "severity"),
+    [("DDP101", "error"), ("DDP107", "warning"), ("DDP109", "note"), ("DDP304", "warning"), ("DDP402", "error")],
+)
+def test_severity_follows_what_people_do_on_purpose(code: str, severity: str) -> None:
+    assert RULES[code].severity.value == severity
+
+
+@pytest.mark.parametrize("text", ["DDP101", "ddp101", " Ddp101 ", "unused-parameter", "Unused-Parameter"])
+def test_a_rule_is_found_by_code_in_any_case_and_by_name(text: str) -> None:
+    assert find_rule(text) is RULES["DDP101"]
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [("unused-paramter", "DDP101 (unused-parameter)"), ("DDP1O1", "DDP101"), ("stride", "DDP205 (parameter-stride)")],
+)
+def test_an_unknown_rule_names_those_that_come_close(text: str, suggestion: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(suggestion)):
+        find_rule(text)
+
+
+@pytest.mark.parametrize("text", ["", " ", "xyzzy-quux", "[red]"])
+def test_a_rule_that_nothing_resembles_points_at_the_list(text: str) -> None:
+    with pytest.raises(UsageError, match="ddpcheck rules"):
+        find_rule(text)
+    with pytest.raises(UsageError, match="ddpcheck rules"):
+        matching_rules(text)
+
+
+def test_a_pattern_is_a_code_a_prefix_or_a_name() -> None:
+    assert [rule.code for rule in matching_rules("ddp6")] == ["DDP601", "DDP602", "DDP603"]
+    assert [rule.code for rule in matching_rules("DDP101")] == ["DDP101"]
+    assert [rule.code for rule in matching_rules("hang")] == ["DDP402"]
+    assert matching_rules("DDP") == tuple(RULE_LIST)

@@ -1,0 +1,27 @@
+"""DDP106 or DDP503: a layer is added after wrapping and never synchronised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+EXPECT = {"code": ["DDP106", "DDP503", "DDP301"], "subjects": [], "ranks": [], "severity": "error"}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+
+
+def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+    wrapped = DistributedDataParallel(module)
+    module.append(nn.Linear(1, 1))
+    return wrapped

@@ -1,0 +1,21 @@
+"""DDP501: the loss calls the module inside the wrapper, so DDP does not prepare its reducer and nothing is averaged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP501", "subjects": [], "ranks": [], "severity": "error"}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    inner = getattr(model, "module", model)
+    return (inner(batch)[:, 0] - batch.sum(1)).square().mean()

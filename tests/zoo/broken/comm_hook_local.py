@@ -1,0 +1,33 @@
+"""DDP301: a communication hook that hands back the local bucket."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+EXPECT = {"code": "DDP301", "subjects": [], "ranks": [], "severity": "error"}
+
+
+def keep(state, bucket):  # no annotations: DDP compares them with the types themselves
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+
+
+def wrap(module: nn.Module, device: torch.device) -> nn.Module:
+    wrapped = DistributedDataParallel(module)
+    wrapped.register_comm_hook(None, keep)
+    return wrapped

@@ -1,0 +1,32 @@
+"""DDP111: a parameter is trained and on the list of those that DDP is to ignore."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP111", "subjects": ["head.weight"], "ranks": [], "severity": "error"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh())
+
+
+def model() -> nn.Module:
+    module = Broken()
+    module._ddp_params_and_buffers_to_ignore = ["head.weight"]
+    return module
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()

@@ -1,0 +1,32 @@
+"""DDP103: the encoder runs under `torch.inference_mode()`, and its output is cloned to be of use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP103", "subjects": ["encoder.weight", "encoder.bias"], "ranks": [], "severity": "error"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            hidden = self.encoder(x).tanh()
+        return self.head(hidden.clone())
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()

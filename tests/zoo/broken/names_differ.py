@@ -1,0 +1,35 @@
+"""DDP201: the same shapes in the same order under another name on rank 1: two different programs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP201", "subjects": [], "ranks": [1], "severity": "error"}
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.add_module("top" if rank() == 1 else "head", nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule("top" if rank() == 1 else "head")(self.encoder(x).tanh())
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()

@@ -1,0 +1,32 @@
+"""DDP103: a layer's output takes a way through numpy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP103", "subjects": ["extra.weight", "extra.bias"], "ranks": [], "severity": "error"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.extra = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.from_numpy(self.extra(x).detach().cpu().numpy()).to(x.device)
+        return self.head(self.encoder(x).tanh()) * gate
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()

@@ -1,0 +1,31 @@
+"""DDP106: a tensor that requires grad and is an attribute, not an `nn.Parameter`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP106", "subjects": [], "ranks": [], "severity": "error"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.scale = torch.ones(8, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh() * self.scale.to(x.device))
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()

@@ -1,0 +1,36 @@
+"""DDP513 or DDP105: `static_graph=True`, and a layer is left out from the second step on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+EXPECT = {"code": ["DDP513", "DDP105"], "subjects": ["extra.weight", "extra.bias"], "ranks": [], "severity": "error"}
+
+
+ddp_kwargs = {"static_graph": True}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.extra = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        hidden = self.encoder(x).tanh()
+        return self.head(hidden) + self.extra(hidden) if step == 0 else self.head(hidden)
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+    return {"x": x, "step": torch.full((12,), step)}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"], int(batch["step"][0]))[:, 0] - batch["x"].sum(1)).square().mean()

@@ -1,0 +1,36 @@
+"""DDP216: a tensor attribute that no list of DDP knows, and another value on rank 1."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP216", "subjects": ["scale"], "ranks": [1], "severity": "warning", "also": ["DDP304"]}
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.scale = torch.full((8,), 1.0 + rank())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh() * self.scale.to(x.device))
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()

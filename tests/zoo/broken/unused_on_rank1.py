@@ -1,0 +1,39 @@
+"""DDP104, not DDP101: the layer contributes on rank 0, and only rank 1 leaves it out."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+EXPECT = {"code": "DDP104", "subjects": ["extra.weight", "extra.bias"], "ranks": [1], "severity": "error"}
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.extra = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x).tanh()
+        if rank() == 1:
+            return self.head(hidden)
+        return self.head(hidden) + self.extra(hidden)
+
+
+def model() -> nn.Module:
+    return Broken()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
