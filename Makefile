@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 HEALTHY ?= examples/digits/healthy.py
-BROKEN ?= examples/digits/unsynchronised_batchnorm.py
+BROKEN ?= examples/digits/unused_head.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -48,7 +48,7 @@ def judge_parameters(
     trainable = list(evidence[0].states) if evidence else []
     findings = _judge_always(always, evidence, trainable, wrapper, names)
     if not wrapper.find_unused_parameters:
-        findings += _judge_sometimes(sometimes, missing, world_size, steps, wrapper, names)
+        findings += _judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
     findings += _judge_lost(evidence, names, world_size)
     findings += _judge_zero(evidence, awake, names)
     findings += _judge_unregistered(evidence, world_size)
@@ -136,26 +136,36 @@ def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
 def _judge_sometimes(
     sometimes: Sequence[str],
     missing: Mapping[str, list[StepEvidence]],
+    trainable: Sequence[str],
     world_size: int,
     steps: Sequence[int],
     wrapper: WrapperFacts,
     names: Names,
 ) -> list[Finding]:
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name in sometimes:
-        seen = missing[name]
-        where = tuple(sorted((item.step, item.rank) for item in seen))
-        groups.setdefault(where, []).append(name)
+    absent = {name: tuple(sorted({(item.step, item.rank) for item in missing[name]})) for name in sometimes}
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name, where in absent.items():
+        by_rank = any(sum(step == other for other, _ in where) < world_size for step, _ in where)
+        groups.setdefault((_top_module(name, set(sometimes), trainable), by_rank), []).append(name)
     findings = []
-    for where, group in groups.items():
+    for group in groups.values():
         by_step: dict[int, list[int]] = {}
-        for step, rank in where:
+        for step, rank in sorted({place for name in group for place in absent[name]}):
             by_step.setdefault(step, []).append(rank)
-        partial = {step: ranks for step, ranks in by_step.items() if len(ranks) < world_size}
+        partial = {
+            step: [rank for other, rank in absent[name] if other == step]
+            for name in group
+            for step in by_step
+            if 0 < sum(other == step for other, _ in absent[name]) < world_size
+        }
         subjects = names.subjects(group)
         ends = [item.ends.get(group[0]) for item in missing[group[0]]]
         end = next((end for end in ends if end is not None), None)
-        facts = [f"{spelled_steps([step])}: no contribution on {spelled(ranks)}" for step, ranks in by_step.items()]
+        facts = [
+            f"{spelled_steps([step])}: {listed([name for name in group if (step, ranks[0]) in absent[name]])} "
+            f"did not contribute on {spelled(ranks) if len(ranks) < world_size else 'any rank'}"
+            for step, ranks in by_step.items()
+        ]
         if end is not None and end.cause == "cut":
             facts.append(f"there its path is cut by {end.reason} at {end.location}")
         elif end is not None and end.cause == "unreachable":
@@ -217,7 +227,8 @@ def _judge_zero(evidence: Sequence[StepEvidence], awake: frozenset[str], names: 
         return []  # where every gradient is zero, nothing can be compared at all: that is DDP307
     groups: dict[str, list[str]] = {}
     for name in asleep:
-        groups.setdefault(_top_module(name, set(asleep), list(evidence[0].states)), []).append(name)
+        top = _top_module(name, set(asleep), list(evidence[0].states))
+        groups.setdefault(name.rpartition(".")[0] or name if top == name else top, []).append(name)
     return [
         Finding(
             code="DDP107",

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, judge_uninitialised, zero_everywhere
 from ddpcheck.collectives import DeadlockWatch, judge_collectives, judge_failure, read_log
-from ddpcheck.consistency import judge_descriptions, judge_options, judge_values_after_wrapping
+from ddpcheck.consistency import (
+    differing_names,
+    judge_changes,
+    judge_descriptions,
+    judge_options,
+    judge_values_after_wrapping,
+)
 from ddpcheck.errors import EXIT_HANG, EXIT_TARGET, DdpcheckError, HangError, RankError, TargetError, UsageError
 from ddpcheck.evidence import (
     Built,
@@ -224,6 +230,7 @@ class _Check:
     def _check_after_wrapping(self) -> None:
         facts = self.wrapped[0].facts
         found = judge_options("DDP221", [item.options for item in self.wrapped], "The wrapper")
+        found += judge_changes([item.changed for item in self.wrapped])
         found += judge_options("DDP223", [item.optimizer for item in self.wrapped], "The optimizer")
         found += judge_values_after_wrapping(
             [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored} for item in self.wrapped],
@@ -233,7 +240,7 @@ class _Check:
         self.findings += found
         if not facts.is_ddp:
             self.notes.append(f"the wrapper is a {self.wrapped[0].wrapper}, which is no DistributedDataParallel")
-        if any(finding.code == "DDP221" for finding in found):
+        if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
             self.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
         named = list(self.wrapped[0].parameters)
         self.names = Names(
@@ -303,7 +310,7 @@ class _Check:
         if facts.is_ddp and facts.tolerates_unused:
             codes = [code for code in codes if code not in ("DDP103",)]
         if facts.is_ddp and codes:
-            self.ddp_skipped = f"{codes[0]} stops DDP in step {step}"
+            self.ddp_skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
 
     def _run_ddp(self, step: int, words: str) -> bool:
         try:
@@ -328,7 +335,8 @@ class _Check:
             self._all("session", "quiet_step", step)
             self._all("session", "average", step, self.world.directory)
         self.norms[step] = max(result.norm, max(item.norm for item in self.local))
-        pending = self._start(self.single, "reference", "compare_with", files[1])
+        trained = list(self.local[0].evidence.states)
+        pending = self._start(self.single, "reference", "compare_with", files[1], trained)
         differences = self._settle_single(pending)
         if differences is None:
             return False
@@ -455,6 +463,8 @@ class _Check:
             hooked=self.wrapped[0].hooked if self.wrapped else (),
             collectives=self.local[0].blind_calls if self.local else (),
             module_locations=self._module_locations(),
+            local_buffers=tuple(differing_names([item.buffers for item in self.local])) if self.local else (),
+            broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
         )
 
     def _module_locations(self) -> dict[str, Any]:
@@ -470,18 +480,14 @@ class _Check:
         """Turn everything that was gathered into findings, whatever it was that stopped the check."""
         known = self._circumstances()
         if self.evidence:
-            complete = [item for item in self.evidence]
-            self.findings += judge_parameters(complete, known.wrapper, self.names, awake=self.awake)
+            self.findings += judge_parameters(self.evidence, known.wrapper, self.names, awake=self.awake)
         found: list[Finding] = []
         if not self.withheld:
             reducer = judge_reducer(self.ddp_evidence, known) if self.ddp_evidence else []
             found += reducer
             found += judge_single_process(self.against_single, self.analysis, known)
             if self.ddp_evidence:
-                broadcasts = self.wrapped[0].broadcasts_buffers
-                found += judge_state(
-                    self.ddp_evidence, known, gradients_differ=bool(reducer), broadcasts_buffers=broadcasts
-                )
+                found += judge_state(self.ddp_evidence, known, gradients_differ=bool(reducer))
             if self.error is None:
                 found += judge_nothing_compared(self.norms)
         self.findings = merge_causes([*self.findings, *found])

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck import rank as this_rank
@@ -133,7 +134,10 @@ def _describe_call(name: str, original: Callable[..., Any], args: tuple[Any, ...
     if root is not None:
         payload.append(f"root {root}")
     try:
-        members, group_name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
+        members, group_name = (
+            tuple(dist.get_process_group_ranks(group)),
+            str(group.group_name) if group is not None else "",
+        )
     except (AttributeError, ValueError, RuntimeError, KeyError):
         members, group_name = (), ""
     where = user_location(sys._getframe(2))
@@ -152,14 +156,14 @@ def _describe_call(name: str, original: Callable[..., Any], args: tuple[Any, ...
 def _called_by_autograd_function() -> bool:
     from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-    frame = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(3)
     for _ in range(12):
         if frame is None:
             return False
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx | BackwardCFunction):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

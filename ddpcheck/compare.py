@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -127,7 +127,7 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) and abs(value) < _LARGEST else math.copysign(_LARGEST, value)
 
 
-def fit(target: Mapping[str, torch.Tensor], parts: list[Mapping[str, torch.Tensor]]) -> tuple[list[float], float]:
+def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[float], float]:
     """Weights w for which the sum of w_i * parts_i is nearest to `target` (least squares), and the relative residual."""
     names = [name for name in target if all(name in part for part in parts)]
     count = len(parts)

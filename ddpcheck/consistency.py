@@ -284,6 +284,7 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
     differing = [name for name in names if len(set(values[name])) > 1]
     if not differing:
         return []
+    harmless = all(name in _HARMLESS_OPTIONS for name in differing)
     return [
         _finding(
             code,
@@ -291,7 +292,34 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
             f"{what} is not the same on every rank: {', '.join(differing)}.",
             ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
             evidence=[f"{name}: " + "; ".join(_who_says_what(values[name])) for name in differing],
+            severity=Severity.WARNING if harmless else None,
         )
+    ]
+
+
+_HARMLESS_OPTIONS = frozenset({"bucket_cap_mb", "bucket_bytes_cap"})  # unless find_unused_parameters is set: an abort
+
+
+def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
+    """DDP503: what happened to parameters between the wrapper's construction and the end of `wrap`.
+
+    Args:
+        changes: By name, in words ("frozen", "added"); one mapping a rank.
+    """
+    by_what: dict[str, list[str]] = {}
+    for of_rank in changes:
+        for name, what in of_rank.items():
+            if name not in by_what.setdefault(what, []):
+                by_what[what].append(name)
+    ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
+    return [
+        _finding(
+            "DDP503",
+            names,
+            f"{len(names)} parameter(s) were {what} after the model was wrapped; the reducer keeps to what it saw then.",
+            ranks=ranks if len(ranks) < len(changes) else (),
+        )
+        for what, names in by_what.items()
     ]
 
 
@@ -329,7 +357,7 @@ def check_consistency(
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
-    bare = module.module if wrapped else module
+    bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     mine = describe(bare)
     values = {
@@ -362,8 +390,9 @@ class _StoreExchange:
         from torch.distributed import distributed_c10d
 
         store = distributed_c10d._get_default_store()
-        store.set(f"{self.prefix}/{key}/{self.rank}", data)
-        found, silent = [], []
+        store.set(f"{self.prefix}/{key}/{self.rank}", data)  # type: ignore[arg-type]  # bytes are taken as they are
+        found: list[bytes] = []
+        silent: list[int] = []
         for rank in self.ranks:
             name = f"{self.prefix}/{key}/{rank}"
             try:

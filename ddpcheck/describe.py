@@ -7,24 +7,23 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcheck.evidence import ModuleDescription, TensorRecord
 from ddpcheck.graph import all_names, unregistered_tensors
 
+_LAZY = (UninitializedParameter, UninitializedBuffer)
 _CHUNK = 1 << 20
 _MASK = (1 << 64) - 1
 
 
 def describe(module: nn.Module) -> ModuleDescription:
     """Describe everything about `module` that DDP takes to be the same on every rank."""
-    parameters = [(name, p) for name, p in module.named_parameters() if not isinstance(p, UninitializedTensorMixin)]
+    parameters = [(name, p) for name, p in module.named_parameters() if not isinstance(p, _LAZY)]
     return ModuleDescription(
         parameters=tuple(_record(name, parameter) for name, parameter in parameters),
         buffers=tuple(
-            _record(name, buffer)
-            for name, buffer in module.named_buffers()
-            if not isinstance(buffer, UninitializedTensorMixin)
+            _record(name, buffer) for name, buffer in module.named_buffers() if not isinstance(buffer, _LAZY)
         ),
         ties=tuple(sorted(names for names in all_names(module).values() if len(names) > 1)),
         modules=tuple(
@@ -34,12 +33,10 @@ def describe(module: nn.Module) -> ModuleDescription:
         state=tuple(
             (name, tuple(tensor.shape), fingerprint(tensor))
             for name, tensor in unregistered_tensors(module)
-            if not isinstance(tensor, UninitializedTensorMixin)
+            if not isinstance(tensor, _LAZY)
         ),
         uninitialised=tuple(
-            name
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-            if isinstance(tensor, UninitializedTensorMixin)
+            name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if isinstance(tensor, _LAZY)
         ),
     )
 

@@ -69,7 +69,7 @@ class Wrapped:
     hooked: tuple[str, ...]
     wrapper: str
     broadcasts_buffers: bool
-    sample_of_state: tuple[str, ...]
+    changed: Mapping[str, str] = field(default_factory=dict)
 
 
 # The forward pass and the parameters
@@ -189,6 +189,7 @@ class LocalStep:
     calls: int
     norm: float
     blind_calls: tuple[Call, ...]
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
 
 # Gradients

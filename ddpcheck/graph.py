@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -37,7 +37,7 @@ def gradient_node(tensor: torch.Tensor) -> Any:
 
 
 def _engine_will_execute(node: Any) -> bool:
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 ENGINE_CAN_TELL = hasattr(torch._C, "_will_engine_execute_node")
@@ -263,13 +263,13 @@ class PathRecorder(TorchFunctionMode):
             hooks.register_module_forward_pre_hook(enter),
             hooks.register_module_forward_hook(leave, always_call=True),
         ]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, value, trace)
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 

@@ -17,12 +17,12 @@ def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_nest(function, item) for item in nest))
     if isinstance(nest, tuple | list):
-        return type(nest)(map_nest(function, item) for item in nest)  # type: ignore[call-arg]
+        return type(nest)(map_nest(function, item) for item in nest)
     if isinstance(nest, Mapping):
         items = {key: map_nest(function, value) for key, value in nest.items()}
         if type(nest) is dict or not isinstance(nest, MutableMapping):
             return items
-        clone = copy.copy(nest)  # keeps what a subclass carries beside its items
+        clone: Any = copy.copy(nest)  # keeps what a subclass carries beside its items
         for key, value in items.items():
             clone[key] = value
         return clone

@@ -30,6 +30,8 @@ class Circumstances:
         hooked: Parameters that carry the user's tensor hooks.
         collectives: What the forward pass called, without a derivative, on rank 0.
         module_locations: The lines that made the modules.
+        local_buffers: Buffers that a step by itself leaves different on the ranks.
+        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
     """
 
     names: Names
@@ -39,6 +41,8 @@ class Circumstances:
     hooked: tuple[str, ...] = ()
     collectives: tuple[Call, ...] = ()
     module_locations: Mapping[str, Location] = field(default_factory=dict)
+    local_buffers: tuple[str, ...] = ()
+    broadcasts_buffers: bool = False
 
 
 _LOOSEST_FIT = 0.05
@@ -109,7 +113,9 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
 
 
 def _judge_mismatch(
-    wrong: Mapping[str, Mapping[int, Difference]], by_step: Mapping[int, object], known: Circumstances
+    wrong: Mapping[str, Mapping[int, Difference]],
+    by_step: Mapping[int, Sequence[DdpStepEvidence]],
+    known: Circumstances,
 ) -> Finding:
     names = list(wrong)
     steps = sorted({step for of_name in wrong.values() for step in of_name})
@@ -124,6 +130,18 @@ def _judge_mismatch(
             f"Under the wrapper every one of these gradients is {_factor(ratio, known.world_size)} times the average "
             "of the ranks' own gradients.",
             steps=_some(steps, len(by_step)),
+            evidence=facts,
+        )
+    drifted = list(known.local_buffers)
+    again = max(item.wrapper_calls for items in by_step.values() for item in items)
+    if known.broadcasts_buffers and again > 1 and drifted:
+        return _finding(
+            "DDP311",
+            drifted,
+            f"DDP broadcasts {listed(drifted)} before each of {again} forwards, which overwrites what the backward of "
+            "the forwards before it needs.",
+            steps=_some(steps, len(by_step)),
+            location=known.names.location(drifted),
             evidence=facts,
         )
     return _finding(
@@ -241,11 +259,14 @@ def judge_single_process(
 
 
 def _judge_weights(analysis: ShardAnalysis, known: Circumstances, steps: tuple[int, ...], facts: list[str]) -> Finding:
-    spoken = ", ".join(f"{weight:.4g}" for weight in analysis.weights)
-    sums = all(math.isclose(weight, 1.0, rel_tol=1e-3) for weight in analysis.weights)
-    if sums and known.world_size > 1:
+    terms = max(len(analysis.weights) // known.world_size, 1)
+    by_term = [analysis.weights[term::terms] for term in range(terms)]
+    spoken = "; ".join(", ".join(f"{weight:.4g}" for weight in weights) for weights in by_term)
+    summed = [all(math.isclose(weight, 1.0, rel_tol=1e-3) for weight in weights) for weights in by_term]
+    if any(summed) and known.world_size > 1:
+        which = "The loss" if all(summed) else f"Term {summed.index(True)} of {terms} of the loss"
         message = (
-            "The loss sums over samples, and DDP averages over ranks: every gradient is 1/"
+            f"{which} sums over samples, and DDP averages over ranks: its gradient is 1/"
             f"{known.world_size} of the global batch's."
         )
         why = "the gradients of the shards add up to the global batch's"
@@ -259,9 +280,7 @@ def _judge_weights(analysis: ShardAnalysis, known: Circumstances, steps: tuple[i
     return _finding("DDP305", ("loss",), message, steps=steps, evidence=[why, *sizes, *facts])
 
 
-def judge_state(
-    evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gradients_differ: bool, broadcasts_buffers: bool
-) -> list[Finding]:
+def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gradients_differ: bool) -> list[Finding]:
     """DDP306, 214, 215 and 216: parameters, buffers and the rest after the steps."""
     by_step: dict[int, list[DdpStepEvidence]] = {}
     for item in evidence:
@@ -295,10 +314,10 @@ def judge_state(
         )
     if drifted:
         names = list(drifted)
-        code = "DDP215" if broadcasts_buffers else "DDP214"
+        code = "DDP215" if known.broadcasts_buffers else "DDP214"
         consequence = (
             "the next forward overwrites them with rank 0's, so what the other ranks computed is discarded"
-            if broadcasts_buffers
+            if known.broadcasts_buffers
             else "nothing synchronises them, and a checkpoint keeps rank 0's"
         )
         findings.append(
@@ -362,7 +381,10 @@ def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]
 
 def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
     """One finding a root cause: consequences become evidence of what brought them about."""
-    merged = list(findings)
+    merged: list[Finding] = []
+    for finding in findings:
+        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
+            merged.append(finding)
     for cause, consequence, says in _CONSEQUENCES:
         causes = [f for f in merged if f.code in cause]
         for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
@@ -396,9 +418,15 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
     (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
     (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216"), _always),
     (("DDP406",), ("DDP301", "DDP302"), _always),
+    (("DDP104", "DDP105"), ("DDP301", "DDP302"), _always),
+    (
+        ("DDP503",),
+        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),
+        _always,
+    ),
     (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
     (("DDP216",), ("DDP304", "DDP303", "DDP216"), _always),
-    (("DDP214",), ("DDP304", "DDP214"), _always),
+    (("DDP214",), ("DDP304",), _always),
 )
 
 

@@ -51,6 +51,9 @@ class QuietRandomness(TorchDispatchMode):
     a checkpoint computes its forward again. Scalars drawn by Python's `random` or numpy agree by their seed.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -144,7 +147,7 @@ _QUIET: dict[str, Callable[..., Any]] = {
 }
 
 
-class quiet_modules:  # noqa: N801 - used as a context manager, like torch.no_grad
+class quiet_modules:
     """While active, recurrent layers drop nothing (their fused kernels draw where no mode sees it)."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -5,7 +5,8 @@ Everything here runs in a process without a process group, which is what the use
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,20 @@ from ddpcheck.evidence import Difference, ShardAnalysis, SingleStep
 from ddpcheck.nests import iter_tensors, to_device, upcast
 from ddpcheck.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything
 from ddpcheck.recipe import Recipe, summary
-from ddpcheck.stepping import Gradients, ModuleState, capture_state, compute_gradients
+from ddpcheck.stepping import (
+    Gradients,
+    ModuleState,
+    capture_state,
+    clear_gradients,
+    compute_gradients,
+    compute_loss,
+    gradients_of,
+)
 from ddpcheck.target import load_target
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
 _MOST_SHARDS = 16
+_MOST_TERMS = 8
 
 
 def model_seed(seed: int) -> int:
@@ -145,11 +155,17 @@ def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -
     return {name: norm(gradient.double() - exact[name]) for name, gradient in gradients.items() if name in exact}
 
 
-def compare_with(gradient_file: Path) -> tuple[Difference, ...]:
-    """The averaged gradients of the ranks against those of the last `run_step`."""
+def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
+    """The averaged gradients of the ranks against those of the last `run_step`.
+
+    Args:
+        gradient_file: Where rank 0 has put them.
+        trained: The parameters that require grad on the ranks; what a wrapper has frozen or added is not compared.
+    """
     own: SingleProcess = this_rank.state["single"]
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
-    names = list(dict.fromkeys((*own.gradients, *averaged)))
+    here = {name for name, p in own.module.named_parameters() if p.requires_grad}
+    names = [name for name in trained if name in here and (name in own.gradients or name in averaged)]
     return tuple(
         difference(
             name,
@@ -177,20 +193,47 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis | 
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed), own.device)
     shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
-    parts: list[Gradients] = []
+    parts: list[list[Gradients]] = []
     for shard in shards:
         own.state.restore(own.module)
         try:
-            gradients, _ = _gradients(own, own.module, shard, step)
+            parts.append(_gradients_by_part(own, shard, step))
         except Exception:
             return None
-        parts.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
-    mean = {name: sum(part[name] for part in parts) / world_size for name in own.gradients}
+    terms = [term for of_shard in parts for term in of_shard]
+    mean: Gradients = {}
+    for name in own.gradients:
+        mean[name] = torch.stack([term[name] for term in terms]).sum(0) / world_size
     ratio, world_residual = fit({k: averaged[k] for k in mean if k in averaged}, [mean])
-    weights, weights_residual = fit(own.gradients, list(parts))
+    weights, weights_residual = fit(own.gradients, terms)
     name, kind = _first_coupled_module(own, batch, shards[0], step, world_size)
     own.state.restore(own.module)
     return ShardAnalysis(tuple(weights), weights_residual, ratio[0], world_residual, name, kind)
+
+
+def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> list[Gradients]:
+    """The gradients of each term of the loss on one shard, with zeros where there is none."""
+    clear_gradients(own.module)
+    found: list[Gradients] = []
+    with _hushed(own):
+        seed = step_seed(own.seed, step)
+        loss = compute_loss(own.recipe, own.module, shard, step=step, seed=seed, place="shard by shard, ")
+        terms = [part for part in loss.parts if part.requires_grad]
+        for term in terms if len(terms) <= _MOST_TERMS else [loss.total]:
+            clear_gradients(own.module)
+            term.backward(retain_graph=True)
+            gradients = gradients_of(own.module)
+            found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
+    return found
+
+
+@contextlib.contextmanager
+def _hushed(own: SingleProcess) -> Iterator[None]:
+    if not own.draws:
+        yield
+        return
+    with quiet_modules(own.module), QuietRandomness():
+        yield
 
 
 def _first_coupled_module(own: SingleProcess, batch: Any, shard: Any, step: int, world_size: int) -> tuple[str, str]:

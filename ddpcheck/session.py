@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ def aliases() -> dict[str, tuple[str, ...]]:
 
 
 _OPTIONS = (
+    "bucket_bytes_cap",
     *(
         "find_unused_parameters",
         "broadcast_buffers",
@@ -177,13 +179,17 @@ def wrap() -> Wrapped:
     this_rank.set_place("wrapping the model")
     names = {id(p): name for name, p in session.module.named_parameters()}
     original = session.module
-    session.wrapped = session.recipe.wrap_module(session.module, session.device)
+    with _watch_construction() as seen:
+        session.wrapped = session.recipe.wrap_module(session.module, session.device)
     inner = getattr(session.wrapped, "module", session.wrapped)
     is_ddp = isinstance(session.wrapped, nn.parallel.DistributedDataParallel)
     if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, session.twin)):
         if differs_in_structure(inner, session.twin):
             session.twin = copy.deepcopy(inner)
         session.module = inner
+    trainable = {name for name, p in session.module.named_parameters() if p.requires_grad}
+    for name, parameter in session.twin.named_parameters():
+        parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     options = {name: str(getattr(session.wrapped, name)) for name in _OPTIONS if hasattr(session.wrapped, name)}
     ignored = frozenset(getattr(session.wrapped, "parameters_to_ignore", ()))
     session.facts = WrapperFacts(
@@ -205,8 +211,41 @@ def wrap() -> Wrapped:
         hooked=hooked_parameters(session.twin, ours=1),
         wrapper=type(session.wrapped).__name__,
         broadcasts_buffers=_broadcasts_buffers(session),
-        sample_of_state=tuple(sorted(session.own_state)),
+        changed=_changes(seen, session.module) if seen else {},
     )
+
+
+@contextlib.contextmanager
+def _watch_construction() -> Iterator[dict[str, tuple[int, bool]]]:
+    """Note what the parameters were when the DDP constructor had seen them: identity and requires_grad, by name."""
+    ddp: Any = nn.parallel.DistributedDataParallel
+    original = ddp.__init__
+    seen: dict[str, tuple[int, bool]] = {}
+
+    @functools.wraps(original)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        seen.update({name: (id(p), p.requires_grad) for name, p in self.module.named_parameters()})
+
+    ddp.__init__ = constructor
+    try:
+        yield seen
+    finally:
+        ddp.__init__ = original
+
+
+def _changes(seen: Mapping[str, tuple[int, bool]], module: nn.Module) -> dict[str, str]:
+    now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
+    changed = {}
+    for name in dict.fromkeys((*seen, *now)):
+        before, after = seen.get(name), now.get(name)
+        if before is None or after is None:
+            changed[name] = "added" if before is None else "removed"
+        elif before[0] != after[0]:
+            changed[name] = "replaced"
+        elif before[1] != after[1]:
+            changed[name] = "unfrozen" if after[1] else "frozen"
+    return changed
 
 
 def _broadcasts_buffers(session: Session) -> bool:
@@ -298,6 +337,7 @@ def local_step(step: int) -> LocalStep:
     session.leaves = {id(leaf): leaf for leaf in walk.leaves}
     names, complete = walk.node_names, walk.complete
     del walk
+    own_buffers = fingerprints(twin.named_buffers())
     missing = {name: p for name, p in parameters.items() if states[name] == "missing"}
     calls = read_log(this_rank.current().directory, session.rank)
     evidence = StepEvidence(
@@ -323,6 +363,7 @@ def local_step(step: int) -> LocalStep:
         calls=len(calls),
         norm=sum(norm(gradient) ** 2 for gradient in session.local.values()) ** 0.5,
         blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
+        buffers=own_buffers,
     )
 
 
@@ -454,7 +495,7 @@ def _held_by_functions(recipe: Recipe | None) -> Iterable[tuple[str, torch.Tenso
     """Tensors and modules that the recipe's loss finds among its globals or in its closure."""
     function = getattr(recipe, "loss", None)
     code = getattr(function, "__code__", None)
-    if code is None:
+    if function is None or code is None:
         return
     cells = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
     held = {name: cell.cell_contents for name, cell in cells}

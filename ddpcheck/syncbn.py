@@ -27,30 +27,35 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
+def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    total: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
 def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
-    uses_batch = module.training or (module.running_mean is None and module.running_var is None)
     group = module.process_group or dist.group.WORLD
     axes = [0, *range(2, inputs.dim())]
     shape = [1, -1] + [1] * (inputs.dim() - 2)
     work = inputs if inputs.dtype == torch.float64 else inputs.float()
     count = torch.full((1,), float(work.numel() // work.shape[1]), dtype=work.dtype)
-    sums = _SumOverRanks.apply(torch.cat([count, work.sum(axes)]), group)
+    sums = _sum_over_ranks(torch.cat([count, work.sum(axes)]), group)
     count, mean = sums[0], sums[1:] / sums[0]
     centred = work - mean.view(shape)
-    variance = _SumOverRanks.apply(centred.square().sum(axes), group) / count
-    if uses_batch and module.training and module.track_running_stats and module.running_mean is not None:
-        module.num_batches_tracked.add_(1)
-        momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+    variance = _sum_over_ranks(centred.square().sum(axes), group) / count
+    running_mean, running_var, tracked = module.running_mean, module.running_var, module.num_batches_tracked
+    if module.training and running_mean is not None and running_var is not None and tracked is not None:
+        tracked.add_(1)
+        momentum = module.momentum if module.momentum is not None else 1.0 / float(tracked)
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-            module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     result = centred * torch.rsqrt(variance + module.eps).view(shape)
     if module.weight is not None:
         result = result * module.weight.view(shape) + module.bias.view(shape)
@@ -78,7 +83,7 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
             used.append(type(self).__name__)
         return _forward_on_cpu(self, inputs)
 
-    nn.SyncBatchNorm.forward = forward  # type: ignore
+    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
     refuse = _let_ddp_wrap()
     try:
         yield used

@@ -236,6 +236,7 @@ sys.exit(cli.main(["report", "t"]))
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "closed\n")
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to ask")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_in_the_middle_of_a_run_leaves_no_rank(number: int, code: int) -> None:
     probe = """

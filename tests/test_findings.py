@@ -3,7 +3,7 @@ import json
 import pytest
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck.errors import FindingsError
@@ -55,6 +55,7 @@ reports = st.builds(
 )
 
 
+@settings(deadline=None, max_examples=50)  # no test asserts a time
 @given(reports)
 def test_a_report_comes_back_from_json_the_same(report: Report) -> None:
     text = report.to_json()
@@ -137,6 +138,7 @@ def test_select_and_ignore_take_codes_prefixes_and_names_and_the_longer_wins(sel
     assert [finding.code for finding in chosen] == left
 
 
+@settings(deadline=None, max_examples=50)  # no test asserts a time
 @given(reports)
 def test_any_report_can_be_rendered(report: Report) -> None:
     for name in FORMATS:

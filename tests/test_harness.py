@@ -209,6 +209,22 @@ def test_the_context_of_a_rank() -> None:
         rank.current()
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks at descriptors in /proc")
+def test_a_rank_inherits_no_socket_but_its_own() -> None:
+    def sockets() -> int:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:  # the one that listdir had open
+                continue
+        return sum(link.startswith("socket:") for link in links)
+
+    with World(2) as other, World(1, process_group=False) as world:
+        other.run(rank_number)
+        assert world.run(sockets) == [1]
+
+
 def test_a_rank_without_a_process_group() -> None:
     def initialised() -> bool:
         import torch.distributed as dist
@@ -331,10 +347,21 @@ def test_an_exit_behind_our_back_is_a_failure(code: int) -> None:
         return all_reduced(0.0)
 
     error = fresh_failure(vanish)
-    assert error.first is not None
+    assert error.first is not None and not isinstance(error, HangError)
     assert (error.first.rank, error.first.kind, error.first.exit_code) == (1, "died", code)
     assert f"rank 1 ended with exit code {code}" in str(error)
     assert {one.kind for one in error.failures[1:]} <= {"fell", "stuck"}
+
+
+def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
+    def vanish() -> None:
+        if rank_number() == 1:
+            os._exit(0)
+
+    start = time.monotonic()
+    error = fresh_failure(vanish)
+    assert time.monotonic() - start < 5 and not isinstance(error, HangError)
+    assert [(one.rank, one.kind) for one in error.failures] == [(1, "died")]
 
 
 def test_a_kill_is_named() -> None:

@@ -16,9 +16,9 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
     errors findings rules config locate nests recipe target launchers
-    wire assertions failures processes crew rank forkserver harness
-    evidence graph randomness syncbn wording
-    consistency describe anomalous collectives parity compare stepping reference session
+    wire allowed assertions failures processes crew rank forkserver harness
+    evidence compare graph describe randomness syncbn stepping reference
+    wording collectives consistency parity session anomalous
     check render cli __main__ pytest_plugin
 """.split()
 

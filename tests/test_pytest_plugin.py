@@ -130,6 +130,38 @@ def test_a_check_fails_the_test_with_the_report(inner, pytester: pytest.Pytester
     )
 
 
+def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) -> None:
+    done = inner(
+        """
+        import ddpcheck
+
+        def recipe(unused):
+            import torch
+            from torch import nn
+
+            def model():
+                net = nn.Linear(4, 2)
+                if unused:
+                    net.extra = nn.Linear(2, 2)
+                return net
+
+            return ddpcheck.Recipe(
+                model=model,
+                batch=lambda step: torch.randn(8, 4, generator=torch.Generator().manual_seed(step)),
+                loss=lambda model, batch: model(batch).square().mean(),
+            )
+
+        def test_healthy(ddp_world):
+            assert ddp_world.check(recipe(unused=False), steps=1).ok
+
+        def test_broken(ddp_world):
+            ddp_world.check(recipe(unused=True), steps=1)
+        """
+    )
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "size"),
     [
