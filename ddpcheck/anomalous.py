@@ -394,9 +394,9 @@ def detect_anomalous_params(
     """
     from ddpcheck.errors import UsageError
     from ddpcheck.evidence import PathEnd
+    from ddpcheck.gather.local import unregistered_leaves
     from ddpcheck.graph import Explainer, all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.nests import iter_tensors
-    from ddpcheck.session import unregistered_leaves
 
     losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]
     if not losses:

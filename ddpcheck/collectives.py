@@ -148,6 +148,7 @@ def _describe_call(name: str, original: Callable[..., Any], args: tuple[Any, ...
         payload=", ".join(payload),
         place=this_rank.own_slots()[0],
         location=str(where) if where else "",
+        elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=any(tensor.requires_grad for tensor in tensors),
         differentiable=_called_by_autograd_function(),
     )

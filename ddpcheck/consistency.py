@@ -2,7 +2,7 @@
 
 DDP pairs parameters and buffers by position, checks little of what it relies on, and hangs or aborts on the rest
 (https://docs.pytorch.org/docs/stable/notes/ddp.html). The detectors here are pure functions from what each rank says
-of its module (`ModuleDescription`, made by `ddpcheck.describe`) to findings; `check_consistency` asks the ranks over
+of its module (`ModuleDescription`, see `ddpcheck.gather.describe`) to findings; `check_consistency` asks the ranks over
 the rendezvous store, never by a collective, which would hang on the very mismatch that it looks for.
 """
 
@@ -316,7 +316,7 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
         _finding(
             "DDP503",
             names,
-            f"{len(names)} parameter(s) were {what} after the model was wrapped; the reducer keeps to what it saw then.",
+            f"{len(names)} parameter(s) were {what} after wrapping; the reducer keeps to what it saw then.",
             ranks=ranks if len(ranks) < len(changes) else (),
         )
         for what, names in by_what.items()
@@ -352,7 +352,7 @@ def check_consistency(
     """
     import torch.distributed as dist
 
-    from ddpcheck.describe import describe, digest_of, fingerprints
+    from ddpcheck.gather.describe import describe, digest_of, fingerprints
 
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")

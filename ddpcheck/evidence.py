@@ -160,6 +160,7 @@ class Call:
         payload: Dtype and shape, and the root where there is one; empty where ranks may differ.
         place: What the rank was doing ("step 0: forward").
         location: The line of the user's code, as "path:line"; may be empty.
+        elements: Of the floating-point tensor that goes in; what is logged usually has one.
         carries_gradient: Whether a tensor that requires grad went in.
         differentiable: Whether it was called by a custom autograd Function, which has a backward for it.
     """
@@ -170,6 +171,7 @@ class Call:
     payload: str = ""
     place: str = ""
     location: str = ""
+    elements: int = 0
     carries_gradient: bool = False
     differentiable: bool = False
 
@@ -276,6 +278,9 @@ class ShardAnalysis:
         weights_residual: What that leaves, relative to the global batch's gradient.
         world_ratio: Factor between the ranks' average gradient and the mean of the shards' gradients.
         world_residual: What that factor leaves, relative.
+        global_ratio: Factor between the ranks' average gradient and the global batch's.
+        global_residual: What that factor leaves, relative.
+        shard_losses: The loss on each shard.
         module: The first module whose output for a sample depends on the other samples; empty if there is none.
         module_class: Its class.
     """
@@ -284,6 +289,9 @@ class ShardAnalysis:
     weights_residual: float
     world_ratio: float
     world_residual: float
+    global_ratio: float = 1.0
+    global_residual: float = 1.0
+    shard_losses: tuple[float, ...] = ()
     module: str = ""
     module_class: str = ""
 

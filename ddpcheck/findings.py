@@ -18,8 +18,10 @@ SCHEMA_VERSION = 1
 
 
 class Severity(Enum):
-    """How bad a finding is: `ERROR` (training is wrong, or will stop), `WARNING` (fragile, slow, or probably
-    not meant), `NOTE`."""
+    """How bad a finding is.
+
+    `ERROR`: training is wrong, or will stop. `WARNING`: fragile, slow, or probably not meant. `NOTE`: worth knowing.
+    """
 
     ERROR = "error"
     WARNING = "warning"

@@ -40,13 +40,13 @@ _PRELOAD_IF_PRESENT = (
     "ddpcheck.recipe",
     "ddpcheck.graph",
     "ddpcheck.locate",
-    "ddpcheck.describe",
+    "ddpcheck.gather.describe",
     "ddpcheck.anomalous",
     "ddpcheck.consistency",
     "ddpcheck.parity",
     "ddpcheck.collectives",
     "ddpcheck.reference",
-    "ddpcheck.session",
+    "ddpcheck.gather.session",
 )
 
 

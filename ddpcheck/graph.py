@@ -163,11 +163,7 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
     def search(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         if depth > _SEARCH_DEPTH or id(value) in registered or id(value) in seen:
             return
-        if (
-            isinstance(value, str | bytes | int | float | bool | type | type(None))
-            or callable(value)
-            and not isinstance(value, nn.Module)
-        ):
+        if isinstance(value, str | bytes | int | float | bool | type | type(None)):
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -336,7 +332,7 @@ class PathRecorder(TorchFunctionMode):
             taint = {index: known if known is not None else cut for index, known in before.items()}
             self._taints[output] = (taint, output.requires_grad)
         for target in written:
-            taint = {index: known for index, known in before.items()}
+            taint = dict(before)
             self._written.setdefault(_storage_key(target), {}).update(taint)
 
     def _event(self, reason: str) -> _Event:

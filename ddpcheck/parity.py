@@ -1,6 +1,6 @@
 """DDP3xx: what differs between gradients that should be equal, and the pattern that names the cause.
 
-Pure functions from measured differences (`ddpcheck.compare`, `ddpcheck.reference`) to findings.
+Pure functions from measured differences (`ddpcheck.gather.compare`, `ddpcheck.reference`) to findings.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Circumstances:
         names: How to speak of parameters.
         wrapper: What the wrapper was told.
         world_size: Number of ranks.
+        losses: Of each rank.
         shard_sizes: Samples a rank, where they are known.
         hooked: Parameters that carry the user's tensor hooks.
         collectives: What the forward pass called, without a derivative, on rank 0.
@@ -37,6 +38,7 @@ class Circumstances:
     names: Names
     wrapper: WrapperFacts
     world_size: int
+    losses: tuple[float, ...] = ()
     shard_sizes: tuple[int, ...] = ()
     hooked: tuple[str, ...] = ()
     collectives: tuple[Call, ...] = ()
@@ -197,9 +199,20 @@ def judge_single_process(
     tolerance = max(max(item.tolerance for item in first), 1e-6)
     hooked = [name for name in known.hooked if any(item.name == name for item in first)]
     blind = [call for call in known.collectives if not call.differentiable]
+    blind = sorted(blind, key=lambda call: (not call.carries_gradient, -call.elements))
     world_changed = abs(analysis.world_ratio - 1) > tolerance or analysis.world_residual > tolerance
     far = max(item.error for item in first)
-    if world_changed and analysis.world_residual <= max(tolerance, _LOOSEST_FIT * abs(1 - analysis.world_ratio)):
+    scaled = _is_explained(analysis.global_ratio, analysis.global_residual, tolerance)
+    by_world = world_changed and _is_explained(analysis.world_ratio, analysis.world_residual, tolerance)
+    if scaled and not by_world and world_changed and not any(call.elements > 1 for call in blind):
+        # The model communicates in its forward, so shards alone give other gradients: the loss values must tell.
+        if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
+            by_world, analysis = True, replace(analysis, world_ratio=analysis.global_ratio)
+        else:
+            weight = 1 / (known.world_size * analysis.global_ratio)
+            summed = replace(analysis, weights=(weight,) * known.world_size)
+            return [_judge_weights(summed, known, steps, facts)]
+    if by_world:
         return [
             _finding(
                 "DDP303",
@@ -256,6 +269,20 @@ def judge_single_process(
             evidence=[how, *facts],
         )
     ]
+
+
+def _is_explained(ratio: float, residual: float, tolerance: float) -> bool:
+    """Whether a constant factor other than 1 accounts for a difference."""
+    return abs(ratio - 1) > tolerance and residual <= max(tolerance, _LOOSEST_FIT * abs(1 - ratio))
+
+
+def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
+    """Whether the losses on the ranks are nearer to `ratio` times those of the shards alone than to the same."""
+    pairs = [(a, t) for a, t in zip(alone, together, strict=False) if a * t > 0]
+    if not pairs or ratio <= 0:
+        return False
+    middle = sum(math.log(t / a) for a, t in pairs) / len(pairs)
+    return abs(middle - math.log(ratio)) < abs(middle)
 
 
 def _judge_weights(analysis: ShardAnalysis, known: Circumstances, steps: tuple[int, ...], facts: list[str]) -> Finding:
@@ -413,12 +440,12 @@ def _same_subjects(cause: Finding, consequence: Finding) -> bool:
 
 _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
-    (("DDP208",), ("DDP301", "DDP302", "DDP306"), _always),
+    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
     (("DDP223",), ("DDP306",), _always),
     (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
     (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216"), _always),
     (("DDP406",), ("DDP301", "DDP302"), _always),
-    (("DDP104", "DDP105"), ("DDP301", "DDP302"), _always),
+    (("DDP104", "DDP105"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
     (
         ("DDP503",),
         ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),

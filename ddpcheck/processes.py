@@ -173,6 +173,14 @@ def _fork_server() -> _ForkServer:
         return _server
 
 
+def _discard(server: _ForkServer) -> None:
+    global _server
+    with _server_lock:
+        if _server is server:
+            _server = None
+            server.close()
+
+
 def server_pid() -> int | None:
     """The process id of this process's fork server, `None` when there is none."""
     return _server.process_id if _server is not None and _server.alive else None
@@ -204,26 +212,31 @@ class ForkLaunch:
     """Ranks forked by the fork server, one for each descriptor."""
 
     def __init__(self, directory: str, fds: Sequence[int]) -> None:
-        self._server = _fork_server()
-        self._number = next(_numbers)
         self._inbox = wire.Inbox()
         self._over = False
-        self._pids: list[int] = []
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self.channel: socket.socket | None = ours
-        self._socket = ours
+        self._awaited = len(fds)
+        self._pids: dict[int, int] = {}  # of the ranks that live
+        for attempt in (1, 2):
+            self._server = _fork_server()
+            self._number = next(_numbers)
+            self._socket, theirs = socket.socketpair()
+            self._socket.setblocking(False)
+            try:
+                with theirs:
+                    self._open(directory, theirs.fileno(), fds)
+                break
+            except OSError as error:  # it has died since we last looked: once more, with another
+                self._socket.close()
+                if attempt == 2:
+                    raise DdpcheckError("The fork server does not stay alive.", detail=self._server.log()) from error
+                _discard(self._server)
+        self.channel: socket.socket | None = self._socket
+
+    def _open(self, directory: str, notify: int, fds: Sequence[int]) -> None:
         request = {"operation": "open", "world": self._number, "directory": directory, "size": len(fds)}
-        try:
-            with theirs:
-                self._server.send(request, [theirs.fileno(), *fds[:MAX_FDS]])
-            for first in range(MAX_FDS, len(fds), MAX_FDS):
-                self._server.send({"operation": "more", "world": self._number}, fds[first : first + MAX_FDS])
-        except OSError as error:
-            ours.close()
-            raise DdpcheckError(
-                "The fork server has died; it starts again with the next world.", detail=self._server.log()
-            ) from error
+        self._server.send(request, [notify, *fds[:MAX_FDS]])
+        for first in range(MAX_FDS, len(fds), MAX_FDS):
+            self._server.send({"operation": "more", "world": self._number}, fds[first : first + MAX_FDS])
 
     def events(self) -> list[Event]:
         if self._over:
@@ -231,11 +244,16 @@ class ForkLaunch:
         events, alive = self._inbox.drain(self._socket)
         for event in events:
             if event[0] == "forked":
-                self._pids += [pid for _, pid in event[1]]
+                self._pids.update(event[1])
+            elif event[0] == "exit":
+                self._pids.pop(event[1], None)
+                self._awaited -= 1
+            else:
+                self._awaited = 0  # it says itself what is wrong
         if not alive:
             self._over = True
-            if not self._server.alive:  # the ranks have died with it, but not what they had started
-                for pid in self._pids:
+            if self._awaited:  # the ranks have died with it, but not what they had started
+                for pid in self._pids.values():
                     _kill_group(pid)
                 log = self._server.log()
                 events.append(("error", "the fork server has died" + (f", saying {log!r}" if log else "")))

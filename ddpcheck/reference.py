@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
-from ddpcheck.compare import difference, fit, norm, scales, tolerances
-from ddpcheck.describe import fingerprint
 from ddpcheck.evidence import Difference, ShardAnalysis, SingleStep
-from ddpcheck.nests import iter_tensors, to_device, upcast
-from ddpcheck.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything
-from ddpcheck.recipe import Recipe, summary
-from ddpcheck.stepping import (
+from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
+from ddpcheck.gather.describe import fingerprint
+from ddpcheck.gather.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything
+from ddpcheck.gather.stepping import (
     Gradients,
     ModuleState,
     capture_state,
@@ -31,6 +29,8 @@ from ddpcheck.stepping import (
     compute_loss,
     gradients_of,
 )
+from ddpcheck.nests import iter_tensors, to_device, upcast
+from ddpcheck.recipe import Recipe, summary
 from ddpcheck.target import load_target
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
@@ -77,7 +77,7 @@ class SingleProcess:
     tolerance: dict[str, float] = field(default_factory=dict)
 
 
-def start(target: str | Recipe, *, seed: int) -> None:
+def start(target: str | Recipe, seed: int) -> None:
     """Load the recipe and build the module, and a copy of it in float64."""
     recipe = load_target(target) if isinstance(target, str) else target
     device = torch.device(this_rank.current().device)
@@ -194,25 +194,40 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis | 
     batch = to_device(make_batch(own.recipe, step, seed=own.seed), own.device)
     shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
     parts: list[list[Gradients]] = []
+    losses: list[float] = []
     for shard in shards:
         own.state.restore(own.module)
         try:
-            parts.append(_gradients_by_part(own, shard, step))
+            gradients, value = _gradients_by_part(own, shard, step)
         except Exception:
             return None
+        parts.append(gradients)
+        losses.append(value)
     terms = [term for of_shard in parts for term in of_shard]
     mean: Gradients = {}
     for name in own.gradients:
         mean[name] = torch.stack([term[name] for term in terms]).sum(0) / world_size
     ratio, world_residual = fit({k: averaged[k] for k in mean if k in averaged}, [mean])
     weights, weights_residual = fit(own.gradients, terms)
+    compared = {k: averaged[k] for k in own.gradients if k in averaged}
+    global_ratio, global_residual = fit(compared, [own.gradients])
     name, kind = _first_coupled_module(own, batch, shards[0], step, world_size)
     own.state.restore(own.module)
-    return ShardAnalysis(tuple(weights), weights_residual, ratio[0], world_residual, name, kind)
+    return ShardAnalysis(
+        weights=tuple(weights),
+        weights_residual=weights_residual,
+        world_ratio=ratio[0],
+        world_residual=world_residual,
+        global_ratio=global_ratio[0],
+        global_residual=global_residual,
+        shard_losses=tuple(losses),
+        module=name,
+        module_class=kind,
+    )
 
 
-def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> list[Gradients]:
-    """The gradients of each term of the loss on one shard, with zeros where there is none."""
+def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> tuple[list[Gradients], float]:
+    """The gradients of each term of the loss on one shard, with zeros where there is none, and the loss."""
     clear_gradients(own.module)
     found: list[Gradients] = []
     with _hushed(own):
@@ -224,7 +239,7 @@ def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> list[Gradie
             term.backward(retain_graph=True)
             gradients = gradients_of(own.module)
             found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
-    return found
+    return found, loss.value
 
 
 @contextlib.contextmanager

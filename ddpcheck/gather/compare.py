@@ -128,7 +128,7 @@ def _finite(value: float) -> float:
 
 
 def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[float], float]:
-    """Weights w for which the sum of w_i * parts_i is nearest to `target` (least squares), and the relative residual."""
+    """Weights whose weighted sum of `parts` is nearest to `target` (least squares), and what that leaves, relative."""
     names = [name for name in target if all(name in part for part in parts)]
     count = len(parts)
     gram = torch.zeros(count, count, dtype=torch.float64)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.compare import dense
 from ddpcheck.errors import TargetError
+from ddpcheck.gather.compare import dense
+from ddpcheck.gather.randomness import QuietRandomness, generator_states, quiet_modules, seed_everything
 from ddpcheck.graph import named_parameters, unregistered_tensors
 from ddpcheck.nests import iter_tensors
-from ddpcheck.randomness import QuietRandomness, generator_states, quiet_modules, seed_everything
 from ddpcheck.rank import set_place
 from ddpcheck.recipe import Recipe
 

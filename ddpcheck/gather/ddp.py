@@ -1,0 +1,99 @@
+"""A step through the wrapper and its reducer, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ddpcheck import rank as this_rank
+from ddpcheck.evidence import (
+    DdpStepEvidence,
+    Difference,
+)
+from ddpcheck.gather.compare import dense, difference, eps_of, norm
+from ddpcheck.gather.describe import fingerprint, fingerprints
+from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
+from ddpcheck.gather.stepping import (
+    clear_gradients,
+    compute_loss,
+)
+from ddpcheck.graph import named_parameters
+
+
+def ddp_step(step: int) -> DdpStepEvidence:
+    """Forward, backward and optimizer step through the wrapper, compared with the averaged local gradients."""
+    session = the_session()
+    assert session.wrapped is not None and session.optimizer is not None
+    session.calls.clear()
+    session.optimizer.zero_grad(set_to_none=True)
+    clear_gradients(session.module)
+    loss = compute_loss(
+        session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
+    )
+    this_rank.set_place(f"step {step}: DDP backward")
+    loss.total.backward()
+    del loss
+    this_rank.set_place(f"step {step}: DDP comparison")
+    owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
+    differences = tuple(
+        _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
+    )
+    gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
+    this_rank.set_place(f"step {step}: optimizer")
+    session.optimizer.step()
+    return DdpStepEvidence(
+        rank=session.rank,
+        step=step,
+        gradients=gradients,
+        parameters=fingerprints(session.module.named_parameters()),
+        buffers=fingerprints(session.module.named_buffers()),
+        state={name: fingerprint(tensor) for name, tensor in plain_state(session.module) if name in session.own_state},
+        optimizer=_optimizer_state(session),
+        against_local=differences,
+        wrapper_calls=session.calls.get("wrapper", 0),
+        inner_calls=session.calls.get("inner", 0),
+    )
+
+
+_LOSSY_HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
+
+
+def _against_local(session: Session, name: str, got: torch.Tensor | None) -> Difference:
+    want = session.averaged.get(name)
+    if got is None and want is None:
+        return Difference(name, 0.0, 0.0)
+    if got is None and want is not None and not bool(want.count_nonzero()):
+        return Difference(name, 0.0, 0.0)
+    if want is None and got is not None:
+        want = torch.zeros_like(got)  # under find_unused_parameters, what no rank used may come back as zeros
+    assert want is not None
+    precision = max((eps_of(want.dtype), *_hook_precisions(session)))
+    tolerance = (8 + session.world_size) * precision
+    return difference(name, got, want, scale=session.scale.get(name) or norm(want), tolerance=tolerance)
+
+
+def _hook_precisions(session: Session) -> list[float]:
+    """Machine eps of what communication hooks compress to; 1 for those that lose more on purpose (PowerSGD)."""
+    found = []
+    for hook, _state in getattr(session.wrapped, "_comm_hooks", ()):
+        module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+        if module.startswith("torch.distributed.algorithms.ddp_comm_hooks"):
+            lossy = any(word in f"{module}.{name}" for word in ("powerSGD", "quantization", "post_localSGD"))
+            compressed = next((dtype for key, dtype in _LOSSY_HOOKS.items() if name.startswith(key)), None)
+            found.append(0.1 if lossy else eps_of(compressed) if compressed is not None else 0.0)
+    return found
+
+
+def _optimizer_state(session: Session) -> dict[str, int]:
+    assert session.optimizer is not None
+    names = {id(p): name for name, p in session.module.named_parameters()}
+    found: dict[str, int] = {}
+    for parameter, state in session.optimizer.state.items():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            label = f"optimizer {names.get(id(parameter), '?')} {key}"
+            if isinstance(value, torch.Tensor):
+                found[label] = fingerprint(value)
+            elif isinstance(value, int | float | bool):
+                found[label] = hash(value)
+    return found

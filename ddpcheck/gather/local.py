@@ -1,0 +1,326 @@
+"""A step of one rank by itself: the unwrapped module on its shard, averaged without DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck import rank as this_rank
+from ddpcheck.collectives import read_log, unlogged
+from ddpcheck.errors import TargetError
+from ddpcheck.evidence import (
+    Difference,
+    LocalStep,
+    PathEnd,
+    StepEvidence,
+    Unregistered,
+)
+from ddpcheck.gather.compare import difference, eps_of, norm
+from ddpcheck.gather.describe import fingerprints
+from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.stepping import (
+    Gradients,
+    capture_state,
+    clear_gradients,
+    compute_gradients,
+    compute_loss,
+    gradients_of,
+    visible_tensors,
+)
+from ddpcheck.graph import EngineProbe, Explainer, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.launchers import average_over_ranks
+from ddpcheck.nests import batch_size, iter_tensors, to_device
+from ddpcheck.recipe import Recipe
+from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
+
+
+def local_step(step: int) -> LocalStep:
+    """Forward and backward of the unwrapped module on this rank's shard."""
+    session = the_session()
+    batch = make_batch(session.recipe, step, seed=session.seed)
+    whole = batch_fingerprint(batch)
+    session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
+    _begin_step(session)
+    twin = session.twin
+    parameters = {name: p for name, p in named_parameters(twin).items() if p.requires_grad}
+    session.outputs.clear()
+    session.arrivals.clear()
+    clear_gradients(twin)
+    log_start = len(read_log(this_rank.current().directory, session.rank))
+    loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    walk = walk_graph([loss.total])
+    probe = EngineProbe(loss.total, list(parameters.values()))
+    visible, opaque = visible_tensors(session.outputs)
+    seen = walk_graph(visible) if session.facts.tolerates_unused and session.outputs else None
+    visible_ids = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
+    session.outputs.clear()
+    this_rank.set_place(f"step {step}: backward")
+    loss.total.backward()
+    value, drew = loss.value, loss.drew
+    del loss, visible, seen
+    session.local = gradients_of(twin)
+    states = _states(session, parameters, probe)
+    leaves = unregistered_leaves(
+        walk.leaves, twin, ignore=[*iter_tensors(session.batch)], before=session.leaves, recipe=session.recipe
+    )
+    session.leaves = {id(leaf): leaf for leaf in walk.leaves}
+    names, complete = walk.node_names, walk.complete
+    del walk
+    own_buffers = fingerprints(twin.named_buffers())
+    missing = {name: p for name, p in parameters.items() if states[name] == "missing"}
+    calls = read_log(this_rank.current().directory, session.rank)
+    evidence = StepEvidence(
+        rank=session.rank,
+        step=step,
+        states=states,
+        ends=_explain(session, missing, step) if missing else {},
+        unregistered=tuple(leaves),
+        arrivals={name: count for name, count in session.arrivals.items() if count > 1},
+        invisible=()
+        if visible_ids is None or opaque
+        else tuple(n for n, p in parameters.items() if states[n] != "missing" and id(p) not in visible_ids),
+        output_type=opaque if visible_ids is not None and not visible_ids else "",
+        reentrant=not complete or any("CheckpointFunctionBackward" in name for name in names),
+    )
+    forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
+    return LocalStep(
+        evidence=evidence,
+        loss=value,
+        drew=drew,
+        batch=whole,
+        samples=_samples(session.batch),
+        calls=len(calls),
+        norm=sum(norm(gradient) ** 2 for gradient in session.local.values()) ** 0.5,
+        blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
+        buffers=own_buffers,
+    )
+
+
+def _samples(batch: Any) -> int:
+    with contextlib.suppress(TargetError):
+        return batch_size(batch)
+    return 0
+
+
+def _begin_step(session: Session) -> None:
+    """Bring the twin to the state in which the wrapper's forward will begin."""
+    session.before = capture_state(session.module if session.twin_optimizer is None else session.twin)
+    if session.world_size > 1 and broadcasts_buffers(session):
+        with unlogged():
+            for name, _ in session.module.named_buffers():
+                dist.broadcast(session.before.tensors[name], src=0, group=session.group)
+    session.before.restore(session.twin)
+
+
+def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for index, name in enumerate(parameters):
+        gradient = session.local.get(name)
+        if gradient is not None:
+            states[name] = "contributes" if bool(gradient.count_nonzero()) else "zero"
+        elif probe.reached is not None and probe.reached[index]:
+            consumed = len(getattr(parameters[name], "_post_accumulate_grad_hooks", None) or ()) > 1
+            states[name] = "contributes" if consumed else "lost"  # a hook of the user's may have taken it
+        else:
+            states[name] = "missing"
+    return states
+
+
+def _explain(session: Session, missing: Mapping[str, nn.Parameter], step: int) -> dict[str, PathEnd]:
+    """Replay the forward pass to find out why, where that needs no other rank to join in."""
+    assert session.before is not None
+    before = session.before
+
+    def forward() -> list[torch.Tensor]:
+        loss = compute_loss(
+            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="explaining, "
+        )
+        return loss.parts
+
+    try:
+        with _alone():
+            return Explainer(session.twin, forward, lambda: before.restore(session.twin)).explain(missing)
+    except Exception:  # what the replay cannot tell, the missing gradient still does
+        return {name: PathEnd("unreachable", "the forward pass") for name in missing}
+    finally:
+        before.restore(session.twin)
+        session.outputs.clear()
+
+
+@contextlib.contextmanager
+def _alone() -> Any:
+    """While a rank replays by itself, a collective must not wait for the others: it returns what is there."""
+    from torch.distributed import distributed_c10d
+
+    names = (
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "barrier",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    )
+    saved = {name: getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)}
+
+    def stand_in(name: str) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> None:
+            first, second = (*args, None, None)[:2]
+            if name == "all_gather" and isinstance(second, torch.Tensor):
+                for output in first:
+                    output.copy_(second)
+            elif name == "all_gather_into_tensor" and isinstance(second, torch.Tensor):
+                first.copy_(torch.cat([second] * (first.numel() // max(second.numel(), 1))).reshape(first.shape))
+            elif name == "reduce_scatter_tensor" and isinstance(second, torch.Tensor):
+                first.copy_(second.reshape(-1)[: first.numel()].reshape(first.shape))
+
+        return collective
+
+    for name in saved:
+        setattr(distributed_c10d, name, stand_in(name))
+        setattr(dist, name, stand_in(name))
+    try:
+        yield
+    finally:
+        for name, original in saved.items():
+            setattr(distributed_c10d, name, original)
+            setattr(dist, name, original)
+
+
+def unregistered_leaves(
+    leaves: Iterable[torch.Tensor],
+    module: nn.Module,
+    *,
+    ignore: Sequence[torch.Tensor] = (),
+    before: Mapping[int, torch.Tensor] | None = None,
+    recipe: Recipe | None = None,
+) -> tuple[Unregistered, ...]:
+    """The leaves that receive gradient without being parameters of `module`, by name where they have one.
+
+    A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them: it must be an
+    `nn.Parameter`, be held by the module, or have been there in the step before.
+    """
+    known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
+    strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
+    if not strange:
+        return ()
+    names = {id(tensor): name for name, tensor in unregistered_tensors(module)}
+    for name, tensor in _held_by_functions(recipe):
+        names.setdefault(id(tensor), name)
+    found = []
+    for leaf in strange:
+        lasting = isinstance(leaf, nn.Parameter) or id(leaf) in names or id(leaf) in (before or {})
+        if lasting:
+            name = names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
+            found.append(Unregistered(name, tuple(leaf.shape)))
+    return tuple(sorted(found, key=lambda item: item.name))
+
+
+def _held_by_functions(recipe: Recipe | None) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensors and modules that the recipe's loss finds among its globals or in its closure."""
+    function = getattr(recipe, "loss", None)
+    code = getattr(function, "__code__", None)
+    if function is None or code is None:
+        return
+    cells = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
+    held = {name: cell.cell_contents for name, cell in cells}
+    held.update({name: function.__globals__[name] for name in code.co_names if name in function.__globals__})
+    for name, value in held.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, nn.Module):
+            yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
+
+
+def save_state(file: Path) -> None:
+    """Rank 0 saves the state in which the step begins."""
+    session = the_session()
+    if session.rank == 0 and session.before is not None:
+        torch.save(session.before.tensors, file)
+
+
+def average(step: int, file: Path | None) -> None:
+    """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result."""
+    session = the_session()
+    this_rank.set_place(f"step {step}: averaging local gradients")
+    owners = {name: p for name, p in named_parameters(session.twin).items() if p.requires_grad}
+    local = [session.local.get(name) for name in owners]
+    with unlogged():
+        averaged = average_over_ranks(local, list(owners.values()), group=session.group)
+        sizes = torch.tensor([0.0 if g is None else norm(g) ** 2 for g in local], dtype=torch.float64)
+        sizes = sizes.to(session.device)
+        if session.world_size > 1:
+            dist.all_reduce(sizes, group=session.group)
+    session.averaged = dict(zip(owners, averaged, strict=True))
+    session.scale = dict(zip(owners, (sizes / session.world_size).sqrt().tolist(), strict=True))
+    if session.rank == 0 and file is not None:
+        torch.save({k: v for k, v in session.averaged.items() if v is not None}, file)
+
+
+def quiet_step(step: int) -> None:
+    """The local step again with every random operation silenced, for the comparison with the global batch."""
+    session = the_session()
+    assert session.before is not None
+    session.before.restore(session.twin)
+    session.local, _ = compute_gradients(
+        session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
+    )
+    session.before.restore(session.twin)
+
+
+def repeat_step(step: int) -> tuple[Difference, ...]:
+    """The local step once more, from the same state and seed: how far it is from itself."""
+    session = the_session()
+    assert session.before is not None
+    runs: list[Gradients] = []
+    for _ in range(2):
+        session.before.restore(session.twin)
+        gradients, _loss = compute_gradients(
+            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="repeating, "
+        )
+        runs.append(gradients)
+    session.before.restore(session.twin)
+    first, second = runs
+    return tuple(
+        difference(name, second.get(name), gradient, scale=norm(gradient), tolerance=1e3 * eps_of(gradient.dtype))
+        for name, gradient in first.items()
+    )
+
+
+def wake(names: Sequence[str], step: int) -> list[str]:
+    """Those of `names` whose gradient is not zero when every parameter is moved a little."""
+    session = the_session()
+    assert session.before is not None
+    session.before.restore(session.twin)
+    generator = torch.Generator().manual_seed(step_seed(session.seed, step))
+    with torch.no_grad():
+        for parameter in session.twin.parameters():
+            if parameter.is_floating_point():
+                size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
+                moved = size * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(moved.to(parameter.device, parameter.dtype))
+    gradients, _ = compute_gradients(
+        session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="looking again, "
+    )
+    session.before.restore(session.twin)
+    return [name for name in names if name in gradients and bool(gradients[name].count_nonzero())]
+
+
+def local_update(step: int) -> None:
+    """Where the wrapper cannot be used: step the twin with the averaged gradients instead."""
+    session = the_session()
+    this_rank.set_place(f"step {step}: optimizer")
+    assert session.before is not None
+    if session.twin_optimizer is None:
+        session.twin_optimizer = session.recipe.build_optimizer(p for p in session.twin.parameters() if p.requires_grad)
+    for name, parameter in named_parameters(session.twin).items():
+        gradient = session.averaged.get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+    session.twin_optimizer.step()
+    clear_gradients(session.twin)

@@ -1,0 +1,307 @@
+"""What lasts on a rank from phase to phase of a check, and the phases before the first step.
+
+A phase is a function that `ddpcheck.check` calls through `World.run`; it gathers evidence and returns plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck import rank as this_rank
+from ddpcheck.collectives import record_collectives
+from ddpcheck.evidence import (
+    Built,
+    ModuleDescription,
+    Wrapped,
+    WrapperFacts,
+)
+from ddpcheck.findings import Location
+from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.randomness import seed_everything
+from ddpcheck.gather.stepping import (
+    Gradients,
+    ModuleState,
+    differs_in_structure,
+    hooked_parameters,
+)
+from ddpcheck.gather.syncbn import synchronised_on_cpu
+from ddpcheck.graph import all_names, unregistered_tensors
+from ddpcheck.locate import Origins, record_origins
+from ddpcheck.recipe import Recipe
+from ddpcheck.reference import model_seed, step_seed
+from ddpcheck.target import load_target
+
+
+@dataclass(slots=True)
+class Session:
+    """What one rank keeps during a check.
+
+    Attributes:
+        module: The module that is wrapped.
+        twin: A second one, built alike and never wrapped, on which the Local steps run.
+        wrapped: The wrapper around `module`.
+        twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
+    """
+
+    recipe: Recipe
+    seed: int
+    device: torch.device
+    rank: int
+    world_size: int
+    group: Any
+    module: nn.Module
+    twin: nn.Module
+    origins: Origins
+    wrapped: nn.Module | None = None
+    facts: WrapperFacts = field(default_factory=WrapperFacts)
+    optimizer: torch.optim.Optimizer | None = None
+    twin_optimizer: torch.optim.Optimizer | None = None
+    batch: Any = None
+    before: ModuleState | None = None
+    local: Gradients = field(default_factory=dict)
+    averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    scale: dict[str, float] = field(default_factory=dict)
+    arrivals: dict[str, int] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    own_state: frozenset[str] = frozenset()
+    calls: dict[str, int] = field(default_factory=dict)
+    syncbn: list[str] = field(default_factory=list)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+def the_session() -> Session:
+    """The session of this rank."""
+    session: Session = this_rank.state["session"]
+    return session
+
+
+def build(target: str | Recipe, seed: int) -> Built:
+    """Load the recipe and build the module twice, under the same seed."""
+    context = this_rank.current()
+    record_collectives(context.directory, context.rank)
+    this_rank.set_place("loading the target")
+    stack = contextlib.ExitStack()
+    syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
+    recipe = load_target(target) if isinstance(target, str) else target
+    device = torch.device(context.device)
+    this_rank.set_place("building the model")
+    seed_everything(model_seed(seed))
+    with record_origins() as origins:
+        module = recipe.build_model()
+    seed_everything(model_seed(seed))
+    twin = recipe.build_model()
+    if twin is module or {id(p) for p in twin.parameters()} & {id(p) for p in module.parameters()}:
+        twin = copy.deepcopy(module)  # model() hands out the same parameters every time
+    session = Session(
+        recipe=recipe,
+        seed=seed,
+        device=device,
+        rank=context.rank,
+        world_size=context.world_size,
+        group=dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None,
+        module=module.to(device),
+        twin=twin.to(device),
+        origins=origins,
+        syncbn=syncbn,
+        stack=stack,
+    )
+    this_rank.state["session"] = session
+    description = describe(module)
+    trainable = sum(p.requires_grad for p in module.parameters())
+    return Built(digest_of(description), description.uninitialised, trainable, len(description.parameters))
+
+
+def description() -> ModuleDescription:
+    """The module of this rank, in full; asked for when the digests differ."""
+    return describe(the_session().module)
+
+
+def option_digest() -> dict[str, str]:
+    """The recipe's `ddp_kwargs`, in words."""
+    return {key: _spelled_option(value) for key, value in the_session().recipe.ddp_kwargs.items()}
+
+
+def locations(names: Sequence[str]) -> dict[str, Location]:
+    """The lines that made the parameters, buffers and modules called `names`."""
+    session = the_session()
+    found = {name: session.origins.of_name(session.module, name) for name in names if name}
+    return {name: where for name, where in found.items() if where is not None}
+
+
+def aliases() -> dict[str, tuple[str, ...]]:
+    """All names of the tied parameters, by the first."""
+    return {names[0]: names for names in all_names(the_session().module).values() if len(names) > 1}
+
+
+_OPTIONS = (
+    "bucket_bytes_cap",
+    *(
+        "find_unused_parameters",
+        "broadcast_buffers",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "require_forward_param_sync",
+    ),
+    *("skip_all_reduce_unused_params",),
+)
+
+
+def wrap() -> Wrapped:
+    """Wrap the module as the user does, and make the optimizers."""
+    session = the_session()
+    this_rank.set_place("wrapping the model")
+    names = {id(p): name for name, p in session.module.named_parameters()}
+    original = session.module
+    with _watch_construction() as seen:
+        session.wrapped = session.recipe.wrap_module(session.module, session.device)
+    inner = getattr(session.wrapped, "module", session.wrapped)
+    is_ddp = isinstance(session.wrapped, nn.parallel.DistributedDataParallel)
+    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, session.twin)):
+        if differs_in_structure(inner, session.twin):
+            session.twin = copy.deepcopy(inner)
+        session.module = inner
+    trainable = {name for name, p in session.module.named_parameters() if p.requires_grad}
+    for name, parameter in session.twin.named_parameters():
+        parameter.requires_grad_(name in trainable)  # wrap may have frozen some
+    options = {name: str(getattr(session.wrapped, name)) for name in _OPTIONS if hasattr(session.wrapped, name)}
+    ignored = frozenset(getattr(session.wrapped, "parameters_to_ignore", ()))
+    session.facts = WrapperFacts(
+        is_ddp=is_ddp,
+        find_unused_parameters=bool(getattr(session.wrapped, "find_unused_parameters", False)),
+        static_graph=bool(getattr(session.wrapped, "static_graph", False)),
+        ignored=ignored & set(names.values()),
+    )
+    session.optimizer = session.recipe.build_optimizer(p for p in session.wrapped.parameters() if p.requires_grad)
+    session.own_state = frozenset(name for name, _ in plain_state(session.module))
+    _count_calls(session)
+    _watch_twin(session)
+    return Wrapped(
+        facts=session.facts,
+        options=options,
+        optimizer=_optimizer_options(session.optimizer),
+        parameters=fingerprints(session.module.named_parameters()),
+        buffers=fingerprints(session.module.named_buffers()),
+        hooked=hooked_parameters(session.twin, ours=1),
+        wrapper=type(session.wrapped).__name__,
+        broadcasts_buffers=broadcasts_buffers(session),
+        changed=_changes(seen, session.module) if seen else {},
+    )
+
+
+@contextlib.contextmanager
+def _watch_construction() -> Iterator[dict[str, tuple[int, bool]]]:
+    """Note what the parameters were when the DDP constructor had seen them: identity and requires_grad, by name."""
+    ddp: Any = nn.parallel.DistributedDataParallel
+    original = ddp.__init__
+    seen: dict[str, tuple[int, bool]] = {}
+
+    @functools.wraps(original)
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        seen.update({name: (id(p), p.requires_grad) for name, p in self.module.named_parameters()})
+
+    ddp.__init__ = constructor
+    try:
+        yield seen
+    finally:
+        ddp.__init__ = original
+
+
+def _changes(seen: Mapping[str, tuple[int, bool]], module: nn.Module) -> dict[str, str]:
+    now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
+    changed = {}
+    for name in dict.fromkeys((*seen, *now)):
+        before, after = seen.get(name), now.get(name)
+        if before is None or after is None:
+            changed[name] = "added" if before is None else "removed"
+        elif before[0] != after[0]:
+            changed[name] = "replaced"
+        elif before[1] != after[1]:
+            changed[name] = "unfrozen" if after[1] else "frozen"
+    return changed
+
+
+def broadcasts_buffers(session: Session) -> bool:
+    """Whether the wrapper gives every rank rank 0's buffers before a forward."""
+    will = getattr(session.wrapped, "will_sync_module_buffers", None)
+    has_buffers = next(session.module.buffers(), None) is not None
+    return bool(getattr(session.wrapped, "broadcast_buffers", False)) and has_buffers and will is not None
+
+
+def _optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    for index, group in enumerate(optimizer.param_groups):
+        found[f"group {index} parameters"] = str(len(group["params"]))
+        found.update({f"group {index} {key}": _spelled_option(v) for key, v in group.items() if key != "params"})
+    return found
+
+
+def _spelled_option(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {fingerprint(value):x}"
+    if isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype):
+        return repr(value)
+    return type(value).__name__
+
+
+def plain_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors without gradient that `module` holds without having registered them."""
+    return [(name, tensor) for name, tensor in unregistered_tensors(module) if not tensor.requires_grad]
+
+
+def _count_calls(session: Session) -> None:
+    def counter(key: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            session.calls[key] = session.calls.get(key, 0) + 1
+
+        return hook
+
+    assert session.wrapped is not None
+    session.wrapped.register_forward_pre_hook(counter("wrapper"))
+    if session.module is not session.wrapped:
+        session.module.register_forward_pre_hook(counter("inner"))
+
+
+def _watch_twin(session: Session) -> None:
+    """Count the gradients that arrive at each of the twin's parameters, and keep what its forward returns."""
+    for name, parameter in session.twin.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_arrival(session, name))
+    session.twin.register_forward_hook(lambda _module, _inputs, output: session.outputs.append(output))
+
+
+def _arrival(session: Session, name: str) -> Any:
+    def hook(_parameter: torch.Tensor) -> None:
+        session.arrivals[name] = session.arrivals.get(name, 0) + 1
+
+    return hook
+
+
+def notes() -> list[str]:
+    """Sentences on how this rank ran the recipe."""
+    session = the_session()
+    found = []
+    if session.syncbn:
+        found.append(
+            "SyncBatchNorm refuses CPU tensors: ddpcheck stood in for it with the same statistics, over all-reduces "
+            "that autograd differentiates"
+        )
+    if this_rank.current().shared_gpu:
+        found.append("several ranks share one GPU, through gloo with CUDA tensors")
+    return found
+
+
+def seed_of(session: Session, step: int) -> int:
+    """The seed of the random numbers that this rank draws in a step."""
+    return step_seed(session.seed, step, session.rank)

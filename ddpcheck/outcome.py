@@ -1,0 +1,303 @@
+"""What has come of a check so far: the evidence, what it is judged to mean, and the `Report` made of both.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from ddpcheck import __version__
+from ddpcheck.anomalous import judge_parameters, zero_everywhere
+from ddpcheck.consistency import differing_names
+from ddpcheck.errors import HangError, RankError
+from ddpcheck.evidence import (
+    DdpStepEvidence,
+    Difference,
+    LocalStep,
+    ShardAnalysis,
+    SingleStep,
+    StepEvidence,
+    Wrapped,
+    WrapperFacts,
+)
+from ddpcheck.findings import (
+    CheckResult,
+    CheckStatus,
+    Finding,
+    Location,
+    ParityEntry,
+    Report,
+    ReportError,
+    Severity,
+    select_findings,
+)
+from ddpcheck.parity import (
+    Circumstances,
+    judge_nothing_compared,
+    judge_reducer,
+    judge_repeat,
+    judge_single_process,
+    judge_state,
+    judge_wrapper_error,
+    merge_causes,
+)
+from ddpcheck.wording import Names, listed
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked for."""
+
+    target: str
+    world_size: int
+    backend: str
+    device: str
+    steps: int
+    seed: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """One check of a report: its name, the codes it may give, and what passing it means."""
+
+    name: str
+    codes: tuple[str, ...]
+    passed: str
+
+
+_HEADINGS = (
+    Heading("model", (), "built on every rank"),
+    Heading(
+        "consistency",
+        ("DDP20", "DDP211", "DDP212", "DDP213", "DDP216", "DDP222", "DDP110"),
+        "parameters, buffers and modules are the same on every rank",
+    ),
+    Heading(
+        "wrapping",
+        ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503"),
+        "values, options and optimizers are the same on every rank",
+    ),
+    Heading("parameters", ("DDP10", "DDP112", "DDP406"), "every parameter takes part, in {steps} on every rank"),
+    Heading(
+        "reducer",
+        ("DDP301", "DDP302", "DDP111", "DDP501", "DDP306", "DDP311"),
+        "{local} equal the average of the ranks' own, and each other",
+    ),
+    Heading(
+        "parity",
+        ("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310"),
+        "{single} equal those of the global batch in a single process",
+    ),
+)
+
+_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406"})
+
+
+@dataclass
+class Outcome:
+    """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report."""
+
+    asked: Asked
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timing: dict[str, float] = field(default_factory=dict)
+    error: ReportError | None = None
+    wrapped: Sequence[Wrapped] = ()
+    local: Sequence[LocalStep] = ()
+    names: Names = field(default_factory=Names)
+    analysis: ShardAnalysis | None = None
+    awake: frozenset[str] = frozenset()
+    repeated: bool = False
+    rest_skipped: str = ""
+    ddp_skipped: str = ""
+    single_skipped: str = ""
+    _at: str = ""
+    _evidence: list[StepEvidence] = field(default_factory=list)
+    _ddp: list[DdpStepEvidence] = field(default_factory=list)
+    _single: dict[int, tuple[Difference, ...]] = field(default_factory=dict)
+    _norms: dict[int, float] = field(default_factory=dict)
+    _parity: list[ParityEntry] = field(default_factory=list)
+    _withheld: bool = False
+
+    # Gathering
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time that the block takes to what `name` has taken."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - begun
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block of the check called `name`, one of the headings."""
+        self._at = name
+        with self.timed(name):
+            yield
+
+    def add_local(self, local: Sequence[LocalStep]) -> None:
+        """What the ranks saw in a step by themselves."""
+        self.local = local
+        self._evidence += [item.evidence for item in local]
+        step = local[0].evidence.step
+        self._norms[step] = max(item.norm for item in local)
+
+    def decide_on_ddp(self, step: int) -> None:
+        """Find out whether the wrapper can be used in this step, or would raise, hang or abort."""
+        facts = self._facts
+        if self.ddp_skipped or not facts.is_ddp:
+            return
+        found = judge_parameters([item for item in self._evidence if item.step == step], facts, self.names)
+        stops = {f.code for f in found if f.severity is Severity.ERROR} & _STOPS_DDP
+        if stops - ({"DDP103"} if facts.tolerates_unused else set()):
+            self.ddp_skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
+
+    def add_ddp(self, evidence: Sequence[DdpStepEvidence]) -> bool:
+        """What the ranks saw in a step through the wrapper; returns whether anything is wrong with it."""
+        self._ddp += evidence
+        for difference in evidence[0].against_local:
+            self._note_parity(evidence[0].step, "local", difference)
+        return bool(judge_reducer(evidence, self._circumstances()))
+
+    def add_single(self, step: int, result: SingleStep) -> None:
+        """What the single process says of a step."""
+        self._norms[step] = max(result.norm, self._norms.get(step, 0.0))
+        if result.double_trouble and not any("float64" in note for note in self.notes):
+            self.notes.append(f"no float64 run to measure rounding with: {result.double_trouble}")
+
+    def add_single_differences(self, step: int, differences: tuple[Difference, ...]) -> bool:
+        """How far the ranks' average is from the global batch; returns whether that is too far."""
+        self._single[step] = differences
+        for difference in differences:
+            self._note_parity(step, "single-process", difference)
+        return any(difference.bad for difference in differences)
+
+    def add_repeat(self, step: int, differences: Sequence[Sequence[Difference]]) -> None:
+        """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
+        self.repeated = True
+        found = judge_repeat(dict(enumerate(differences)), step)
+        self.findings += found
+        self._withheld = bool(found)
+
+    def zero_everywhere(self) -> list[str]:
+        """The parameters whose gradient was zero in every step, unless all gradients were."""
+        return zero_everywhere(self._evidence) if any(self._norms.values()) else []
+
+    def _note_parity(self, step: int, reference: str, difference: Difference) -> None:
+        self._parity.append(ParityEntry(step, difference.name, reference, difference.error, difference.tolerance))
+
+    # Judging
+
+    @property
+    def _facts(self) -> WrapperFacts:
+        return self.wrapped[0].facts if self.wrapped else WrapperFacts()
+
+    def _circumstances(self, module_locations: Mapping[str, Location] | None = None) -> Circumstances:
+        return Circumstances(
+            names=self.names,
+            wrapper=self._facts,
+            world_size=self.asked.world_size,
+            losses=tuple(item.loss for item in self.local),
+            shard_sizes=tuple(item.samples for item in self.local),
+            hooked=self.wrapped[0].hooked if self.wrapped else (),
+            collectives=self.local[0].blind_calls if self.local else (),
+            module_locations=module_locations or {},
+            local_buffers=tuple(differing_names([item.buffers for item in self.local])) if self.local else (),
+            broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
+        )
+
+    def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
+        """What DDP's own exception means, where it is one of those that ddpcheck knows."""
+        return [] if isinstance(error, HangError) else judge_wrapper_error(error, self._circumstances())
+
+    def judge(self, module_locations: Mapping[str, Location]) -> None:
+        """Turn everything that was gathered into findings, whatever it was that stopped the check."""
+        known = self._circumstances(module_locations)
+        found = list(self.findings)
+        if self._evidence:
+            found += judge_parameters(self._evidence, known.wrapper, self.names, awake=self.awake)
+        if not self._withheld:
+            reducer = judge_reducer(self._ddp, known) if self._ddp else []
+            found += reducer
+            found += judge_single_process(self._single, self.analysis, known)
+            if self._ddp:
+                found += judge_state(self._ddp, known, gradients_differ=bool(reducer))
+            if self.error is None:
+                found += judge_nothing_compared(self._norms)
+        self.findings = merge_causes(found)
+
+    # Showing
+
+    def report(self, *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Report:
+        """What has been gathered, as a report."""
+        asked = self.asked
+        return Report(
+            target=asked.target,
+            tool={"name": "ddpcheck", "version": __version__},
+            environment={
+                "python": platform.python_version(),
+                "torch": metadata.version("torch"),
+                "platform": platform.system().lower(),
+            },
+            world={
+                "world_size": asked.world_size,
+                "backend": asked.backend,
+                "device": asked.device,
+                "steps": asked.steps,
+                "seed": asked.seed,
+                "timeout": asked.timeout,
+                "notes": list(dict.fromkeys(self.notes)),
+            },
+            checks=tuple(map(self._result, _HEADINGS)),
+            findings=select_findings(self.findings, select=select, ignore=ignore),
+            parity=tuple(sorted(self._parity, key=lambda entry: (entry.step, entry.reference, entry.parameter))),
+            timing={name: round(seconds, 4) for name, seconds in self.timing.items()},
+            error=self.error,
+        )
+
+    def _result(self, heading: Heading) -> CheckResult:
+        found = (
+            [finding for finding in self.findings if finding.code.startswith(heading.codes)] if heading.codes else []
+        )
+        status, detail = self._status(heading, found)
+        return CheckResult(heading.name, status, round(self.timing.get(heading.name, 0.0), 4), detail)
+
+    def _status(self, heading: Heading, found: Sequence[Finding]) -> tuple[CheckStatus, str]:
+        codes = listed(list(dict.fromkeys(finding.code for finding in found)), most=5)
+        if self.error is not None and self._at == heading.name:
+            return "error", self.error.message
+        if any(finding.severity is Severity.ERROR for finding in found):
+            return "failed", codes
+        if heading.name == "reducer" and not self._ddp:
+            return "skipped", self.ddp_skipped or self._why_not_reached()
+        if heading.name not in self.timing:
+            return "skipped", self._why_not_reached()
+        if heading.name == "parity" and self.single_skipped:
+            return "skipped", self.single_skipped
+        if heading.name == "parity" and not self._compared("single-process"):
+            return "skipped", self._why_not_reached()
+        detail = heading.passed.format(
+            steps=_count(len({item.step for item in self._evidence}), "step"),
+            local=_count(self._compared("local"), "gradient"),
+            single=_count(self._compared("single-process"), "gradient"),
+        )
+        return "passed", codes or detail
+
+    def _why_not_reached(self) -> str:
+        return self.rest_skipped or "not reached"
+
+    def _compared(self, reference: str) -> int:
+        return sum(entry.reference == reference for entry in self._parity)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
