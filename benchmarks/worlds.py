@@ -23,7 +23,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddpcheck.harness import World  # noqa: E402  # after the path
-from ddpcheck.processes import server_pid  # noqa: E402
+from ddpcheck.worlds.processes import server_pid  # noqa: E402
 
 TICK = os.sysconf("SC_CLK_TCK")
 

@@ -178,6 +178,7 @@ class _Check:
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
         self._add(found)
+        self.outcome.ranks_apart = any(finding.code == "DDP208" for finding in found)
         if not wrapped[0].facts.is_ddp:
             self.outcome.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
@@ -199,7 +200,7 @@ class _Check:
         single = None
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.drew for item in local)
-            if not self.outcome.single_skipped:
+            if not self.outcome.single_skipped and not self.outcome.ranks_apart:
                 self._all("local.save_state", state)
                 single = self._start_single("run_step", step, state)
             self._all("local.average", step, None if draws else averaged)
@@ -244,7 +245,7 @@ class _Check:
                 return self.outcome.add_ddp(self._all("ddp.ddp_step", step))
         except RankError as error:
             found = self.outcome.judge_wrapper_failure(error)
-            if not found:
+            if not found or isinstance(error, HangError):
                 raise
             self.outcome.findings += found
             self._skip_rest(f"{found[0].code}: the wrapper raised")
@@ -324,7 +325,8 @@ class _Check:
         first = error.first
         if first is not None and isinstance(first.exception, UsageError):
             raise first.exception
-        found = judge_failure(error, self._logs(), self.asked.world_size)
+        found = self.outcome.judge_wrapper_failure(error)
+        found = found or judge_failure(error, self._logs(), self.asked.world_size)
         if first is not None and isinstance(first.exception, DdpcheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
             self.outcome.findings += [] if everywhere else found

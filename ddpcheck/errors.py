@@ -92,7 +92,8 @@ class RankFailure:
 class RankError(DdpcheckError):
     """At least one rank of a world failed.
 
-    The first failure by time is the headline; `failures` holds every rank that did not finish, in order of time.
+    The first failure by time is the headline; `failures` holds every rank that did not finish, in order of time, and
+    `results` what the others returned, by rank.
     """
 
     exit_code = EXIT_TARGET
@@ -100,6 +101,7 @@ class RankError(DdpcheckError):
     def __init__(self, message: str, failures: Sequence[RankFailure] = (), *, detail: str = "") -> None:
         super().__init__(message, detail=detail)
         self.failures = tuple(failures)
+        self.results: dict[int, object] = {}
 
     @property
     def first(self) -> RankFailure | None:

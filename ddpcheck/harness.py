@@ -13,6 +13,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import sys
@@ -25,11 +26,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from . import allowed, failures, processes, wire
-from .assertions import rewritten_modules
-from .crew import Crew, Rank
-from .errors import DdpcheckError, RankError, UsageError
-from .rank import read_slots
+from ddpcheck.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.rank import read_slots
+from ddpcheck.worlds import allowed, failures, processes, wire
+from ddpcheck.worlds.assertions import rewritten_modules
+from ddpcheck.worlds.crew import Crew, Rank
 
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
@@ -229,6 +230,15 @@ class World:
 
     def _fail(self, headline: str | None) -> BaseException:
         """End every rank and return the exception that says what happened; a hang when there is a headline."""
+        error = self._describe_failure(headline)
+        if isinstance(error, RankError):
+            for rank in self._crew.ranks:
+                if rank.answer is not None and rank.answer[0] == "result":
+                    with contextlib.suppress(Exception):  # what cannot be read back is no reason to lose the error
+                        error.results[rank.number] = wire.loads(rank.answer[1])
+        return error
+
+    def _describe_failure(self, headline: str | None) -> BaseException:
         self.failed = True
         dumps = self._crew.dump_stacks()
         now = time.monotonic()

@@ -15,7 +15,7 @@ from importlib import metadata
 from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, zero_everywhere
 from ddpcheck.consistency import differing_names
-from ddpcheck.errors import HangError, RankError
+from ddpcheck.errors import RankError
 from ddpcheck.evidence import (
     DdpStepEvidence,
     Difference,
@@ -102,7 +102,15 @@ _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP11
 
 @dataclass
 class Outcome:
-    """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report."""
+    """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report.
+
+    Attributes:
+        ranks_apart: Whether the parameters have come to differ between ranks; from then on no single process can
+            stand for all of them.
+        rest_skipped: Why the checks after the one under way were not run.
+        ddp_skipped: Why no step goes through the wrapper any more.
+        single_skipped: Why there is no single process to compare with.
+    """
 
     asked: Asked
     findings: list[Finding] = field(default_factory=list)
@@ -115,6 +123,7 @@ class Outcome:
     analysis: ShardAnalysis | None = None
     awake: frozenset[str] = frozenset()
     repeated: bool = False
+    ranks_apart: bool = False
     rest_skipped: str = ""
     ddp_skipped: str = ""
     single_skipped: str = ""
@@ -164,6 +173,7 @@ class Outcome:
     def add_ddp(self, evidence: Sequence[DdpStepEvidence]) -> bool:
         """What the ranks saw in a step through the wrapper; returns whether anything is wrong with it."""
         self._ddp += evidence
+        self.ranks_apart |= bool(differing_names([item.parameters for item in evidence]))
         for difference in evidence[0].against_local:
             self._note_parity(evidence[0].step, "local", difference)
         return bool(judge_reducer(evidence, self._circumstances()))
@@ -216,8 +226,8 @@ class Outcome:
         )
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
-        """What DDP's own exception means, where it is one of those that ddpcheck knows."""
-        return [] if isinstance(error, HangError) else judge_wrapper_error(error, self._circumstances())
+        """What a failure in the wrapper's step means, where it is one of those that ddpcheck knows."""
+        return judge_wrapper_error(error, self._circumstances()) if self._at == "reducer" else []
 
     def judge(self, module_locations: Mapping[str, Location]) -> None:
         """Turn everything that was gathered into findings, whatever it was that stopped the check."""

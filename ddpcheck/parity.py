@@ -385,8 +385,22 @@ _WRAPPER_ERRORS = (
 
 
 def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]:
-    """DDP302, 311 and 406 from what DDP raises in a step that the unwrapped module has just done without trouble."""
+    """DDP302, 311, 406 and 501 from how the wrapper fails in a step that the unwrapped module has just done."""
     first = error.first
+    finished = [item for item in error.results.values() if isinstance(item, DdpStepEvidence)]
+    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
+    if bypassed:
+        return [
+            _finding(
+                "DDP501",
+                ("forward",),
+                f"On {spelled(bypassed)} the loss calls the wrapped module and not the wrapper, and the other ranks wait "
+                "for its gradients.",
+                ranks=bypassed,
+                steps=(finished[0].step,),
+                evidence=[failure.message for failure in error.failures],
+            )
+        ]
     if first is None or first.kind != "raised":
         return []
     whole = f"{first.message}\n{first.traceback}"

@@ -26,9 +26,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import wire
-from .assertions import rewrite_on_import
-from .errors import DdpcheckError, UsageError
+from ddpcheck.errors import DdpcheckError, UsageError
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.assertions import rewrite_on_import
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 

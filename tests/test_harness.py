@@ -545,7 +545,7 @@ def gone_within(seconds: float, pids: list[int], directory: str) -> bool:
 PARENT = """
     import multiprocessing, os, sys, time
     from ddpcheck.harness import World
-    from ddpcheck.processes import server_pid
+    from ddpcheck.worlds.processes import server_pid
 
     def linger():
         import subprocess
@@ -662,5 +662,5 @@ def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.Monke
 
 
 def test_importing_the_harness_does_not_import_torch() -> None:
-    probe = "import sys, ddpcheck.harness, ddpcheck.forkserver; sys.exit('torch' in sys.modules)"
+    probe = "import sys, ddpcheck.harness, ddpcheck.worlds.forkserver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0

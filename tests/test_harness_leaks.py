@@ -14,7 +14,7 @@ import pytest
 
 from ddpcheck.errors import RankError
 from ddpcheck.harness import World
-from ddpcheck.processes import server_pid
+from ddpcheck.worlds.processes import server_pid
 
 WORLDS = 200
 

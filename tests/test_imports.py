@@ -15,11 +15,13 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules config locate nests recipe target launchers
-    wire allowed assertions failures processes crew rank forkserver harness
-    evidence compare graph describe randomness syncbn stepping reference
-    wording collectives consistency parity session anomalous
-    check render cli __main__ pytest_plugin
+    errors findings rules config evidence wording locate nests recipe target launchers
+    worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
+    rank worlds.forkserver harness
+    graph collectives
+    gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
+    reference gather.session gather.local gather.ddp
+    consistency anomalous parity outcome check render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -28,7 +30,8 @@ EXCEPTIONS = {
 }
 
 LIGHT = """
-    ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.harness ddpcheck.anomalous
+    ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous
+    ddpcheck.outcome
     ddpcheck.consistency ddpcheck.parity ddpcheck.collectives ddpcheck.check ddpcheck.render ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
@@ -44,7 +47,9 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[0]
+    """A module by itself, or the folder that is one room."""
+    first, *rest = module.split(".")
+    return f"{first}.{rest[0]}" if rest and first in ("gather", "worlds") else first
 
 
 def imports(source: str) -> Iterator[tuple[str, int]]:

@@ -24,8 +24,8 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from . import rank as rank_module
-from . import wire
+from ddpcheck import rank as rank_module
+from ddpcheck.worlds import wire
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
@@ -46,7 +46,8 @@ _PRELOAD_IF_PRESENT = (
     "ddpcheck.parity",
     "ddpcheck.collectives",
     "ddpcheck.reference",
-    "ddpcheck.gather.session",
+    "ddpcheck.gather.local",
+    "ddpcheck.gather.ddp",
 )
 
 

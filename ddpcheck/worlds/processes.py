@@ -19,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any, Protocol
 
-from . import wire
-from .errors import DdpcheckError, UsageError
-from .wire import MAX_FDS
+from ddpcheck.errors import DdpcheckError, UsageError
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.wire import MAX_FDS
 
 _SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -35,7 +36,7 @@ _FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own 
 
 _SERVER_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
-    "from ddpcheck.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
+    "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
 )
 _RANK_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
@@ -65,7 +66,7 @@ class Launch(Protocol):
 def import_path() -> tuple[str, ...]:
     """Our `sys.path` in a form that means the same in another directory, with ddpcheck itself on it."""
     paths = [os.path.abspath(entry) for entry in sys.path]
-    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    home = str(Path(__file__).resolve().parents[2])
     return (*paths, *([] if home in paths else [home]))
 
 

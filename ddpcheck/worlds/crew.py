@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from . import processes, wire
+from ddpcheck.worlds import processes, wire
 
 _LAST_WORDS = 0.5  # for a stack to be dumped
 _DEATH = 2.0  # for processes to end, told or killed

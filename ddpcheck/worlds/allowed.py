@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from . import wire
-from .errors import UsageError
+from ddpcheck.errors import UsageError
+from ddpcheck.worlds import wire
 
 MAX_WORLD_SIZE = 1024
 BACKENDS = ("gloo", "nccl")

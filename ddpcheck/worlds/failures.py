@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import wire
-from .errors import FailureKind, HangError, RankError, RankFailure
+from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure
+from ddpcheck.worlds import wire
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")}
     | {os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep}
