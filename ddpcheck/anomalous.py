@@ -6,6 +6,7 @@ training step) to findings. `detect_anomalous_params` is the same question for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -264,12 +265,15 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
         Finding(
             code="DDP106",
             subjects=tuple(group),
-            message=f"{listed(group)} receives gradient, but is no registered parameter of the model: "
-            "DDP never synchronises it.",
+            message=f"{listed(group)} {'receives' if len(group) == 1 else 'receive'} gradient without being registered "
+            "as a parameter of the model, so DDP never synchronises it.",
             severity=RULES["DDP106"].severity,
             ranks=on_ranks if len(on_ranks) < world_size else (),
             location=next((found[name].location for name in group if found[name].location), None),
-            evidence=tuple(f"{name}: shape {found[name].shape}" for name in group),
+            evidence=(
+                f"{len(group)} tensor{'' if len(group) == 1 else 's'}, "
+                f"{sum(math.prod(found[name].shape) for name in group)} elements",
+            ),
         )
         for (_, on_ranks), group in groups.items()
     ]

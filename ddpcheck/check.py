@@ -193,16 +193,15 @@ class _Check:
         state = self.world.directory / f"state-{step}.pt"
         averaged = self.world.directory / f"averaged-{step}.pt"
         with self._phase("parameters", f"{words}: each rank by itself"):
+            wanted = not self.outcome.single_skipped and not self.outcome.ranks_apart
+            self._all("local.begin_step", step, state if wanted else None)
+            single = self._start_single("run_step", step, state) if wanted else None
             local: list[LocalStep] = self._all("local.local_step", step)
             self.outcome.add_local(local)
             self._check_in_step(local)
             self._check_batch([item.batch for item in local], step)
-        single = None
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.drew for item in local)
-            if not self.outcome.single_skipped and not self.outcome.ranks_apart:
-                self._all("local.save_state", state)
-                single = self._start_single("run_step", step, state)
             self._all("local.average", step, None if draws else averaged)
         self.outcome.decide_on_ddp(step)
         if self.outcome.ddp_skipped:

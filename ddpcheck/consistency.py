@@ -270,7 +270,7 @@ def judge_values_after_wrapping(
                     sorted(differing),
                     f"{len(differing)} {noun}(s) do not have the same values on every rank when training starts.",
                     ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
-                    evidence=[f"{name}: {spelled(ranks)} differ(s)" for name, ranks in differing.items()],
+                    evidence=[f"{name}: differs on {spelled(ranks)}" for name, ranks in differing.items()],
                     severity=Severity.ERROR,
                 )
             )

@@ -107,6 +107,10 @@ class Origins:
             self._lines[id(thing)] = where
             self._alive.append(thing)
 
+    def of(self, thing: object) -> Location | None:
+        """The line that registered `thing`, as far as it was."""
+        return self._lines.get(id(thing))
+
     def of_name(self, module: nn.Module, name: str) -> Location | None:
         """The line that made the parameter, buffer or module `name` of `module`, else its nearest known parent.
 

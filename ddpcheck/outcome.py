@@ -293,6 +293,8 @@ class Outcome:
             return "skipped", self._why_not_reached()
         if heading.name == "parity" and self.single_skipped:
             return "skipped", self.single_skipped
+        if heading.name == "parity" and self.ranks_apart and not self._single:
+            return "skipped", "the ranks' parameters differ, so no single process can stand for all of them"
         if heading.name == "parity" and not self._compared("single-process"):
             return "skipped", self._why_not_reached()
         detail = heading.passed.format(

@@ -97,7 +97,7 @@ def difference(
     if got.shape != want.shape:
         return Difference(name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel())
     wide = _wide(want.dtype)
-    delta = torch.linalg.vector_norm(got.to(wide) - want.to(wide)).item()
+    delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
     error = _finite(delta / scale) if scale else (0.0 if delta == 0.0 else _LARGEST)
     if error <= tolerance:
         return Difference(name, error, tolerance, elements=want.numel())
@@ -121,6 +121,13 @@ def difference(
         worst_got=_finite(float(left.reshape(-1)[flat])),
         worst_want=_finite(float(right.reshape(-1)[flat])),
     )
+
+
+def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The difference; in float32 at least (between near numbers a subtraction is exact in their own dtype)."""
+    dtype = torch.promote_types(got.dtype, want.dtype)
+    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return got.to(dtype) - want.to(dtype)
 
 
 def _finite(value: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,26 @@ from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
 
 
+def begin_step(step: int, file: Path | None) -> None:
+    """Bring the twin to the state in which the wrapper's forward will begin; rank 0 saves it to `file`."""
+    session = the_session()
+    this_rank.set_place(f"step {step}: beginning")
+    session.before = capture_state(session.module if session.twin_optimizer is None else session.twin)
+    if session.world_size > 1 and broadcasts_buffers(session):
+        with unlogged():
+            for name, _ in session.module.named_buffers():
+                dist.broadcast(session.before.tensors[name], src=0, group=session.group)
+    session.before.restore(session.twin)
+    if session.rank == 0 and file is not None:
+        torch.save(session.before.tensors, file)
+
+
 def local_step(step: int) -> LocalStep:
     """Forward and backward of the unwrapped module on this rank's shard."""
     session = the_session()
     batch = make_batch(session.recipe, step, seed=session.seed)
     whole = batch_fingerprint(batch)
     session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
-    _begin_step(session)
     twin = session.twin
     parameters = {name: p for name, p in named_parameters(twin).items() if p.requires_grad}
     session.outputs.clear()
@@ -65,10 +79,14 @@ def local_step(step: int) -> LocalStep:
     value, drew = loss.value, loss.drew
     del loss, visible, seen
     session.local = gradients_of(twin)
+    session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     states = _states(session, parameters, probe)
     leaves = unregistered_leaves(
         walk.leaves, twin, ignore=[*iter_tensors(session.batch)], before=session.leaves, recipe=session.recipe
     )
+    if leaves:
+        held = {name: session.origins.of(tensor) for name, tensor in unregistered_tensors(session.module)}
+        leaves = tuple(replace(leaf, location=held.get(leaf.name)) for leaf in leaves)
     session.leaves = {id(leaf): leaf for leaf in walk.leaves}
     names, complete = walk.node_names, walk.complete
     del walk
@@ -96,7 +114,7 @@ def local_step(step: int) -> LocalStep:
         batch=whole,
         samples=_samples(session.batch),
         calls=len(calls),
-        norm=sum(norm(gradient) ** 2 for gradient in session.local.values()) ** 0.5,
+        norm=sum(size**2 for size in session.norms.values()) ** 0.5,
         blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
         buffers=own_buffers,
     )
@@ -108,22 +126,11 @@ def _samples(batch: Any) -> int:
     return 0
 
 
-def _begin_step(session: Session) -> None:
-    """Bring the twin to the state in which the wrapper's forward will begin."""
-    session.before = capture_state(session.module if session.twin_optimizer is None else session.twin)
-    if session.world_size > 1 and broadcasts_buffers(session):
-        with unlogged():
-            for name, _ in session.module.named_buffers():
-                dist.broadcast(session.before.tensors[name], src=0, group=session.group)
-    session.before.restore(session.twin)
-
-
 def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for index, name in enumerate(parameters):
-        gradient = session.local.get(name)
-        if gradient is not None:
-            states[name] = "contributes" if bool(gradient.count_nonzero()) else "zero"
+        if name in session.local:
+            states[name] = "contributes" if session.norms[name] != 0.0 else "zero"
         elif probe.reached is not None and probe.reached[index]:
             consumed = len(getattr(parameters[name], "_post_accumulate_grad_hooks", None) or ()) > 1
             states[name] = "contributes" if consumed else "lost"  # a hook of the user's may have taken it
@@ -238,13 +245,6 @@ def _held_by_functions(recipe: Recipe | None) -> Iterable[tuple[str, torch.Tenso
             yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
 
 
-def save_state(file: Path) -> None:
-    """Rank 0 saves the state in which the step begins."""
-    session = the_session()
-    if session.rank == 0 and session.before is not None:
-        torch.save(session.before.tensors, file)
-
-
 def average(step: int, file: Path | None) -> None:
     """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result."""
     session = the_session()
@@ -253,7 +253,7 @@ def average(step: int, file: Path | None) -> None:
     local = [session.local.get(name) for name in owners]
     with unlogged():
         averaged = average_over_ranks(local, list(owners.values()), group=session.group)
-        sizes = torch.tensor([0.0 if g is None else norm(g) ** 2 for g in local], dtype=torch.float64)
+        sizes = torch.tensor([session.norms.get(name, 0.0) ** 2 for name in owners], dtype=torch.float64)
         sizes = sizes.to(session.device)
         if session.world_size > 1:
             dist.all_reduce(sizes, group=session.group)
@@ -271,6 +271,7 @@ def quiet_step(step: int) -> None:
     session.local, _ = compute_gradients(
         session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
     )
+    session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     session.before.restore(session.twin)
 
 

@@ -69,6 +69,7 @@ class Session:
     batch: Any = None
     before: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
     averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)

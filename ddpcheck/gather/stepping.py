@@ -105,8 +105,8 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """Copies of the gradients that are there, dense, by name."""
-    return {name: dense(p.grad).clone() for name, p in named_parameters(model).items() if p.grad is not None}
+    """The gradients that are there, dense, by name; not copied: the next step clears `.grad` and gets new ones."""
+    return {name: dense(p.grad) for name, p in named_parameters(model).items() if p.grad is not None}
 
 
 # State

@@ -1,0 +1,55 @@
+"""The reports that the README shows: `python -m tests.readme` runs them afresh and writes them there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"<!-- (?P<kind>report|findings): (?P<target>\S+) -->\n```text\n(?P<text>.*?)```\n", re.DOTALL)
+
+
+def shown(kind: str, target: str) -> str:
+    """What the README shows of the report on `target`: all of it, or the findings alone."""
+    command = [sys.executable, "-m", "ddpcheck", "report", target]
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    text = done.stdout
+    if kind == "findings":
+        found = re.search(r"^DDP\d{3} .*?(?=\n\ngradients against|\n\nnote:|\n\n\d+ finding)", text, re.DOTALL | re.MULTILINE)
+        assert found, done.stdout + done.stderr
+        text = found.group(0)
+    lead = f"$ ddpcheck report {target}\n" if kind == "report" else ""
+    return lead + text.rstrip() + "\n"
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Kind, target and text of each report in the README."""
+    return [(m["kind"], m["target"], m["text"]) for m in BLOCK.finditer(README.read_text(encoding="utf-8"))]
+
+
+def comparable(text: str) -> str:
+    """A report without what differs from run to run and from machine to machine."""
+    text = re.sub(r" +\d+\.\d+ s", " _ s", text)
+    text = re.sub(r"python \S+", "python _", text)
+    text = re.sub(r"torch \d\S+", "torch _", text)
+    text = re.sub(r"-?\d+\.\d+(e[-+]\d+)?", "_", text)
+    return re.sub(r"\s+", " ", text)
+
+
+def update() -> None:
+    """Write every report afresh."""
+
+    def fresh(match: re.Match[str]) -> str:
+        head = match.group(0)[: match.start("text") - match.start()]
+        return f"{head}{shown(match['kind'], match['target'])}```\n"
+
+    README.write_text(BLOCK.sub(fresh, README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    update()

@@ -1,0 +1,274 @@
+"""DDP2xx from hand-made descriptions, each with a clean twin, and the same over the store of a real world."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpcheck.consistency import (
+    check_consistency,
+    differing_names,
+    judge_changes,
+    judge_descriptions,
+    judge_options,
+    judge_values_after_wrapping,
+)
+from ddpcheck.errors import HangError, RankError, UsageError
+from ddpcheck.evidence import ModuleDescription, TensorRecord
+from ddpcheck.findings import Finding, Severity
+from ddpcheck.harness import World
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+def record(name: str, shape: tuple[int, ...] = (2, 3), **more: Any) -> TensorRecord:
+    stride = tuple(int(torch.tensor(shape[i + 1 :]).prod()) for i in range(len(shape)))
+    return replace(TensorRecord(name, shape, "float32", stride, True, "cpu"), **more)
+
+
+A, B, C = record("a"), record("b"), record("c", (5,))
+LAYERS = (("", "Model", "", True), ("norm", "BatchNorm1d", "5, eps=1e-05", True), ("drop", "Dropout", "p=0.1", True))
+WHOLE = ModuleDescription(
+    parameters=(A, B, C),
+    buffers=(record("mean", (5,)), record("var", (5,))),
+    ties=(("a", "head.a"),),
+    modules=LAYERS,
+    state=(("cache", (4,), 11),),
+)
+
+
+def judge(*others: ModuleDescription) -> list[Finding]:
+    return judge_descriptions([WHOLE, *others])
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def with_parameters(*records: TensorRecord) -> ModuleDescription:
+    return replace(WHOLE, parameters=records)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_modules_that_are_built_alike_are_clean(world_size: int) -> None:
+    assert judge_descriptions([WHOLE] * world_size) == []
+
+
+CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
+    "one fewer": (with_parameters(A, B), "DDP201", ("c",)),
+    "other names": (with_parameters(A, B, replace(C, name="d")), "DDP201", ("c", "d")),
+    "other order": (with_parameters(B, A, C), "DDP202", ("a", "b")),
+    "other shape": (with_parameters(A, B, record("c", (6,))), "DDP203", ("c",)),
+    "other dtype": (with_parameters(A, B, replace(C, dtype="float64")), "DDP204", ("c",)),
+    "other stride": (with_parameters(replace(A, stride=(1, 2)), B, C), "DDP205", ("a",)),
+    "frozen": (with_parameters(replace(A, requires_grad=False), B, C), "DDP206", ("a",)),
+    "other device": (with_parameters(A, replace(B, device="cuda"), C), "DDP207", ("b",)),
+    "not tied": (replace(WHOLE, ties=()), "DDP209", ("a", "head.a")),
+    "one buffer fewer": (replace(WHOLE, buffers=WHOLE.buffers[:1]), "DDP211", ("var",)),
+    "buffers in another order": (replace(WHOLE, buffers=WHOLE.buffers[::-1]), "DDP212", ("mean", "var")),
+    "other buffer shape": (replace(WHOLE, buffers=(WHOLE.buffers[0], record("var", (1,)))), "DDP213", ("var",)),
+    "other buffer dtype": (
+        replace(WHOLE, buffers=(replace(WHOLE.buffers[0], dtype="int64"), WHOLE.buffers[1])),
+        "DDP213",
+        ("mean",),
+    ),
+    "other values held": (replace(WHOLE, state=(("cache", (4,), 12),)), "DDP216", ("cache",)),
+    "other shape held": (replace(WHOLE, state=(("cache", (9,), 12),)), "DDP216", ("cache",)),
+    "other class": (replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Identity", "", True))), "DDP222", ("drop",)),
+    "other options": (replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.5", True))), "DDP222", ("drop",)),
+    "other mode": (replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.1", False))), "DDP222", ("drop",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_module_that_is_not_built_alike_on_one_rank(name: str) -> None:
+    other, code, subjects = CASES[name]
+    finding = only(judge(WHOLE, other))
+    assert (finding.code, finding.subjects, finding.ranks) == (code, subjects, (2,))
+    assert finding.severity is Severity.ERROR and finding.evidence
+
+
+def test_the_odd_rank_is_the_one_in_the_minority() -> None:
+    other = CASES["other shape"][0]
+    assert only(judge_descriptions([other, WHOLE, WHOLE, WHOLE])).ranks == (0,)
+    assert only(judge_descriptions([WHOLE, other, other, WHOLE, WHOLE])).ranks == (1, 2)
+
+
+def test_what_each_rank_has_is_told() -> None:
+    finding = only(judge(CASES["other shape"][0]))
+    assert finding.evidence == ("c: rank 0: (5,); rank 1: (6,)",)
+    finding = only(judge(CASES["other order"][0]))
+    assert finding.evidence == ("parameter number 0: rank 0: a; rank 1: b",)
+
+
+def test_two_faults_on_two_ranks_are_two_findings() -> None:
+    frozen, cast = CASES["frozen"][0], CASES["other dtype"][0]
+    found = {finding.code: finding.ranks for finding in judge(frozen, cast)}
+    assert found == {"DDP206": (1,), "DDP204": (2,)}
+
+
+def test_a_shape_that_differs_is_not_told_again_as_a_stride_or_an_option() -> None:
+    other = replace(
+        with_parameters(record("a", (3, 2)), B, C), modules=(*LAYERS[:2], ("drop", "Linear", "in=3, out=2", True))
+    )
+    assert only(judge(other)).code == "DDP203"
+
+
+def test_a_mode_that_differs_everywhere_is_told_of_the_outermost_module() -> None:
+    evaluating = replace(WHOLE, modules=tuple((*module[:3], False) for module in LAYERS))
+    finding = only(judge(evaluating))
+    assert finding.subjects == ("(the model)",) and "evaluating" in finding.evidence[0]
+
+
+def test_an_untied_parameter_is_not_told_again_as_another_set() -> None:
+    untied = replace(WHOLE, ties=(), parameters=(A, B, C, record("head.a")))
+    assert only(judge(untied)).code == "DDP209"
+
+
+# --- Values, options, changes --------------------------------------------------------------------------------------
+
+
+def test_values_that_differ_after_wrapping() -> None:
+    same: dict[str, int] = {"a": 1, "b": 2}
+    assert judge_values_after_wrapping([same, same], [same, same]) == []
+    by_parameter, by_buffer = judge_values_after_wrapping([same, {"a": 1, "b": 3}], [same, same, {"a": 9, "b": 2}])
+    assert (by_parameter.code, by_parameter.subjects, by_parameter.ranks) == ("DDP208", ("b",), (1,))
+    assert (by_buffer.code, by_buffer.subjects, by_buffer.ranks) == ("DDP214", ("a",), (2,))
+    assert {by_parameter.severity, by_buffer.severity} == {Severity.ERROR}
+
+
+def test_names_that_only_some_ranks_have_do_not_differ_in_value() -> None:
+    assert differing_names([{"a": 1, "only": 1}, {"a": 1}]) == {}
+    assert differing_names([{"a": 1}, {"a": 2}, {"a": 2}]) == {"a": (0,)}
+
+
+def test_options_that_differ() -> None:
+    assert judge_options("DDP221", [{"static_graph": "False"}] * 2, "The wrapper") == []
+    finding = only(judge_options("DDP221", [{"static_graph": "False"}, {"static_graph": "True"}], "The wrapper"))
+    assert (finding.subjects, finding.ranks, finding.severity) == (("static_graph",), (1,), Severity.ERROR)
+    missing = only(judge_options("DDP223", [{"lr": "0.1"}, {}], "The optimizer"))
+    assert "(not set)" in missing.evidence[0]
+
+
+def test_a_bucket_size_that_differs_is_only_a_warning_and_not_beside_another_option() -> None:
+    sizes = [{"bucket_bytes_cap": "1"}, {"bucket_bytes_cap": "2"}]
+    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.WARNING
+    sizes[1]["static_graph"] = "True"
+    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.ERROR
+
+
+def test_changes_after_wrapping_are_one_finding_a_kind() -> None:
+    assert judge_changes([{}, {}]) == []
+    added, frozen = judge_changes([{"a": "added"}, {"a": "added", "b": "frozen"}])
+    assert (added.code, added.subjects, added.ranks) == ("DDP503", ("a",), ()) and "added" in added.message
+    assert frozen.subjects == ("b",)
+    assert only(judge_changes([{}, {"b": "frozen"}])).ranks == (1,)
+
+
+# --- Over the store ------------------------------------------------------------------------------------------------
+
+
+def on_ranks(build: Callable[[int], Any], *, world_size: int = 2, wrap: Callable[[Any], Any] | None = None) -> Any:
+    def compare() -> tuple[list[Finding], list[str]]:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck.consistency import _StoreExchange, check_consistency
+
+        torch.manual_seed(dist.get_rank())
+        module = build(dist.get_rank())
+        module = wrap(module) if wrap else module
+        asked: list[str] = []
+        gather = _StoreExchange.gather
+
+        def watched(self: Any, key: str, data: bytes) -> list[bytes]:
+            asked.append(f"{key} {len(data) if key == 'digest' else 'any'}")
+            return gather(self, key, data)
+
+        _StoreExchange.gather = watched
+        found = check_consistency(module, timeout=20)
+        assert check_consistency(module, timeout=20) == found, "a second call gives the same answer"
+        return found, asked
+
+    with World(world_size, timeout=40) as world:
+        return world.run(compare)
+
+
+def test_equal_modules_exchange_nothing_but_a_digest_of_fixed_size() -> None:
+    results = on_ranks(lambda rank: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), world_size=3)
+    assert [found for found, _ in results] == [[], [], []]
+    assert {tuple(asked) for _, asked in results} == {("digest 32", "digest 32")}
+
+
+@pytest.mark.parametrize(
+    ("build", "code"),
+    [
+        (lambda rank: nn.Linear(3, 3 + rank), "DDP203"),
+        (lambda rank: nn.Linear(3, 3, bias=rank == 0), "DDP201"),
+        (lambda rank: nn.Linear(3, 3, dtype=torch.float64 if rank else torch.float32), "DDP204"),
+        (lambda rank: nn.Linear(3, 3).requires_grad_(rank == 0), "DDP206"),
+        (lambda rank: nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last if rank else torch.contiguous_format), "DDP205"),
+        (lambda rank: nn.Dropout(0.1 * (rank + 1)), "DDP222"),
+    ],
+    ids=["shape", "set", "dtype", "frozen", "stride", "options"],
+)  # fmt: skip
+def test_every_rank_is_told_the_same_mismatch(build: Callable[[int], Any], code: str) -> None:
+    (mine, _), (other, _) = on_ranks(build)
+    assert mine == other and only(mine).code == code and only(mine).ranks == (1,)
+
+
+def test_values_are_compared_once_the_module_is_wrapped() -> None:
+    def wrap(module: Any) -> Any:
+        return nn.parallel.DistributedDataParallel(module)
+
+    def wrap_and_change(module: Any) -> Any:
+        wrapped = wrap(module)
+        with torch.no_grad():
+            wrapped.module.bias += torch.distributed.get_rank()
+        return wrapped
+
+    assert on_ranks(lambda rank: nn.Linear(3, 3))[0][0] == [], "before wrapping, DDP will make the values equal"
+    assert on_ranks(lambda rank: nn.Linear(3, 3), wrap=wrap)[0][0] == []
+    finding = only(on_ranks(lambda rank: nn.Linear(3, 3), wrap=wrap_and_change)[0][0])
+    assert (finding.code, finding.subjects) == ("DDP208", ("bias",))
+
+
+def test_a_rank_that_never_calls_it_is_named_within_the_timeout() -> None:
+    def compare() -> str:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            return "did something else"
+        check_consistency(nn.Linear(3, 3), timeout=0.5)
+        return "was not told"
+
+    begun = time.monotonic()
+    with World(3, timeout=20) as world, pytest.raises(RankError) as caught:
+        world.run(compare)
+    assert time.monotonic() - begun < 15
+    first = caught.value.first
+    assert first is not None and isinstance(first.exception, HangError)
+    assert str(first.exception).startswith("rank 1 did not take part in check_consistency within 0.5 s")
+
+
+def test_only_the_ranks_of_a_group_are_compared() -> None:
+    def compare() -> list[str]:
+        import torch.distributed as dist
+
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 1:
+            return []
+        return [f"{f.code} {f.ranks}" for f in check_consistency(nn.Linear(3, 3 + dist.get_rank()), group, timeout=20)]
+
+    with World(3, timeout=40) as world:
+        results = world.run(compare)
+    assert results[0] == results[2] and results[0][0].startswith("DDP203") and results[1] == []
+
+
+def test_without_a_process_group_it_says_so() -> None:
+    with pytest.raises(UsageError, match="init_process_group"):
+        check_consistency(nn.Linear(1, 1))

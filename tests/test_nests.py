@@ -1,0 +1,156 @@
+"""Nests of tensors: their types survive, and shards put together are the whole."""
+
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from ddpcheck.errors import TargetError
+
+torch = pytest.importorskip("torch")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from ddpcheck.nests import batch_size, iter_tensors, map_nest, shard_batch, shard_bounds, to_device, upcast  # noqa: E402
+
+quickly = settings(deadline=None, max_examples=60)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Sample:
+    x: Any
+    y: Any = 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    y: Any = 0
+
+
+class WithNote(dict):
+    note = ""
+
+
+def nests(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
+            st.builds(Pair, inner, inner),
+            st.builds(Sample, inner, inner),
+            st.builds(Frozen, inner, inner),
+        ),
+        max_leaves=6,
+    )
+
+
+def shape_of(nest: Any) -> Any:
+    """The types and keys of a nest, with every leaf replaced by its own type."""
+    if isinstance(nest, Mapping):
+        return type(nest), {key: shape_of(value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        return type(nest), [shape_of(item) for item in nest]
+    if isinstance(nest, Sample | Frozen):
+        return type(nest), shape_of(nest.x), shape_of(nest.y)
+    return type(nest)
+
+
+@quickly
+@given(size=st.integers(0, 60), world_size=st.integers(1, 9))
+def test_shards_follow_each_other_and_differ_by_at_most_one(size: int, world_size: int) -> None:
+    bounds = [shard_bounds(size, rank, world_size) for rank in range(world_size)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == size
+    assert all(one[1] == other[0] for one, other in zip(bounds, bounds[1:], strict=False))
+    sizes = [stop - start for start, stop in bounds]
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@quickly
+@given(data=st.data(), size=st.integers(1, 12), world_size=st.integers(1, 5))
+def test_the_shards_of_any_nest_put_together_are_the_whole(data: st.DataObject, size: int, world_size: int) -> None:
+    leaf = st.one_of(
+        st.integers(0, 3).map(lambda width: torch.arange(size * width).reshape(size, width)),
+        st.just("text"),
+        st.just(None),
+        st.just(2.5),
+        st.just(torch.tensor(7)),
+    )
+    batch = Pair(torch.arange(size), data.draw(nests(leaf)))
+    if size < world_size:
+        with pytest.raises(TargetError, match=f"{size} sample"):
+            shard_batch(batch, 0, world_size)
+        return
+    shards = [shard_batch(batch, rank, world_size) for rank in range(world_size)]
+    assert all(shape_of(shard) == shape_of(batch) for shard in shards)
+    parts = [list(iter_tensors(shard)) for shard in shards]
+    for index, whole in enumerate(iter_tensors(batch)):
+        pieces = [part[index] for part in parts]
+        if whole.ndim == 0:
+            assert all(torch.equal(piece, whole) for piece in pieces)
+        else:
+            assert torch.equal(torch.cat(pieces), whole)
+            assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@quickly
+@given(nest=nests(st.integers()))
+def test_a_mapped_nest_keeps_its_types_and_shares_nothing_that_can_change(nest: Any) -> None:
+    before = repr(nest)
+    copied = map_nest(lambda leaf: leaf + 1, nest)
+    assert shape_of(copied) == shape_of(nest) and repr(nest) == before
+    assert repr(map_nest(lambda leaf: leaf - 1, copied)) == before
+
+
+def test_dicts_with_something_of_their_own_keep_it() -> None:
+    noted = WithNote(x=torch.ones(4))
+    noted.note = "kept"
+    counted = defaultdict(list, x=torch.ones(4))
+    shard = shard_batch({"noted": noted, "counted": counted, "user": UserDict(x=torch.ones(4))}, 0, 2)
+    assert type(shard["noted"]) is WithNote and shard["noted"].note == "kept" and len(shard["noted"]["x"]) == 2
+    assert shard["counted"]["not there"] == [] and type(shard["user"]) is UserDict
+    assert len(noted["x"]) == 4, "the whole batch is left alone"
+
+
+def test_a_read_only_mapping_becomes_a_dict() -> None:
+    shard = shard_batch(MappingProxyType({"x": torch.ones(4)}), 1, 2)
+    assert type(shard) is dict and len(shard["x"]) == 2
+
+
+def test_numpy_arrays_are_split_like_tensors() -> None:
+    numpy = pytest.importorskip("numpy")
+    shard = shard_batch([numpy.arange(5), torch.arange(5), numpy.float64(3)], 1, 2)
+    assert shard[0].tolist() == [3, 4] and shard[1].tolist() == [3, 4] and shard[2] == 3
+
+
+def test_tensors_that_disagree_on_the_number_of_samples_cannot_be_split() -> None:
+    with pytest.raises(TargetError, match="6 and 8 samples in dim 0"):
+        batch_size([torch.ones(8), torch.ones(6, 2)])
+    with pytest.raises(TargetError, match="no tensor has a dim 0"):
+        batch_size({"a": torch.tensor(1), "b": "text"})
+    assert batch_size([torch.ones(8), torch.tensor(1), "text"]) == 8
+
+
+def test_leaves_are_moved_and_widened_where_that_means_something() -> None:
+    nest = [
+        torch.ones(1, dtype=torch.bfloat16),
+        torch.ones(1, dtype=torch.complex64),
+        torch.ones(1, dtype=torch.int8),
+        "a",
+    ]
+    wide = upcast(nest)
+    assert [leaf.dtype for leaf in wide[:3]] == [torch.float64, torch.complex128, torch.int8] and wide[3] == "a"
+    assert to_device(nest, torch.device("cpu"))[3] == "a"

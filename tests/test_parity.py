@@ -1,0 +1,312 @@
+"""DDP3xx from hand-made differences: each pattern is named, each has a twin on which there is nothing to say."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpcheck.errors import RankError, RankFailure
+from ddpcheck.evidence import Call, DdpStepEvidence, Difference, ShardAnalysis, WrapperFacts
+from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.parity import (
+    Circumstances,
+    judge_nothing_compared,
+    judge_reducer,
+    judge_repeat,
+    judge_single_process,
+    judge_state,
+    judge_wrapper_error,
+    merge_causes,
+)
+from ddpcheck.wording import Names
+
+KNOWN = Circumstances(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))
+NAMES = ("a", "b", "c")
+TOLERANCE = 1e-6
+
+
+def good(name: str) -> Difference:
+    return Difference(name, 1e-7, TOLERANCE)
+
+
+def scaled(name: str, ratio: float) -> Difference:
+    return Difference(name, abs(ratio - 1), TOLERANCE, ratio=ratio, residual=1e-8, elements=4, beyond=4)
+
+
+def off(name: str, error: float = 0.5) -> Difference:
+    """Away from its reference, by no constant factor."""
+    return Difference(
+        name, error, TOLERANCE, ratio=0.8, residual=error * 0.9, elements=4, beyond=3, worst_index=(1, 0), worst_got=2.0
+    )
+
+
+def ddp_step(rank: int, step: int = 0, **more: Any) -> DdpStepEvidence:
+    prints = {name: index for index, name in enumerate(NAMES)}
+    base = DdpStepEvidence(rank, step, dict(prints), dict(prints), dict(prints), dict(prints), dict(prints))
+    return replace(base, against_local=more.pop("against_local", tuple(map(good, NAMES))), **more)
+
+
+def two_ranks(steps: int = 2, **of_rank_1: Any) -> list[DdpStepEvidence]:
+    return [ddp_step(rank, step, **(of_rank_1 if rank else {})) for step in range(steps) for rank in range(2)]
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+# --- The reducer ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_gradients_near_their_average_are_clean() -> None:
+    assert judge_reducer(two_ranks(), KNOWN) == []
+    assert judge_reducer([], KNOWN) == []
+
+
+def test_gradients_that_differ_between_ranks() -> None:
+    evidence = [
+        *two_ranks(1),
+        ddp_step(0, 1),
+        ddp_step(1, 1, gradients={"a": 0, "b": 9, "c": 2}, against_local=(off("b"),)),
+    ]
+    finding = only(judge_reducer(evidence, KNOWN))
+    assert (finding.code, finding.subjects, finding.steps) == ("DDP301", ("b",), (1,))
+    assert "1 of 3 parameters" in finding.message and "worst at (1, 0)" in finding.evidence[0]
+
+
+def test_gradients_that_all_differ_in_every_step() -> None:
+    finding = only(judge_reducer(two_ranks(gradients={"a": 7, "b": 8, "c": 9}), KNOWN))
+    assert (finding.code, finding.subjects, finding.steps) == ("DDP301", NAMES, ()) and "all 3" in finding.message
+
+
+def test_ignored_parameters_are_the_cause_where_only_they_differ() -> None:
+    known = replace(KNOWN, wrapper=WrapperFacts(ignored=frozenset({"b"})))
+    evidence = two_ranks(gradients={"a": 0, "b": 9, "c": 2})
+    assert only(judge_reducer(evidence, known)).code == "DDP111"
+    codes = [finding.code for finding in judge_reducer(two_ranks(gradients={"a": 7, "b": 9, "c": 2}), known)]
+    assert codes == ["DDP111", "DDP301"]
+
+
+def test_a_bypassed_wrapper_is_the_cause_with_its_ranks_and_steps() -> None:
+    bypass = {"wrapper_calls": 0, "inner_calls": 1, "gradients": {"a": 7, "b": 8, "c": 9}}
+    finding = only(judge_reducer(two_ranks(**bypass), KNOWN))
+    assert (finding.code, finding.ranks, finding.steps) == ("DDP501", (1,), ())
+    finding = only(judge_reducer([*two_ranks(1), ddp_step(0, 1, **bypass), ddp_step(1, 1, **bypass)], KNOWN))
+    assert (finding.ranks, finding.steps) == ((), (1,))
+
+
+def test_a_wrapper_that_calls_the_module_twice_is_no_bypass() -> None:
+    assert judge_reducer(two_ranks(wrapper_calls=2, inner_calls=2), KNOWN) == []
+    assert judge_reducer(two_ranks(wrapper_calls=0, inner_calls=0), KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0.5, "1/2 (one over the world size)"), (2.0, "2 (the world size)"), (3.25, "3.25 times"), (-1.0, "-1 times")],
+)
+def test_equal_gradients_that_are_all_scaled_alike(ratio: float, words: str) -> None:
+    evidence = [ddp_step(rank, against_local=tuple(scaled(name, ratio) for name in NAMES)) for rank in (0, 1)]
+    finding = only(judge_reducer(evidence, KNOWN))
+    assert finding.code == "DDP303" and words in finding.message
+
+
+def test_equal_gradients_that_are_wrong_without_a_pattern() -> None:
+    for against in ((off("a"), off("b")), (scaled("a", 0.5), scaled("b", 2.0)), (scaled("a", 0.5), off("b"))):
+        finding = only(judge_reducer([ddp_step(rank, against_local=against) for rank in (0, 1)], KNOWN))
+        assert (finding.code, finding.subjects) == ("DDP302", ("a", "b"))
+
+
+def test_buffers_broadcast_between_two_forwards() -> None:
+    known = replace(KNOWN, broadcasts_buffers=True, local_buffers=("norm.running_mean",))
+    evidence = [ddp_step(rank, against_local=(off("a"),), wrapper_calls=2, inner_calls=2) for rank in (0, 1)]
+    finding = only(judge_reducer(evidence, known))
+    assert (finding.code, finding.subjects) == ("DDP311", ("norm.running_mean",))
+    assert only(judge_reducer(evidence, replace(known, local_buffers=()))).code == "DDP302"
+
+
+# --- The single process --------------------------------------------------------------------------------------------
+
+
+def analysis(**more: Any) -> ShardAnalysis:
+    base = ShardAnalysis(weights=(0.5, 0.5), weights_residual=0.4, world_ratio=1.0, world_residual=1e-9)
+    return replace(base, **more)
+
+
+def judge_single(*differences: Difference, known: Circumstances = KNOWN, steps: int = 1, **more: Any) -> list[Finding]:
+    return judge_single_process(dict.fromkeys(range(steps), differences), analysis(**more), known)
+
+
+CALL = Call(
+    "all_reduce", "0", (0, 1), "float32 of shape (3,)", location="model.py:5", elements=3, carries_gradient=True
+)
+
+
+def test_gradients_within_their_tolerance_are_clean() -> None:
+    assert judge_single(*map(good, NAMES)) == []
+    assert judge_single_process({0: (off("a"),)}, None, KNOWN) == []
+
+
+def test_samples_that_are_coupled_in_a_module() -> None:
+    known = replace(KNOWN, module_locations={"norm": Location("model.py", 3)})
+    finding = only(judge_single(off("a", 0.25), good("b"), known=known, module="norm", module_class="BatchNorm1d"))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP304", ("norm",), Severity.WARNING)
+    assert "norm (BatchNorm1d)" in finding.message and "0.25" in finding.message
+    assert finding.location == Location("model.py", 3)
+    assert "1 of 2 gradients differ from the single process" in finding.evidence
+
+
+def test_samples_that_are_coupled_in_the_loss() -> None:
+    finding = only(judge_single(off("a")))
+    assert (finding.code, finding.subjects) == ("DDP304", ("loss",))
+
+
+def test_a_loss_that_is_summed() -> None:
+    finding = only(
+        judge_single(
+            scaled("a", 0.5), weights=(1.0, 1.0), weights_residual=1e-9, global_ratio=0.5, global_residual=1e-9
+        )
+    )
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP305", ("loss",), Severity.ERROR)
+    assert "sums over samples" in finding.message and "1/2" in finding.message
+
+
+def test_one_term_of_several_that_is_summed() -> None:
+    finding = only(judge_single(off("a"), weights=(0.5, 1.0, 0.5, 1.0), weights_residual=1e-9))
+    assert finding.code == "DDP305" and "Term 1 of 2" in finding.message
+
+
+def test_a_loss_that_is_averaged_over_unequal_counts() -> None:
+    known = replace(KNOWN, shard_sizes=(5, 3))
+    finding = only(judge_single(off("a"), known=known, weights=(0.625, 0.375), weights_residual=1e-9))
+    assert finding.code == "DDP305" and "count that differs" in finding.message
+    assert "0.625, 0.375" in finding.evidence[0] and "samples a rank: 5, 3" in finding.evidence
+
+
+@pytest.mark.parametrize(("ratio", "words"), [(0.5, "1/2 (one over the world size)"), (2.0, "2 (the world size)")])
+def test_a_loss_that_scales_by_the_world_size(ratio: float, words: str) -> None:
+    finding = only(
+        judge_single(
+            scaled("a", ratio), world_ratio=ratio, world_residual=1e-9, global_ratio=ratio, global_residual=1e-9
+        )
+    )
+    assert (finding.code, finding.subjects) == ("DDP303", ("loss",)) and words in finding.message
+
+
+def test_a_collective_without_a_gradient_is_to_blame_where_shards_alone_give_something_else() -> None:
+    known = replace(KNOWN, collectives=(CALL,))
+    finding = only(judge_single(off("a"), known=known, world_ratio=0.7, world_residual=0.4))
+    assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("all_reduce",), Location("model.py", 5))
+    seen = replace(known, collectives=(replace(CALL, differentiable=True),))
+    assert only(judge_single(off("a"), known=seen, world_ratio=0.7, world_residual=0.4)).code == "DDP304"
+
+
+def test_a_hook_on_most_of_the_wrong_gradients_is_to_blame() -> None:
+    known = replace(KNOWN, hooked=("a", "b"))
+    assert only(judge_single(off("a"), off("b"), good("c"), known=known)).code == "DDP310"
+    assert only(judge_single(off("a"), off("b"), known=replace(KNOWN, hooked=("c",)))).code == "DDP304"
+
+
+def test_steps_are_told_where_not_all_differ() -> None:
+    finding = only(judge_single_process({0: (good("a"),), 1: (off("a"),), 2: (off("a"),)}, analysis(), KNOWN))
+    assert finding.steps == (1, 2)
+    assert only(judge_single(off("a"), steps=3)).steps == ()
+
+
+def test_an_error_that_is_not_finite_is_beyond_every_tolerance() -> None:
+    assert Difference("a", float("nan"), TOLERANCE).bad and Difference("a", float("inf"), TOLERANCE).bad
+    assert not Difference("a", TOLERANCE, TOLERANCE).bad
+
+
+# --- State ---------------------------------------------------------------------------------------------------------
+
+
+def judge_after(evidence: list[DdpStepEvidence], *, gradients_differ: bool = False, **more: Any) -> list[Finding]:
+    return judge_state(evidence, replace(KNOWN, **more), gradients_differ=gradients_differ)
+
+
+def test_equal_state_is_clean() -> None:
+    assert judge_after(two_ranks()) == []
+
+
+def test_parameters_that_diverge_although_gradients_were_equal() -> None:
+    evidence = two_ranks(parameters={"a": 0, "b": 9, "c": 2}, optimizer={"optimizer b momentum": 3})
+    finding = only(judge_after(evidence))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP306", ("b",), Severity.ERROR)
+    assert judge_after(evidence, gradients_differ=True) == []
+
+
+@pytest.mark.parametrize(("broadcasts", "code"), [(True, "DDP215"), (False, "DDP214")])
+def test_buffers_that_drift(broadcasts: bool, code: str) -> None:
+    finding = only(judge_after(two_ranks(buffers={"a": 5, "b": 1, "c": 2}), broadcasts_buffers=broadcasts))
+    assert (finding.code, finding.subjects, finding.severity) == (code, ("a",), Severity.WARNING)
+
+
+def test_unregistered_state_that_drifts() -> None:
+    assert only(judge_after(two_ranks(state={"a": 5, "b": 1, "c": 2}))).code == "DDP216"
+
+
+# --- The rest ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("Expected to mark a variable ready only once.", "DDP406"),
+        ("one of the variables has been modified by an inplace operation", "DDP311"),
+        ("Expected to have finished reduction in the prior iteration", "DDP302"),
+    ],
+)
+def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
+    failure = RankFailure(
+        1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=f"... parameter name head.weight {words}"
+    )
+    finding = only(judge_wrapper_error(RankError("x", [failure]), KNOWN))
+    assert (finding.code, finding.subjects, finding.ranks) == (code, ("head.weight",), (1,))
+
+
+def test_what_somebody_else_raises_is_not() -> None:
+    assert judge_wrapper_error(RankError("x", [RankFailure(0, "raised", "rank 0 raised KeyError", 0.0)]), KNOWN) == []
+    died = RankFailure(0, "died", "Expected to mark a variable ready only once", 0.0)
+    assert judge_wrapper_error(RankError("x", [died]), KNOWN) == []
+
+
+def test_a_comparison_of_zeros_is_no_pass() -> None:
+    assert only(judge_nothing_compared({0: 0.0, 1: 0.0})).code == "DDP307"
+    assert judge_nothing_compared({0: 0.0, 1: 0.1}) == [] and judge_nothing_compared({}) == []
+
+
+def test_a_step_that_is_not_equal_to_itself() -> None:
+    assert judge_repeat({0: (good("a"),), 1: (good("a"),)}, 2) == []
+    finding = only(judge_repeat({0: (good("a"),), 1: (off("a"),)}, 2))
+    assert (finding.code, finding.ranks, finding.steps) == ("DDP308", (1,), (2,))
+    assert only(judge_repeat({0: (off("a"),), 1: (off("a"),)}, 2)).ranks == ()
+
+
+def finding(code: str, *subjects: str, message: str = "m") -> Finding:
+    return Finding(code, subjects, message, Severity.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("cause", "consequence"),
+    [
+        (finding("DDP104", "a"), finding("DDP301", "a", "b")),
+        (finding("DDP223", "lr"), finding("DDP306", "a")),
+        (finding("DDP503", "a"), finding("DDP301", "a")),
+        (
+            finding("DDP304", "norm", message="coupled through norm (BatchNorm1d)"),
+            finding("DDP215", "norm.running_mean"),
+        ),
+    ],
+    ids=lambda value: value.code,
+)
+def test_a_consequence_becomes_evidence_of_its_cause(cause: Finding, consequence: Finding) -> None:
+    merged = only(merge_causes([consequence, cause]))
+    assert merged.code == cause.code and consequence.code in merged.evidence[-1]
+
+
+def test_independent_findings_stay_and_repeated_ones_go() -> None:
+    both = [finding("DDP101", "a"), finding("DDP301", "b")]
+    assert merge_causes(both) == both
+    coupled = [finding("DDP304", "norm", message="BatchNorm1d"), finding("DDP215", "counter")]
+    assert merge_causes(coupled) == coupled
+    assert merge_causes([finding("DDP101", "a", "b"), finding("DDP101", "a")]) == [finding("DDP101", "a", "b")]

@@ -1,0 +1,113 @@
+"""Every recipe of the zoo gets its verdict: silence on the healthy ones, the right code on the broken ones."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.check import check
+from ddpcheck.findings import Report, Severity
+
+ZOO = Path(__file__).parent / "zoo"
+HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
+BROKEN = sorted((ZOO / "broken").glob("*.py"))
+WAITS_FOR_EVER = {"hangs_on_rank1"}
+IN_LARGER_WORLDS = {
+    *("allgather_contrastive", "conv_syncbn", "dropout_rnn", "nested_losses", "own_shard", "sparse_embedding"),
+    *("transformer_tied_dropout", "uneven_batch_weighted"),
+}
+TWICE = {
+    *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/batchnorm"),
+    *("broken/unused_on_rank1", "broken/skips_collective", "broken/raises_on_rank1"),
+}
+
+
+def name_of(path: Path) -> str:
+    return path.stem
+
+
+def expected_of(path: Path) -> dict[str, Any]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "EXPECT":
+            found: dict[str, Any] = ast.literal_eval(node.value)
+            return {"subjects": [], "ranks": [], "severity": None, "also": [], **found}
+    raise AssertionError(f"{path.name} has no EXPECT")
+
+
+def report_on(path: Path, world_size: int = 2) -> Report:
+    return check(str(path), world_size=world_size, timeout=4 if path.stem in WAITS_FOR_EVER else 20)
+
+
+def shown(report: Report) -> str:
+    """What a reader of a failed test wants to see."""
+    lines = [f"{f.code} {f.severity.value} {f.subjects} ranks {f.ranks}: {f.message}" for f in report.findings]
+    lines += [f"{c.name}: {c.status} {c.detail}" for c in report.checks]
+    return "\n".join([report.status, *lines, str(report.error)])
+
+
+def assert_healthy(report: Report) -> None:
+    assert report.error is None, shown(report)
+    assert report.at_or_above(Severity.WARNING) == (), shown(report)
+    assert {check.status for check in report.checks} == {"passed"}, shown(report)
+
+
+@pytest.mark.parametrize("path", HEALTHY, ids=name_of)
+def test_a_healthy_recipe_passes_every_check_without_a_finding(path: Path) -> None:
+    report = report_on(path)
+    assert_healthy(report)
+    compared = [entry for entry in report.parity if entry.reference == "single-process"]
+    assert compared and all(entry.relative_error <= entry.tolerance for entry in compared)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("path", [path for path in HEALTHY if path.stem in IN_LARGER_WORLDS], ids=name_of)
+def test_a_healthy_recipe_is_healthy_in_larger_worlds(path: Path, world_size: int) -> None:
+    assert_healthy(report_on(path, world_size))
+
+
+@pytest.mark.parametrize("path", BROKEN, ids=name_of)
+def test_a_broken_recipe_gets_its_code_and_no_other(path: Path) -> None:
+    expected = expected_of(path)
+    report = report_on(path)
+    assert report.findings, shown(report)
+    first, *rest = report.findings
+    codes = expected["code"] if isinstance(expected["code"], list) else [expected["code"]]
+    assert first.code in codes, shown(report)
+    assert expected["severity"] in (None, first.severity.value), shown(report)
+    assert set(expected["subjects"]) <= set(first.subjects), shown(report)
+    assert not expected["ranks"] or first.ranks == tuple(expected["ranks"]), shown(report)
+    alarms = [f.code for f in rest if f.severity is first.severity and f.code not in expected["also"]]
+    assert alarms == [], shown(report)
+
+
+def test_the_recipes_named_here_exist() -> None:
+    assert IN_LARGER_WORLDS <= {path.stem for path in HEALTHY}
+    assert WAITS_FOR_EVER <= {path.stem for path in BROKEN}
+    assert all((ZOO / f"{name}.py").exists() for name in TWICE)
+
+
+def comparable(report: Report) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(report.to_json())
+    del data["timing"]
+    for item in data["checks"]:
+        del item["seconds"]
+    return data
+
+
+@pytest.mark.parametrize("name", sorted(TWICE))
+def test_the_same_recipe_gets_the_same_report_twice(name: str) -> None:
+    path = ZOO / f"{name}.py"
+    assert comparable(report_on(path)) == comparable(report_on(path))
+
+
+def test_a_report_does_not_depend_on_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ZOO / "broken" / "unused.py"
+    monkeypatch.chdir(ZOO.parent)
+    here = report_on(path)
+    monkeypatch.chdir(tmp_path)
+    there = report_on(path)
+    assert [f.message for f in here.findings] == [f.message for f in there.findings]
+    assert str(here.findings[0].location).startswith("zoo/broken/unused.py:")
+    assert str(there.findings[0].location).startswith("unused.py:")
