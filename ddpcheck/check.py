@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.collectives import DeadlockWatch, judge_collectives, judge_failure, read_log
 from ddpcheck.consistency import judge_changes, judge_descriptions, judge_options, judge_values_after_wrapping
-from ddpcheck.errors import EXIT_HANG, EXIT_TARGET, DdpcheckError, HangError, RankError, TargetError, UsageError
+from ddpcheck.errors import (
+    EXIT_HANG,
+    EXIT_TARGET,
+    EXIT_USAGE,
+    DdpcheckError,
+    HangError,
+    RankError,
+    TargetError,
+    UsageError,
+)
 from ddpcheck.evidence import Built, Call, LocalStep, Wrapped
 from ddpcheck.findings import Finding, Location, Report, ReportError, Severity
 from ddpcheck.harness import Pending, World
@@ -27,6 +36,7 @@ from ddpcheck.wording import Names
 if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
 
+_OUR_OWN_PLACES = ("beginning", "comparison", "averaging local gradients")
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
 
@@ -324,6 +334,10 @@ class _Check:
         first = error.first
         if first is not None and isinstance(first.exception, UsageError):
             raise first.exception
+        if first is not None and first.kind == "raised" and first.place.endswith(_OUR_OWN_PLACES):
+            message = f"{first.message} in {first.place}, while ddpcheck itself was at work; this is a bug in ddpcheck"
+            self.outcome.error = ReportError(message, EXIT_USAGE, error.detail)
+            return
         found = self.outcome.judge_wrapper_failure(error)
         found = found or judge_failure(error, self._logs(), self.asked.world_size)
         if first is not None and isinstance(first.exception, DdpcheckError):

@@ -83,6 +83,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
     if value.is_quantized:
         value = value.int_repr()
     octets = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
+        octets = octets.clone()
     whole = octets.numel() // 8 * 8
     words = octets[:whole].view(torch.int64)
     weights = _weights(octets.device)
