@@ -270,6 +270,8 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
     blamed = [failure for failure in error.failures if failure.kind in ("raised", "exited", "died")]
     stuck = [failure for failure in error.failures if failure.kind == "stuck"]
     evidence = tuple(f"{spelled([failure.rank])}: {_tell(failure)}" for failure in error.failures)
+    if error.results:
+        evidence += (f"{spelled(list(error.results))}: had finished",)
     mismatch = judge_collectives(logs)
     first = blamed[0] if blamed else None
     if mismatch and (first is None or _is_of_communication(first.message)):
@@ -286,7 +288,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
                 message=f"{spelled(ranks).capitalize()} did not finish {lead.place or 'the run'}: {_tell(lead)}.",
                 severity=RULES["DDP402"].severity,
                 ranks=tuple(failure.rank for failure in idle) if len(idle) < len(stuck) else ranks,
-                location=_stack_location(lead.stack),
+                location=_parse_location(lead.location),
                 evidence=evidence + tuple(_stack_lines(stuck)),
             )
         ]
@@ -301,7 +303,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
             message=f"{who} failed in {first.place or 'the run'}: {first.message.rstrip('.')}.",
             severity=Severity.ERROR,
             ranks=ranks,
-            location=_traceback_location(first.traceback),
+            location=_parse_location(first.location),
             evidence=evidence if len(evidence) > 1 else (),
         )
     ]
@@ -327,27 +329,10 @@ def _tell(failure: Any) -> str:
     where = failure.place or "at work"
     if failure.collective:
         return f"waits in {failure.collective}, in {where}"
-    location = _stack_location(failure.stack)
-    return f"still in {where}{f', at {location}' if location else ''}"
+    return f"still in {where}{f', at {failure.location}' if failure.location else ''}"
 
 
 def _stack_lines(failures: Sequence[Any]) -> Iterator[str]:
     for failure in failures:
         for line in failure.stack.splitlines()[:8]:
             yield f"rank {failure.rank} stack: {line.strip()}"
-
-
-def _stack_location(stack: str) -> Location | None:
-    """The innermost line of user code in a stack as faulthandler writes it: `File "path", line 3 in name`."""
-    from ddpcheck.locate import is_user_file, relative_path
-
-    for line in stack.splitlines():
-        parts = line.strip().split('"')
-        if len(parts) >= 3 and parts[2].startswith(", line ") and is_user_file(parts[1]):
-            return Location(relative_path(parts[1]), int(parts[2].removeprefix(", line ").split()[0].rstrip(",")))
-    return None
-
-
-def _traceback_location(trace: str) -> Location | None:
-    """The innermost line of user code in a traceback as Python writes it."""
-    return _stack_location("\n".join(reversed(trace.splitlines())))

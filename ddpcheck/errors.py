@@ -71,6 +71,7 @@ class RankFailure:
         place: Where the rank was, in the words of `ddpcheck.rank.set_place`.
         collective: The collective that the rank waits in, empty when it waits in none that is known.
         stack: The Python stack of a stuck rank, most recent call first.
+        location: The innermost line of the user's code, as "path:line"; may be empty.
         exit_code: Of the process, where it ended: negative for a signal, as in `subprocess`.
         output: The last lines that the rank printed.
     """
@@ -85,6 +86,7 @@ class RankFailure:
     place: str = ""
     collective: str = ""
     stack: str = ""
+    location: str = ""
     exit_code: int | None = None
     output: str = ""
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+_BUCKET_ELEMENTS = 1 << 22
+
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:
     """Rank and world size; (0, 1) without a process group."""
@@ -26,7 +28,7 @@ def average_over_ranks(
     ranks with different sets of gradients cannot pair up the wrong ones. float16 and bfloat16 are summed in float32.
 
     Args:
-        tensors: One a position, the same positions on every rank.
+        tensors: One a position, the same positions and dtypes on every rank.
         like: What each position looks like where it is None; same length.
         group: Default: all ranks.
     """
@@ -37,12 +39,7 @@ def average_over_ranks(
         dist.all_reduce(present, group=group)
     somewhere = present.tolist()
     result: list[torch.Tensor | None] = [None] * len(tensors)
-    buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, (tensor, model) in enumerate(zip(tensors, like, strict=True)):
-        if somewhere[index]:
-            dtype = (tensor if tensor is not None else model).dtype
-            buckets.setdefault((dtype, model.device), []).append(index)
-    for (dtype, _device), indices in buckets.items():
+    for dtype, indices in _buckets(like, somewhere):
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         parts = [_dense(tensors[index], like[index]).to(wide).reshape(-1) for index in indices]
         flat = torch.cat(parts)
@@ -52,6 +49,22 @@ def average_over_ranks(
         for index, part in zip(indices, flat.split([part.numel() for part in parts]), strict=True):
             result[index] = part.reshape(like[index].shape).to(dtype)
     return result
+
+
+def _buckets(like: Sequence[torch.Tensor], somewhere: Sequence[int]) -> list[tuple[torch.dtype, list[int]]]:
+    """Positions that travel together: of one dtype and device, and of about `_BUCKET_ELEMENTS` in all."""
+    buckets: list[tuple[torch.dtype, list[int]]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index, model in enumerate(like):
+        if somewhere[index]:
+            key = (model.dtype, model.device)
+            members, size = filling.get(key, ([], _BUCKET_ELEMENTS))
+            if size >= _BUCKET_ELEMENTS:
+                members, size = [], 0
+                buckets.append((model.dtype, members))
+            members.append(index)
+            filling[key] = (members, size + model.numel())
+    return buckets
 
 
 def _dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -77,18 +77,20 @@ def exception_location(error: BaseException) -> Location | None:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` as text, without the frames of ddpcheck that come before the user's code."""
-    stack = traceback.TracebackException.from_exception(error)
-    seen: set[int] = set()
-    current: traceback.TracebackException | None = stack
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        kept = [frame for frame in current.stack if not os.path.abspath(frame.filename).startswith(_OWN_FOLDER)]
-        for frame in kept:
-            frame.filename = relative_path(frame.filename) if not frame.filename.startswith("<") else frame.filename
-        current.stack = traceback.StackSummary.from_list(kept)
-        current = current.__cause__ or current.__context__
-    return "".join(stack.format()).rstrip()
+    """The traceback of `error` as text, without frames of ddpcheck, its paths relative where they can be."""
+    described = traceback.TracebackException.from_exception(error, compact=True)
+    pending: list[traceback.TracebackException | None] = [described]
+    while pending:
+        one = pending.pop()
+        if one is None:
+            continue
+        kept = [frame for frame in one.stack if not frame.filename.startswith((_OWN_FOLDER, "<frozen importlib"))]
+        one.stack[:] = kept or one.stack
+        for frame in one.stack:
+            frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
+            frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
+        pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
+    return "".join(described.format()).rstrip()
 
 
 @dataclass(slots=True)

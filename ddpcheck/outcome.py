@@ -9,7 +9,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 from ddpcheck import __version__
@@ -97,6 +97,7 @@ _HEADINGS = (
     ),
 )
 
+_NOISE_MULTIPLE = 5.0
 _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406"})
 
 
@@ -134,6 +135,7 @@ class Outcome:
     _norms: dict[int, float] = field(default_factory=dict)
     _parity: list[ParityEntry] = field(default_factory=list)
     _withheld: bool = False
+    _noise: dict[str, float] = field(default_factory=dict)
 
     # Gathering
 
@@ -194,6 +196,8 @@ class Outcome:
     def add_repeat(self, step: int, differences: Sequence[Sequence[Difference]]) -> None:
         """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
         self.repeated = True
+        for difference in (item for of_rank in differences for item in of_rank):
+            self._noise[difference.name] = max(difference.error, self._noise.get(difference.name, 0.0))
         found = judge_repeat(dict(enumerate(differences)), step)
         self.findings += found
         self._withheld = bool(found)
@@ -236,14 +240,23 @@ class Outcome:
         if self._evidence:
             found += judge_parameters(self._evidence, known.wrapper, self.names, awake=self.awake)
         if not self._withheld:
-            reducer = judge_reducer(self._ddp, known) if self._ddp else []
+            ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
+            single = {step: self._widened(differences) for step, differences in self._single.items()}
+            reducer = judge_reducer(ddp, known) if ddp else []
             found += reducer
-            found += judge_single_process(self._single, self.analysis, known)
+            found += judge_single_process(single, self.analysis, known)
             if self._ddp:
                 found += judge_state(self._ddp, known, gradients_differ=bool(reducer))
             if self.error is None:
                 found += judge_nothing_compared(self._norms)
         self.findings = merge_causes(found)
+
+    def _widened(self, differences: Sequence[Difference]) -> tuple[Difference, ...]:
+        """The same with room for what the step differs from itself (kernels that add up in no fixed order)."""
+        return tuple(
+            replace(item, tolerance=max(item.tolerance, _NOISE_MULTIPLE * self._noise.get(item.name, 0.0)))
+            for item in differences
+        )
 
     # Showing
 

@@ -373,7 +373,7 @@ _WRAPPER_ERRORS = (
     (
         "mark a variable ready only once",
         "DDP406",
-        "DDP took the gradient of a parameter to be complete, and it came again",
+        "DDP took a gradient to be complete, and it came again",
     ),
     ("modified by an inplace operation", "DDP311", "What backward needs was overwritten after the forward pass"),
     (
@@ -394,7 +394,7 @@ def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]
             _finding(
                 "DDP501",
                 ("forward",),
-                f"On {spelled(bypassed)} the loss calls the wrapped module and not the wrapper, and the other ranks wait "
+                f"On {spelled(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
                 "for its gradients.",
                 ranks=bypassed,
                 steps=(finished[0].step,),

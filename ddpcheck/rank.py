@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcheck.errors import DdpcheckError, UsageError
+from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assertions import rewrite_on_import
 
@@ -359,29 +360,16 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "place": place,
         "collective": collective,
         "traceback": _format(error),
+        "location": str(exception_location(error) or ""),
         "exception": _pickled(error),
     }
 
 
 def _format(error: BaseException) -> str:
     try:
-        described = traceback.TracebackException.from_exception(error, compact=True)
-        _drop_own_frames(described)
-        return "".join(described.format())
+        return user_traceback(error) + "\n"
     except Exception as problem:
         return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
-
-
-def _drop_own_frames(described: traceback.TracebackException) -> None:
-    todo: list[traceback.TracebackException | None] = [described]
-    while todo:
-        one = todo.pop()
-        if one is None:
-            continue
-        kept = [frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)]
-        if kept:
-            one.stack[:] = kept
-        todo += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
 
 
 def _pickled(error: BaseException) -> bytes | None:

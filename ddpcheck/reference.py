@@ -19,7 +19,7 @@ from ddpcheck import rank as this_rank
 from ddpcheck.evidence import Difference, ShardAnalysis, SingleStep
 from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
-from ddpcheck.gather.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything
+from ddpcheck.gather.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
     ModuleState,
@@ -81,6 +81,7 @@ def start(target: str | Recipe, seed: int) -> None:
     """Load the recipe and build the module, and a copy of it in float64."""
     recipe = load_target(target) if isinstance(target, str) else target
     device = torch.device(this_rank.current().device)
+    settle_device(device)
 
     def build() -> nn.Module:
         this_rank.set_place("building the model")
@@ -115,7 +116,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
     if state_file is not None:
         saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
         ModuleState(saved).restore(own.module)
-    own.state = capture_state(own.module)
+    own.state = capture_state(own.module, into=own.state)
     batch = make_batch(own.recipe, step, seed=own.seed)
     again = batch_fingerprint(make_batch(own.recipe, step, seed=own.seed)) if step == 0 else ()
     on_device = to_device(batch, own.device)

@@ -1,5 +1,6 @@
 """Nests of tensors: their types survive, and shards put together are the whole."""
 
+import itertools
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def shape_of(nest: Any) -> Any:
 def test_shards_follow_each_other_and_differ_by_at_most_one(size: int, world_size: int) -> None:
     bounds = [shard_bounds(size, rank, world_size) for rank in range(world_size)]
     assert bounds[0][0] == 0 and bounds[-1][1] == size
-    assert all(one[1] == other[0] for one, other in zip(bounds, bounds[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
     sizes = [stop - start for start, stop in bounds]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 

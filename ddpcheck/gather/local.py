@@ -45,7 +45,8 @@ def begin_step(step: int, file: Path | None) -> None:
     """Bring the twin to the state in which the wrapper's forward will begin; rank 0 saves it to `file`."""
     session = the_session()
     this_rank.set_place(f"step {step}: beginning")
-    session.before = capture_state(session.module if session.twin_optimizer is None else session.twin)
+    trained = session.module if session.twin_optimizer is None else session.twin
+    session.before = capture_state(trained, into=session.before)
     if session.world_size > 1 and broadcasts_buffers(session):
         with unlogged():
             for name, _ in session.module.named_buffers():

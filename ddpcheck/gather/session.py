@@ -27,7 +27,7 @@ from ddpcheck.evidence import (
 )
 from ddpcheck.findings import Location
 from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
-from ddpcheck.gather.randomness import seed_everything
+from ddpcheck.gather.randomness import seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
     ModuleState,
@@ -96,6 +96,7 @@ def build(target: str | Recipe, seed: int) -> Built:
     syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
     recipe = load_target(target) if isinstance(target, str) else target
     device = torch.device(context.device)
+    settle_device(device)
     this_rank.set_place("building the model")
     seed_everything(model_seed(seed))
     with record_origins() as origins:

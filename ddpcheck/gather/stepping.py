@@ -133,16 +133,23 @@ class ModuleState:
                     object.__setattr__(submodule, key, value)
 
 
-def capture_state(module: nn.Module) -> ModuleState:
-    """A copy of the state of `module`."""
+def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
+    """A copy of the state of `module`; the tensors of `into`, an earlier one, are used again where they fit."""
     plain_types = (int, float, bool, str, type(None))
+    old = into.tensors if into is not None else {}
     return ModuleState(
-        tensors={name: tensor.detach().clone() for name, tensor in _state_tensors(module)},
+        tensors={name: _copied(tensor.detach(), old.get(name)) for name, tensor in _state_tensors(module)},
         plain=[
             {key: value for key, value in vars(submodule).items() if isinstance(value, plain_types)}
             for submodule in module.modules()
         ],
     )
+
+
+def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is not None and (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
+        return into.copy_(tensor)
+    return tensor.clone()
 
 
 def _state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

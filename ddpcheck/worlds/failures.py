@@ -8,20 +8,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure
+from ddpcheck.locate import is_user_file, relative_path
 from ddpcheck.worlds import wire
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARY = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")}
-    | {os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep}
-)
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _FELL = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote (process|peer).*(exit|clos)|"
@@ -57,7 +53,7 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
         ]
         for index, frame in enumerate(frames):
             if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
-                return tuple(frames[:index])
+                return tuple(frame for frame in frames[:index] if not frame.file.startswith(_PACKAGE))
         if block.lstrip().startswith("Current thread"):
             best = tuple(frames)
     return best
@@ -68,7 +64,7 @@ _LOOP = ("_perform", "_answer", "_live", "_set_up")
 
 def format_stack(frames: Sequence[Frame]) -> str:
     """Return a stack as text, most recent call first."""
-    return "\n".join(f'  File "{frame.file}", line {frame.line}, in {frame.name}' for frame in frames)
+    return "\n".join(f'  File "{relative_path(frame.file)}", line {frame.line}, in {frame.name}' for frame in frames)
 
 
 def collective_of(frames: Sequence[Frame]) -> str:
@@ -77,26 +73,24 @@ def collective_of(frames: Sequence[Frame]) -> str:
     for frame in frames:
         if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
             name = frame.name
-        elif name and _is_user(frame):
+        elif name and is_user_file(frame.file):
             return f"{name} at {_where(frame)}"
     return name
 
 
 def place_of(frames: Sequence[Frame]) -> str:
     """Return the innermost line of the user's own code, `""` if there is none."""
-    frame = next((frame for frame in frames if _is_user(frame)), None) or (frames[0] if frames else None)
+    frame = next((frame for frame in frames if is_user_file(frame.file)), None) or (frames[0] if frames else None)
     return f"{frame.name} at {_where(frame)}" if frame is not None else ""
 
 
-def _is_user(frame: Frame) -> bool:
-    return not (
-        frame.file.startswith(_PACKAGE) or frame.file.startswith("<") or any(part in frame.file for part in _LIBRARY)
-    )
+def _location(frames: Sequence[Frame]) -> str:
+    frame = next((frame for frame in frames if is_user_file(frame.file)), None)
+    return _where(frame) if frame is not None else ""
 
 
 def _where(frame: Frame) -> str:
-    inside = os.path.relpath(frame.file)
-    return f"{frame.file if inside.startswith(os.pardir) else inside}:{frame.line}".replace(os.sep, "/")
+    return f"{relative_path(frame.file)}:{frame.line}"
 
 
 # --- Failures ------------------------------------------------------------------------------------------------------
@@ -123,6 +117,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         type=reply["type"],
         traceback=reply["traceback"],
         exception=exception if isinstance(exception, BaseException) else None,
+        location=reply["location"],
         exit_code=reply["code"],
     )
 
@@ -156,7 +151,14 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
     else:
         what = f"is in {place_of(frames) or 'an unknown place'}"
     return RankFailure(
-        rank, "stuck", f"rank {rank} {what}", when, place=place, collective=collective, stack=format_stack(frames)
+        rank,
+        "stuck",
+        f"rank {rank} {what}",
+        when,
+        place=place,
+        collective=collective,
+        stack=format_stack(frames),
+        location=_location(frames),
     )
 
 

@@ -1,0 +1,253 @@
+"""DDP4xx: logs of collectives that do and do not match, logs of real ranks, and hangs that are told before the deadline."""
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.collectives import DeadlockWatch, judge_collectives, judge_failure, log_path, read_log
+from ddpcheck.errors import HangError, RankError, RankFailure
+from ddpcheck.evidence import Call
+from ddpcheck.findings import Finding, Location
+from ddpcheck.harness import World
+
+REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
+GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+# --- Matching ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", [[], [REDUCE], [REDUCE, GATHER, REDUCE]], ids=len)
+def test_ranks_that_call_the_same_are_in_step(log: list[Call]) -> None:
+    assert judge_collectives([log, list(log)]) == []
+
+
+def test_where_a_call_was_made_does_not_matter() -> None:
+    assert judge_collectives([[REDUCE], [replace(REDUCE, location="other.py:1", place="step 0: loss")]]) == []
+
+
+def test_a_call_that_a_rank_never_makes() -> None:
+    finding = only(judge_collectives([[REDUCE, GATHER], [REDUCE]]))
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP403", ("all_gather",), (1,))
+    assert finding.location == Location("model.py", 9)
+    assert "Rank 0 called all_gather" in finding.message and "rank 1 never did" in finding.message
+    assert finding.evidence[1] == "rank 1, collective number 1: none"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [GATHER, replace(REDUCE, payload="float32 of shape (4,)"), replace(REDUCE, payload="float64 of shape (3,)")],
+    ids=["operation", "shape", "dtype"],
+)
+def test_a_call_that_is_another_one_on_a_rank(other: Call) -> None:
+    everyone = [replace(call, members=(0, 1, 2)) for call in (REDUCE, other)]
+    finding = only(judge_collectives([everyone[:1], everyone[:1], everyone[1:]]))
+    assert finding.code == "DDP403" and finding.ranks == (2,)
+    assert "in step 0: forward" in finding.evidence[0]
+
+
+def test_only_the_first_mismatch_is_told() -> None:
+    finding = only(judge_collectives([[REDUCE, GATHER, REDUCE, GATHER], [GATHER, REDUCE]]))
+    assert "number 0" in finding.message
+
+
+def test_groups_are_matched_each_by_itself() -> None:
+    one, other = replace(REDUCE, group="1"), replace(GATHER, group="2")
+    assert judge_collectives([[one, other], [other, one]]) == []
+    alone = replace(REDUCE, group="3", members=(1,))
+    assert judge_collectives([[REDUCE], [alone, REDUCE, alone]]) == []
+    assert only(judge_collectives([[one, other], [one]])).subjects == ("all_gather",)
+
+
+# --- The log -------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(asdict(call)) + "\n" for call in (REDUCE, GATHER))
+    log_path(tmp_path, 0).write_text(lines + lines[:40])
+    assert read_log(tmp_path, 0) == [REDUCE, GATHER]
+    log_path(tmp_path, 1).write_text("")
+    assert read_log(tmp_path, 1) == [] and read_log(tmp_path, 2) == []
+
+
+def test_a_log_that_is_torn_inside_a_character_is_read(tmp_path: Path) -> None:
+    line = json.dumps(asdict(replace(REDUCE, location="modèle.py:5")), ensure_ascii=False).encode() + b"\n"
+    log_path(tmp_path, 0).write_bytes(line + line[: line.index("è".encode()) + 1])
+    assert [call.location for call in read_log(tmp_path, 0)] == ["modèle.py:5"]
+
+
+def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line() -> None:
+    def work() -> list[Call]:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck import rank
+        from ddpcheck.collectives import record_collectives, unlogged
+
+        here = rank.current()
+        record_collectives(here.directory, here.rank)
+        rank.set_place("step 7: forward")
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.zeros(3, requires_grad=True).detach())
+        dist.broadcast(torch.zeros(2, 2, dtype=torch.int64), src=1, group=group)
+        dist.all_gather([torch.zeros(1) for _ in range(2)], torch.ones(1))
+        dist.all_gather_object([None, None], {"rank": here.rank})
+        with unlogged():
+            dist.barrier()
+        dist.barrier()
+        assert rank.own_slots()[1] == ""
+        return read_log(here.directory, here.rank)
+
+    with World(2, timeout=30) as world:
+        mine, other = world.run(work)
+    assert judge_collectives([mine, other]) == []
+    assert [call.operation for call in mine] == [
+        "all_reduce",
+        "broadcast",
+        "all_gather",
+        "all_gather_object",
+        "barrier",
+    ]
+    assert [call.payload for call in mine] == [
+        *("float32 of shape (3,)", "int64 of shape (2, 2), root 1", "float32 of shape (1,)", "", ""),
+    ]
+    assert {call.place for call in mine} == {"step 7: forward"} and {call.members for call in mine} == {(0, 1)}
+    assert all(call.location.rpartition(":")[0].endswith(os.path.basename(__file__)) for call in mine), mine
+    assert len({call.group for call in mine}) == 2
+
+
+def test_a_collective_inside_an_autograd_function_counts_as_differentiable() -> None:
+    def work() -> list[tuple[bool, bool]]:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck import rank
+        from ddpcheck.collectives import record_collectives
+
+        class Summed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Any) -> Any:
+                total = x.clone()
+                dist.all_reduce(total)
+                return total
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Any) -> Any:
+                return gradient
+
+        record_collectives(rank.current().directory, rank.current().rank)
+        x = torch.ones(2, requires_grad=True)
+        Summed.apply(x)
+        dist.all_reduce(x * 2)
+        log = read_log(rank.current().directory, rank.current().rank)
+        return [(call.differentiable, call.carries_gradient) for call in log]
+
+    with World(2, timeout=30) as world:
+        assert world.run(work) == [[(True, False), (False, True)]] * 2
+
+
+# --- Watching ------------------------------------------------------------------------------------------------------
+
+
+def record_and(what: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck import rank
+    from ddpcheck.collectives import record_collectives
+
+    record_collectives(rank.current().directory, rank.current().rank)
+    rank.set_place("step 0: forward")
+    if what == "skip on rank 1" and dist.get_rank() == 1:
+        return
+    if what == "come late" and dist.get_rank() == 1:
+        time.sleep(2.0)
+    if what == "call another on rank 1" and dist.get_rank() == 1:
+        dist.barrier()
+    dist.all_reduce(torch.zeros(3))
+
+
+@pytest.mark.parametrize("what", ["skip on rank 1"])
+def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(what: str) -> None:
+    with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
+        world.run(int)
+        begun = time.monotonic()
+        with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did") as caught:
+            world.run(record_and, what)
+        assert time.monotonic() - begun < 10
+        (stuck,) = [failure for failure in caught.value.failures if failure.kind == "stuck"]
+        assert stuck.rank == 0 and stuck.place == "step 0: forward" and stuck.collective.startswith("all_reduce(")
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
+        assert world.run(record_and, "come late") == [None, None]
+
+
+# --- From a failure to a finding -----------------------------------------------------------------------------------
+
+
+def failure(rank: int, kind: Any, message: str = "it failed", **more: Any) -> RankFailure:
+    return RankFailure(rank, kind, message, float(rank), **more)
+
+
+def judge(*failures: RankFailure, logs: list[list[Call]] | None = None, world_size: int = 2) -> Finding:
+    return only(judge_failure(RankError("failed", failures), logs or [[]] * world_size, world_size))
+
+
+def test_a_failure_without_ranks_is_no_finding() -> None:
+    assert judge_failure(RankError("the ranks could not go on"), [[], []], 2) == []
+
+
+def test_a_rank_that_raised_is_the_cause_and_the_one_that_fell_is_evidence() -> None:
+    finding = judge(
+        failure(1, "raised", "rank 1 raised ValueError: no", type="ValueError", place="step 2: forward"),
+        failure(0, "fell", "connection closed by peer"),
+    )
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP401", ("step 2: forward",), (1,))
+    assert len(finding.evidence) == 2 and finding.message.count(".") == 1
+
+
+def test_the_line_that_raised_is_the_innermost_of_the_user() -> None:
+    trace = (
+        f'Traceback\n  File "{__file__}", line 3, in loss\n  File "{__file__}", line 5, in forward\nValueError: no\n'
+    )
+    found = judge(failure(0, "raised", traceback=trace)).location
+    assert found is not None and found.line == 5 and found.path.endswith(os.path.basename(__file__))
+
+
+def test_the_same_exception_everywhere_is_every_rank() -> None:
+    finding = judge(failure(0, "raised", type="KeyError"), failure(1, "raised", type="KeyError"))
+    assert (finding.code, finding.ranks) == ("DDP401", ()) and finding.message.startswith("Every rank")
+
+
+@pytest.mark.parametrize("kind", ["died", "exited"])
+def test_a_rank_that_died_or_left(kind: str) -> None:
+    finding = judge(failure(1, kind, "rank 1 died of SIGKILL"))
+    assert (finding.code, finding.ranks) == ("DDP404", (1,))
+
+
+def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
+    waits = failure(0, "stuck", place="step 1: backward", collective="all_reduce(float32 of shape (3,))")
+    sleeps = failure(1, "stuck", place="step 1: forward")
+    finding = judge(waits, sleeps)
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP402", ("step 1: forward",), (1,))
+    assert "rank 0: waits in all_reduce(float32 of shape (3,)), in step 1: backward" in finding.evidence
+    assert judge(waits, replace(waits, rank=1)).ranks == (0, 1)
+
+
+def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection() -> None:
+    logs = [[REDUCE], []]
+    assert judge(failure(0, "stuck"), logs=logs).code == "DDP403"
+    assert judge(failure(0, "raised", "gloo: connection closed by peer"), logs=logs).code == "DDP403"
+    assert judge(failure(1, "raised", "rank 1 raised KeyError"), logs=logs).code == "DDP401"

@@ -1,0 +1,138 @@
+"""From a name to the line that made it, and from a stack to the line of the user."""
+
+import copy
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import ddpcheck
+from ddpcheck.findings import Location
+from ddpcheck.locate import (
+    exception_location,
+    is_user_file,
+    record_origins,
+    relative_path,
+    user_location,
+    user_traceback,
+)
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+HERE = relative_path(__file__)
+
+
+def this_line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_line = this_line() + 1
+        self.encoder = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def test_parameters_buffers_and_modules_are_found_at_the_lines_that_made_them() -> None:
+    with record_origins() as origins:
+        model = Model()
+    first = model.first_line
+    for name, line in [
+        ("encoder", first),
+        ("encoder.weight", first),
+        ("blocks.1.bias", first + 1),
+        ("scale", first + 2),
+        ("mean", first + 3),
+    ]:
+        assert origins.of_name(model, name) == Location(HERE, line), name
+
+
+def test_what_is_added_later_is_found_and_what_came_before_is_not() -> None:
+    before = Model()
+    with record_origins() as origins:
+        model = nn.Sequential()
+        line = this_line() + 1
+        model.add_module("late", nn.Linear(1, 1))
+    assert origins.of_name(model, "late.weight") == Location(HERE, line)
+    assert origins.of_name(before, "scale") is None and origins.of_name(model, "nowhere.at.all") is None
+
+
+def test_the_copies_of_a_layer_are_found_at_the_module_that_holds_them() -> None:
+    with record_origins() as origins:
+        model = nn.Module()
+        layer = nn.Linear(1, 1)
+        line = this_line() + 1
+        model.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+    assert origins.of_name(model, "layers.1.weight") == Location(HERE, line)
+
+
+def test_recording_ends_with_its_block() -> None:
+    with record_origins() as origins:
+        pass
+    assert origins.of_name(Model(), "scale") is None
+
+
+def test_whose_file_it_is() -> None:
+    package = Path(ddpcheck.__file__).parent
+    assert is_user_file(__file__) and is_user_file("train.py")
+    assert not is_user_file(torch.__file__) and not is_user_file(os.__file__)
+    assert not is_user_file(str(package / "graph.py")) and not is_user_file(str(package / "gather" / "local.py"))
+    assert not is_user_file("<string>") and not is_user_file("<frozen importlib._bootstrap>")
+    other_library = os.path.join(sysconfig.get_path("purelib"), "timm", "layers.py")
+    assert is_user_file(other_library), "a library of models is what the user wants to see"
+
+
+def test_the_line_of_the_user_is_the_innermost_one() -> None:
+    def hook(*_: object) -> None:
+        found.append(user_location(sys._getframe()))
+
+    found: list[Location | None] = []
+    layer = nn.Linear(1, 1)
+    layer.register_forward_hook(hook)
+    layer(torch.ones(1, 1))
+    assert found == [Location(HERE, hook.__code__.co_firstlineno + 1)]
+
+
+def test_paths_are_relative_and_never_lead_upwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert relative_path(str(tmp_path / "below" / "inner" / "model.py")) == "inner/model.py"
+    assert relative_path(str(tmp_path / "model.py")) == "model.py"
+    assert relative_path(torch.__file__) == "torch/__init__.py"
+
+
+def test_an_exception_is_at_the_innermost_line_of_the_user() -> None:
+    def loss() -> None:
+        nn.Linear(2, 2)(torch.ones(1, 3))
+
+    with pytest.raises(RuntimeError) as caught:
+        loss()
+    assert exception_location(caught.value) == Location(HERE, loss.__code__.co_firstlineno + 1)
+    with pytest.raises(SyntaxError) as syntax:
+        compile("def (", "train.py", "exec")
+    assert exception_location(syntax.value) == Location("train.py", 1)
+
+
+def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() -> None:
+    from ddpcheck.errors import TargetError
+    from ddpcheck.recipe import call
+
+    def model() -> None:
+        try:
+            raise KeyError("deep")
+        except KeyError as error:
+            raise ValueError("shallow") from error
+
+    with pytest.raises(TargetError) as caught:
+        call("model()", model)
+    assert str(caught.value).startswith("model() raised ValueError: shallow (at ")
+    text = caught.value.detail
+    assert "KeyError: 'deep'" in text and "ValueError: shallow" in text and "in model" in text
+    assert "recipe.py" not in text and str(Path(__file__).parent) not in text
+    assert user_traceback(ValueError("never raised")) == "ValueError: never raised"

@@ -1,0 +1,152 @@
+"""The four spellings of a TARGET, and what is said of those that are none. Loading happens in a process of its own."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpcheck.errors import TargetError, UsageError
+from ddpcheck.target import find_file, is_path, load_target, split_target
+
+pytest.importorskip("torch")
+
+SOURCE = """
+import torch
+from torch import nn
+from helper_beside_it import WIDTH
+import ddpcheck
+
+def model(): return nn.Linear(WIDTH, 1)
+def batch(step): return torch.ones(4, WIDTH)
+def loss(model, batch): return model(batch).mean()
+def optimizer(parameters): return torch.optim.Adam(parameters)
+ddp_kwargs = {"static_graph": True}
+
+recipe = ddpcheck.Recipe(model=model, batch=batch, loss=loss)
+def make(): return recipe
+def make_with(width=3): return recipe
+class Holder: recipe = recipe
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    modules, path = dict(sys.modules), list(sys.path)
+    folder = tmp_path / "target_package" / "inner"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").touch()
+    for at in (folder, tmp_path):
+        (at / "recipes.py").write_text(SOURCE)
+        (at / "helper_beside_it.py").write_text("WIDTH = 2\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - set(modules):
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("recipes.py", "recipes.py:recipe", "recipes.py:make", "recipes", "recipes:recipe", "recipes:make"),
+        *("recipes:make_with", "recipes:Holder.recipe", "target_package/inner/recipes.py", "./recipes.py:recipe"),
+        *("target_package.inner.recipes", "target_package.inner.recipes:make"),
+    ],
+)
+def test_every_spelling_gives_the_recipe(place: Path, target: str) -> None:
+    if target.startswith("target_package."):
+        sys.path.insert(0, str(place))  # where its helper is
+    recipe = load_target(target)
+    assert sum(p.numel() for p in recipe.build_model().parameters()) == 3
+    assert recipe.ddp_kwargs == ({} if ":" in target else {"static_graph": True})
+    assert (recipe.optimizer is None) is (":" in target)
+
+
+def test_an_absolute_path_works(place: Path) -> None:
+    assert load_target(f"{place / 'recipes.py'}:recipe").ddp_kwargs == {}
+
+
+@pytest.mark.parametrize("name", ["json.py", "my-recipe.py", "torch.py", "1st.py"])
+def test_a_file_may_be_called_like_anything(place: Path, name: str) -> None:
+    (place / "recipes.py").rename(place / name)
+    assert load_target(name).ddp_kwargs == {"static_graph": True}
+    import json
+
+    assert json.loads("1") == 1
+
+
+def test_two_files_of_one_name_are_two_targets(place: Path) -> None:
+    (place / "target_package" / "inner" / "recipes.py").write_text(SOURCE.replace("True", "False"))
+    assert load_target("recipes.py").ddp_kwargs == {"static_graph": True}
+    assert load_target("target_package/inner/recipes.py").ddp_kwargs == {"static_graph": False}
+
+
+def test_a_dataclass_with_postponed_annotations_works(place: Path) -> None:
+    (place / "recipes.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        + SOURCE
+        + "\n@dataclass\nclass Batch:\n    x: torch.Tensor\n"
+    )
+    assert load_target("recipes.py:make").ddp_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [
+        ("a.py", ("a.py", "")),
+        ("a.py:b", ("a.py", "b")),
+        ("a.b:c.d", ("a.b", "c.d")),
+        ("x/a.py", ("x/a.py", "")),
+        ("odd:folder/a.py", ("odd:folder/a.py", "")),
+        ("odd:folder/a.py:b", ("odd:folder/a.py", "b")),
+    ],
+)
+def test_a_target_is_split_at_its_last_colon(target: str, parts: tuple[str, str]) -> None:
+    assert split_target(target) == parts
+    assert is_path(parts[0]) is ("py" in parts[0])
+
+
+@pytest.mark.parametrize("target", ["", ":", ":recipe"])
+def test_a_target_without_a_place_is_wrong_usage(target: str) -> None:
+    with pytest.raises(UsageError, match="names no file or module"):
+        split_target(target)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("recipes.py:recpie", "has no attribute 'recpie'; did you mean 'recipe'?"),
+        ("recipes.py:Holder.other", "has no attribute 'other'"),
+        ("recipes.py:loss", "needs arguments"),
+        ("recipes.py:Holder", "must be a ddpcheck.Recipe"),
+        ("recipes.py:ddp_kwargs", "a value of type dict"),
+        ("recipes.py:model", "returned a value of type Linear"),
+        ("helper_beside_it", "has no model and no batch and no loss"),
+        ("nowhere", "no module named 'nowhere'"),
+        ("nowhere.py", "no such file: nowhere.py"),
+        ("target_package/", "is a folder"),
+        ("not a module", "'not a module'"),
+        ("..recipes", "'..recipes'"),
+    ],
+)
+def test_what_is_no_recipe_is_wrong_usage(place: Path, target: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_target(target)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["recipes.py", "recipes"])
+def test_an_error_inside_the_target_is_its_own(place: Path, target: str) -> None:
+    (place / "recipes.py").write_text("import no_such_dependency\n")
+    with pytest.raises(TargetError, match="importing recipes.*no_such_dependency.*recipes.py:1"):
+        load_target(target)
+
+
+def test_a_file_is_found_before_anything_is_loaded(place: Path) -> None:
+    assert find_file("recipes.py") == place / "recipes.py"
+    (place / "notes.txt").touch()
+    with pytest.raises(UsageError, match="no Python file"):
+        find_file("notes.txt")
