@@ -1,4 +1,4 @@
-"""DDP4xx: logs of collectives that do and do not match, logs of real ranks, and hangs that are told before the deadline."""
+"""DDP4xx: logs of collectives that do and do not match, logs of real ranks, and hangs told before the deadline."""
 
 import json
 import os
@@ -80,12 +80,6 @@ def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
     assert read_log(tmp_path, 1) == [] and read_log(tmp_path, 2) == []
 
 
-def test_a_log_that_is_torn_inside_a_character_is_read(tmp_path: Path) -> None:
-    line = json.dumps(asdict(replace(REDUCE, location="modèle.py:5")), ensure_ascii=False).encode() + b"\n"
-    log_path(tmp_path, 0).write_bytes(line + line[: line.index("è".encode()) + 1])
-    assert [call.location for call in read_log(tmp_path, 0)] == ["modèle.py:5"]
-
-
 def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line() -> None:
     def work() -> list[Call]:
         import torch
@@ -136,13 +130,13 @@ def test_a_collective_inside_an_autograd_function_counts_as_differentiable() -> 
 
         class Summed(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, x: Any) -> Any:
+            def forward(ctx, x):  # type: ignore[no-untyped-def]
                 total = x.clone()
                 dist.all_reduce(total)
                 return total
 
             @staticmethod
-            def backward(ctx: Any, gradient: Any) -> Any:
+            def backward(ctx, gradient):  # type: ignore[no-untyped-def]
                 return gradient
 
         record_collectives(rank.current().directory, rank.current().rank)
@@ -218,12 +212,16 @@ def test_a_rank_that_raised_is_the_cause_and_the_one_that_fell_is_evidence() -> 
     assert len(finding.evidence) == 2 and finding.message.count(".") == 1
 
 
-def test_the_line_that_raised_is_the_innermost_of_the_user() -> None:
-    trace = (
-        f'Traceback\n  File "{__file__}", line 3, in loss\n  File "{__file__}", line 5, in forward\nValueError: no\n'
-    )
-    found = judge(failure(0, "raised", traceback=trace)).location
-    assert found is not None and found.line == 5 and found.path.endswith(os.path.basename(__file__))
+@pytest.mark.parametrize("kind", ["raised", "died", "stuck"])
+def test_the_line_of_a_failure_is_the_line_of_the_finding(kind: str) -> None:
+    assert judge(failure(0, kind, location="pkg/model.py:5")).location == Location("pkg/model.py", 5)
+    assert judge(failure(0, kind)).location is None
+
+
+def test_a_rank_that_had_finished_is_named() -> None:
+    error = RankError("failed", [failure(1, "stuck", place="step 0: forward")])
+    error.results = {0: None}
+    assert "rank 0: had finished" in only(judge_failure(error, [[], []], 2)).evidence
 
 
 def test_the_same_exception_everywhere_is_every_rank() -> None:
@@ -243,7 +241,7 @@ def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
     finding = judge(waits, sleeps)
     assert (finding.code, finding.subjects, finding.ranks) == ("DDP402", ("step 1: forward",), (1,))
     assert "rank 0: waits in all_reduce(float32 of shape (3,)), in step 1: backward" in finding.evidence
-    assert judge(waits, replace(waits, rank=1)).ranks == (0, 1)
+    assert judge(waits, replace(waits, rank=1)).ranks == ()
 
 
 def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection() -> None:

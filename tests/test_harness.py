@@ -623,7 +623,7 @@ def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
                 with World(1) as other:
                     code = 0 if code == 2 and other.run(rank_number) == [0] else 3
             finally:
-                from ddpcheck import processes
+                from ddpcheck.worlds import processes
 
                 processes.shut_down()
                 os._exit(code)
@@ -633,7 +633,7 @@ def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
 
 
 def test_a_fork_server_that_was_killed_is_replaced() -> None:
-    from ddpcheck import processes
+    from ddpcheck.worlds import processes
 
     with World(1) as world:
         world.run(rank_number)
@@ -647,7 +647,7 @@ def test_a_fork_server_that_was_killed_is_replaced() -> None:
 
 
 def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck import processes
+    from ddpcheck.worlds import processes
 
     with World(1) as world:
         world.run(rank_number)

@@ -141,7 +141,7 @@ def test_what_is_no_recipe_is_wrong_usage(place: Path, target: str, words: str) 
 @pytest.mark.parametrize("target", ["recipes.py", "recipes"])
 def test_an_error_inside_the_target_is_its_own(place: Path, target: str) -> None:
     (place / "recipes.py").write_text("import no_such_dependency\n")
-    with pytest.raises(TargetError, match="importing recipes.*no_such_dependency.*recipes.py:1"):
+    with pytest.raises(TargetError, match=r"importing recipes.*no_such_dependency.*recipes\.py:1"):
         load_target(target)
 
 

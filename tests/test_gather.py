@@ -1,0 +1,566 @@
+"""Gathering evidence: fingerprints, silenced random numbers, distances, tolerances, state, synchronised statistics."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hypothesis = pytest.importorskip("hypothesis")
+
+import torch.nn.functional as F  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from ddpcheck.errors import TargetError  # noqa: E402
+from ddpcheck.gather.compare import difference, eps_of, fit, norm, scales, tolerances  # noqa: E402
+from ddpcheck.gather.describe import describe, digest_of, fingerprint  # noqa: E402
+from ddpcheck.gather.randomness import (  # noqa: E402
+    QuietRandomness,
+    generator_states,
+    mixed_seed,
+    quiet_modules,
+    seed_everything,
+)
+from ddpcheck.gather.stepping import capture_state, compute_gradients, compute_loss, visible_tensors  # noqa: E402
+from ddpcheck.harness import World  # noqa: E402
+from ddpcheck.recipe import Recipe  # noqa: E402
+
+quickly = settings(deadline=None, max_examples=60)
+
+# --- Fingerprints --------------------------------------------------------------------------------------------------
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+def filled(dtype: Any, *shape: int, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (3, 4)], ids=str)
+def test_equal_bits_give_equal_fingerprints_and_any_change_another(dtype: Any, shape: tuple[int, ...]) -> None:
+    tensor = filled(dtype, *shape)
+    print_of = fingerprint(tensor)
+    assert 0 <= print_of < 2**64 and fingerprint(tensor.clone()) == print_of
+    for place in range(tensor.numel()):
+        changed = tensor.clone()
+        flat = changed.view(-1)
+        flat[place] = ~flat[place] if dtype is torch.bool else flat[place] + 1
+        assert fingerprint(changed) != print_of, place
+
+
+@quickly
+@given(st.integers(1, 200), st.data())
+def test_one_flipped_bit_anywhere_changes_the_fingerprint(size: int, data: st.DataObject) -> None:
+    tensor = filled(torch.int32, size)
+    place, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 30))
+    changed = tensor.clone()
+    changed[place] ^= 1 << bit
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+@quickly
+@given(st.integers(2, 50), st.data())
+def test_two_swapped_elements_change_the_fingerprint(size: int, data: st.DataObject) -> None:
+    tensor = torch.arange(size, dtype=torch.float32)
+    one, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    changed = tensor.clone()
+    changed[[one, other]] = changed[[other, one]]
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_layout_in_memory_does_not_matter(dtype: Any) -> None:
+    tensor = filled(dtype, 2, 3, 4, 5)
+    expected = fingerprint(tensor)
+    assert fingerprint(tensor.to(memory_format=torch.channels_last)) == expected
+    assert fingerprint(tensor.transpose(0, 3).contiguous().transpose(0, 3)) == expected
+    padded = torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])
+    assert fingerprint(padded[1:].view(2, 3, 4, 5)) == expected, "a view that starts in the middle"
+
+
+def test_bits_count_and_not_values() -> None:
+    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    assert fingerprint(torch.tensor([math.nan])) == fingerprint(torch.tensor([math.nan]))
+    assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(4))
+    assert fingerprint(torch.ones(3).requires_grad_()) == fingerprint(torch.ones(3))
+
+
+def test_large_tensors_are_taken_in_pieces() -> None:
+    tensor = torch.zeros((1 << 20) + 3)
+    for place in (0, (1 << 20) - 1, 1 << 20, (1 << 20) + 2):
+        changed = tensor.clone()
+        changed[place] = 1.0
+        assert fingerprint(changed) != fingerprint(tensor)
+
+
+def test_sparse_and_complex_views_have_fingerprints_too() -> None:
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,))
+    assert fingerprint(sparse) == fingerprint(sparse.to_dense())
+    assert fingerprint(sparse.to_dense().to_sparse_csr() if sparse.dim() == 2 else sparse.coalesce()) == fingerprint(
+        sparse
+    )
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    assert fingerprint(z.conj()) == fingerprint(z.conj().resolve_conj()) != fingerprint(z)
+
+
+def test_a_description_is_equal_for_modules_that_are_built_alike() -> None:
+    one, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    assert describe(one) == describe(other) and digest_of(describe(one)) == digest_of(describe(other))
+    assert len(digest_of(describe(one))) == len(digest_of(describe(nn.Linear(1, 1)))) == 32
+    other[1].eval()
+    assert digest_of(describe(one)) != digest_of(describe(other))
+
+
+def test_a_description_lists_lazy_parameters_ties_and_what_nobody_registered() -> None:
+    model = nn.ModuleDict({"lazy": nn.LazyLinear(2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    model.cache = torch.ones(4)
+    described = describe(model)
+    assert described.uninitialised == ("lazy.weight", "lazy.bias")
+    assert described.ties == (("a.weight", "b.weight"),)
+    assert [(name, shape) for name, shape, _ in described.state] == [("cache", (4,))]
+
+
+# --- Random numbers ------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.rnn = kind(6, 6, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.rnn(x.unsqueeze(1).expand(-1, 3, -1))[0].flatten(1)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        tokens = x.unsqueeze(1).expand(-1, 4, -1) * torch.arange(1.0, 5.0).view(1, 4, 1)
+        return self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).flatten(1)
+
+
+def attend(x: Any) -> Any:
+    tokens = (x.unsqueeze(1) * torch.arange(1.0, 5.0).view(1, 4, 1)).unsqueeze(1)
+    return F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5).flatten(1)
+
+
+RANDOM: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "dropout in place": lambda: lambda x: F.dropout(x * 1.0, 0.5, inplace=True),
+    "dropout of channels": lambda: lambda x: F.dropout2d(x.view(-1, 2, 3, 1), 0.5).flatten(1),
+    "alpha dropout": lambda: nn.AlphaDropout(0.5),
+    "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.5),
+    "rrelu": lambda: lambda x: F.rrelu(x - 0.7, training=True),
+    "rand_like": lambda: lambda x: x * torch.rand_like(x),
+    "rand": lambda: lambda x: x * torch.rand(x.shape),
+    "randn_like": lambda: lambda x: x + x * torch.randn_like(x),
+    "normal": lambda: lambda x: x * torch.normal(x.detach(), 1.0),
+    "uniform_": lambda: lambda x: x * torch.empty_like(x).uniform_(0.5, 2.0),
+    "exponential_": lambda: lambda x: x * torch.empty_like(x).exponential_(),
+    "bernoulli of probabilities": lambda: lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "bernoulli_ of a number": lambda: lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+    "bernoulli_ of a tensor": lambda: lambda x: x * torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
+    "drop path": lambda: lambda x: x * (torch.rand(x.shape[0], 1) < 0.8),
+    "randperm of features": lambda: lambda x: x[:, torch.randperm(x.shape[1])],
+    "randint": lambda: lambda x: x * torch.randint(1, 5, (x.shape[0], 1)),
+    "multinomial": lambda: lambda x: x.gather(1, torch.multinomial(x.softmax(1), 2)),
+    "gumbel softmax": lambda: lambda x: F.gumbel_softmax(x, hard=False),
+    "scaled dot product attention": lambda: attend,
+    "multi-head attention": Attention,
+    "encoder layer": Encoder,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "checkpointed dropout": Checkpointed,
+    "mixup": lambda: lambda x: 0.75 * x + 0.25 * x * torch.distributions.Beta(0.4, 0.4).sample((1,)),
+}
+
+
+def gradient_of(layer: Any, x: Any) -> tuple[Any, Any]:
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    (output * torch.arange(1.0, output[0].numel() + 1).view_as(output[0])).sum().backward()
+    return output.detach(), x.grad
+
+
+def is_random(layer: Any, x: Any) -> bool:
+    first, *others = [gradient_of(layer, x)[0] for _ in range(6)]
+    return any(not torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_silenced_random_layers_compute_the_same_on_shards_and_on_the_whole(name: str) -> None:
+    torch.manual_seed(0)
+    layer = RANDOM[name]()
+    x = torch.rand(7, 6) + 0.1
+    module = layer if isinstance(layer, nn.Module) else nn.Identity()
+    assert is_random(layer, x)
+    with quiet_modules(module), QuietRandomness():
+        whole, shards = gradient_of(layer, x), [gradient_of(layer, part) for part in (x[:4], x[4:])]
+    for index in (0, 1):
+        torch.testing.assert_close(torch.cat([shard[index] for shard in shards]), whole[index])
+    assert float(whole[1].abs().sum()) > 0, "silence must not silence the gradient"
+    assert is_random(layer, x), "again"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.45])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x, rate: torch.rand(len(x), 1) < 1 - rate,
+        lambda x, rate: torch.rand(len(x), 1) > rate,
+        lambda x, rate: (1 - rate + torch.rand(len(x), 1)).floor(),
+        lambda x, rate: torch.empty(len(x), 1).bernoulli_(1 - rate),
+    ],
+    ids=["below the rate to keep", "above the rate to drop", "floor", "bernoulli_"],
+)
+def test_a_layer_dropped_at_the_usual_rates_is_kept_in_silence(keep: Callable[[Any, float], Any], rate: float) -> None:
+    with QuietRandomness():
+        assert keep(torch.ones(3, 2), rate).float().tolist() == [[1.0]] * 3
+
+
+SEEDED_BUT_MADE_OF_OTHERS = {
+    # these are made of operations that are silenced, or draw nothing by themselves
+    *("alpha_dropout", "cauchy", "dropout", "exponential", "geometric", "log_normal"),
+    *("gru", "lstm", "rnn_relu", "rnn_tanh"),  # by quiet_modules
+    *("_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
+    # these have no kernel where DDP runs, or are made by a compiler
+    *("_fused_dropout", "_scaled_dot_product_attention_math_for_mps", "_flash_attention_forward_no_dropout_inplace"),
+    *("_scaled_dot_product_fused_attention_overrideable", "rrelu_with_noise_functional", "normal_functional"),
+}
+
+
+def test_every_operation_that_torch_marks_as_seeded_is_silenced() -> None:
+    from ddpcheck.gather import randomness
+
+    seeded = set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in getattr(packet, "overloads", list)():
+            if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
+                seeded.add(name)
+    assert {"bernoulli", "native_dropout", "randperm"} <= seeded
+    assert seeded - set(randomness._QUIET) - SEEDED_BUT_MADE_OF_OTHERS == set()
+
+
+def test_layers_get_their_dropout_back_even_when_something_raises() -> None:
+    layer = nn.LSTM(2, 2, num_layers=2, dropout=0.3)
+    with pytest.raises(KeyError), quiet_modules(layer):
+        assert layer.dropout == 0.0
+        raise KeyError
+    assert layer.dropout == 0.3
+
+
+def test_a_seed_covers_all_generators_and_a_draw_is_seen() -> None:
+    import random
+
+    numpy = pytest.importorskip("numpy")
+    cpu = torch.device("cpu")
+    draws: list[Callable[[], Any]] = [random.random, numpy.random.rand, lambda: torch.rand(1).item()]
+    for draw in draws:
+        seed_everything(3)
+        states = generator_states(cpu)
+        assert generator_states(cpu) == states
+        first = draw()
+        assert generator_states(cpu) != states
+        seed_everything(3)
+        assert draw() == first
+
+
+@quickly
+@given(st.integers(-(2**70), 2**70), st.integers(0, 1000), st.integers(0, 64))
+def test_seeds_for_different_purposes_differ(seed: int, step: int, rank: int) -> None:
+    seeds = [mixed_seed(seed, 3, s, r) for s, r in {(step, rank), (step + 1, rank), (step, rank + 1), (rank, step)}]
+    assert len(set(seeds)) == len(seeds) and all(0 <= value < 2**31 for value in seeds)
+
+
+# --- Distances and tolerances --------------------------------------------------------------------------------------
+
+
+def test_a_distance_is_relative_and_names_the_worst_element() -> None:
+    want = torch.ones(2, 3)
+    got = want.clone()
+    got[1, 2] = 4.0
+    found = difference("w", got, want, scale=norm(want), tolerance=1e-6)
+    assert found.bad and found.error == pytest.approx(3 / math.sqrt(6))
+    assert (found.worst_index, found.worst_got, found.worst_want) == ((1, 2), 4.0, 1.0)
+    assert (found.elements, found.beyond) == (6, 1)
+    same = difference("w", want, want, scale=norm(want), tolerance=0.0)
+    assert not same.bad and same.error == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("factor", [0.5, 2.0, -1.0])
+def test_a_constant_factor_is_measured(dtype: Any, factor: float) -> None:
+    want = filled(dtype, 5, 3)
+    found = difference("w", want * factor, want, scale=norm(want), tolerance=1e-6)
+    assert found.ratio == pytest.approx(factor) and found.residual < 1e-9
+    assert found.error == pytest.approx(abs(1 - factor))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_never_within_tolerance_and_goes_into_json(value: float) -> None:
+    import json
+
+    got = torch.ones(3)
+    got[1] = value
+    found = difference("w", got, torch.ones(3), scale=1.0, tolerance=1.0)
+    assert found.bad and found.worst_index == (1,)
+    json.dumps([found.error, found.ratio, found.residual, found.worst_got], allow_nan=False)
+
+
+def test_a_gradient_that_is_missing_counts_as_zeros() -> None:
+    want = torch.full((4,), 2.0)
+    assert difference("w", None, want, scale=norm(want), tolerance=0.1).error == pytest.approx(1.0)
+    assert difference("w", want, None, scale=norm(want), tolerance=0.1).bad
+    assert not difference("w", None, None, scale=1.0, tolerance=0.1).bad
+    assert not difference("w", None, torch.zeros(4), scale=0.0, tolerance=0.1).bad
+    assert difference("w", torch.ones(2), torch.ones(3), scale=1.0, tolerance=0.1).bad
+    assert difference("w", torch.ones(2), torch.zeros(2), scale=0.0, tolerance=0.1).bad
+    assert not difference("w", torch.ones(2).to_sparse(), torch.ones(2), scale=1.0, tolerance=0.0).bad
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_measured_by_its_siblings() -> None:
+    reference = {"norm.weight": torch.full((4,), 2.0), "norm.bias": torch.full((4,), 1e-9), "other": torch.zeros(4)}
+    scale = scales(reference)
+    assert scale["norm.weight"] == pytest.approx(4.0) and scale["norm.bias"] == pytest.approx(4.0)
+    assert scale["other"] > 0.0, "a zero gradient beside others has a scale"
+    assert scales({"alone": torch.zeros(3)}) == {"alone": 0.0}
+
+
+def test_tolerances_follow_the_rounding_that_was_measured() -> None:
+    reference = {name: torch.ones(4) for name in "abc"}
+    scale = dict.fromkeys(reference, 2.0)
+    eps = eps_of(torch.float32)
+    assert tolerances(reference, scale, dict.fromkeys(reference, 0.0)) == dict.fromkeys(reference, 16 * eps)
+    noisy = tolerances(reference, scale, {"a": 2e-3, "b": 2e-5, "c": 0.0})
+    assert noisy["a"] == pytest.approx(3e-3) and noisy["b"] == noisy["c"] == pytest.approx(3e-5)
+    unmeasured = tolerances(reference, scale, None)
+    assert 16 * eps < unmeasured["a"] < 1e-3, "still finds the smallest real fault"
+    half = tolerances({"a": torch.ones(4, dtype=torch.bfloat16)}, {"a": 2.0}, None)
+    assert eps_of(torch.bfloat16) < half["a"] < 0.5
+
+
+@quickly
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=4))
+def test_the_weights_of_shards_are_found(weights: list[float]) -> None:
+    parts = [
+        {"w": filled(torch.float64, 9, seed=i), "b": filled(torch.float64, 3, seed=9 + i)} for i in range(len(weights))
+    ]
+    target = {key: sum(w * part[key] for w, part in zip(weights, parts, strict=True)) for key in ("w", "b")}
+    found, residual = fit(target, parts)
+    assert found == pytest.approx(weights, abs=1e-9) and residual < 1e-6
+    unrelated = {key: filled(torch.float64, *value.shape, seed=99) for key, value in target.items()}
+    assert fit(unrelated, parts)[1] > 0.1
+
+
+# --- A step --------------------------------------------------------------------------------------------------------
+
+
+def recipe(loss: Callable[[Any, Any], Any] = lambda model, batch: model(batch).mean()) -> Recipe:
+    return Recipe(model=lambda: nn.Linear(2, 1), batch=lambda step: torch.ones(4, 2), loss=loss)
+
+
+def test_every_nest_of_scalars_is_a_loss() -> None:
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    for make in (
+        lambda value: value,
+        lambda value: value.reshape(1, 1),
+        lambda value: {"a": value / 2, "b": [value / 4, value / 4]},
+        lambda value: (value, torch.tensor(7)),
+    ):
+        loss = compute_loss(recipe(lambda m, b, make=make: make(m(b).mean())), model, batch, step=0, seed=0)
+        assert loss.value == pytest.approx(model(batch).mean().item()) and not loss.drew
+
+
+def test_a_loss_of_two_precisions_keeps_the_better_one() -> None:
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    for order in (lambda low, high: (low, high), lambda low, high: (high, low)):
+        make = recipe(lambda m, b, order=order: order((m(b).mean() * 0).bfloat16(), m(b).mean() + 1 / 3))
+        loss = compute_loss(make, model, batch, step=0, seed=0)
+        assert loss.value == pytest.approx(model(batch).mean().item() + 1 / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda m, b: None, "returned NoneType without any tensor"),
+        (lambda m, b: m(b), "shape (4, 1)"),
+        (lambda m, b: m(b).mean().detach(), "does not require grad"),
+        (lambda m, b: m(b).mean() / 0 * 0, "step 5 is nan"),
+    ],
+    ids=["none", "no scalar", "no grad", "nan"],
+)
+def test_what_is_no_loss_is_told(loss: Callable[[Any, Any], Any], words: str) -> None:
+    with pytest.raises(TargetError) as caught:
+        compute_loss(recipe(loss), nn.Linear(2, 1), torch.ones(4, 2), step=5, seed=0)
+    assert words in str(caught.value)
+
+
+def test_gradients_start_from_nothing_and_a_draw_is_noticed() -> None:
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    first, _ = compute_gradients(recipe(), model, batch, step=0, seed=0)
+    second, _ = compute_gradients(recipe(), model, batch, step=1, seed=0)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    noisy = recipe(lambda m, b: F.dropout(m(b)).mean())
+    assert compute_loss(noisy, model, batch, step=0, seed=0).drew
+
+
+def test_state_comes_back_with_buffers_counters_and_what_nobody_registered() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.calls, model.cache = 0, torch.zeros(2)
+    state = capture_state(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model(torch.randn(5, 2))
+    model.calls += 1
+    model.cache += 1
+    with torch.no_grad():
+        model[0].weight += 1
+    identities = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    state.restore(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.calls == 0 and model.cache.tolist() == [0.0, 0.0]
+    assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == identities
+
+
+def test_the_tensors_that_ddp_would_find_in_an_output() -> None:
+    class Opaque:
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+    tensor = torch.ones(1, requires_grad=True) * 2
+    assert visible_tensors([{"a": [tensor]}]) == ([tensor], "")
+    assert visible_tensors([torch.ones(1)]) == ([], "")
+    found, opaque = visible_tensors([Opaque(tensor)])
+    assert found == [] and opaque.endswith("Opaque")
+    assert visible_tensors([None]) == ([], "")
+
+
+# --- SyncBatchNorm on CPU ------------------------------------------------------------------------------------------
+
+VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "vectors": ((3,), {}),
+    "images": ((3, 4, 2), {}),
+    "sequences": ((3, 5), {"momentum": 0.3}),
+    "cumulative average": ((3,), {"momentum": None}),
+    "no affine": ((3,), {"affine": False}),
+    "no running statistics": ((3,), {"track_running_stats": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    with World(2, timeout=60) as world:
+        yield world
+
+
+def normalise(layer: Any, x: Any, weight: Any) -> tuple[Any, ...]:
+    """Two training steps and one evaluation: outputs, gradients of input and parameters, statistics."""
+    found = []
+    for _ in range(2):
+        x = x.detach().clone().requires_grad_()
+        output = layer(x)
+        for parameter in layer.parameters():
+            parameter.grad = None
+        (output * weight).sum().backward()
+        found.append((output.detach(), x.grad, [p.grad for p in layer.parameters()]))
+    statistics = [buffer.clone() for buffer in layer.buffers()]
+    layer.eval()
+    return found, statistics, layer(x).detach() if statistics else None
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("split", [4, 5], ids=["even", "uneven"])
+def test_synchronised_statistics_are_those_of_the_whole_batch(two_ranks: World, name: str, split: int) -> None:
+    shape, options = VARIANTS[name]
+    x, weight = filled(torch.float64, 8, *shape), filled(torch.float64, 8, *shape, seed=1)
+
+    def work() -> Any:
+        import torch.distributed as dist
+
+        from ddpcheck.gather.syncbn import synchronised_on_cpu
+
+        mine = slice(0, split) if dist.get_rank() == 0 else slice(split, None)
+        original = nn.SyncBatchNorm.forward
+        with synchronised_on_cpu() as used:
+            layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
+            result = normalise(layer, x[mine], weight[mine])
+            nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
+        assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
+        return result
+
+    kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d}[len(shape)]
+    plain, statistics, evaluated = normalise(kind(3, dtype=torch.float64, **options), x, weight)
+    results = two_ranks.run(work)
+    for step, (output, of_input, of_parameters) in enumerate(plain):
+        parts = [result[0][step] for result in results]
+        torch.testing.assert_close(torch.cat([part[0] for part in parts]), output)
+        torch.testing.assert_close(torch.cat([part[1] for part in parts]), of_input)
+        for index, gradient in enumerate(of_parameters):
+            torch.testing.assert_close(sum(part[2][index] for part in parts), gradient)
+    for result in results:
+        for got, want in zip(result[1], statistics, strict=True):
+            torch.testing.assert_close(got, want)
+    if evaluated is not None:
+        torch.testing.assert_close(torch.cat([result[2] for result in results]), evaluated)
+
+
+def test_the_stand_in_keeps_to_half_precision_inputs_and_refuses_what_torch_refuses(two_ranks: World) -> None:
+    def work() -> Any:
+        from ddpcheck.gather.syncbn import synchronised_on_cpu
+
+        with synchronised_on_cpu():
+            output = nn.SyncBatchNorm(3)(torch.randn(4, 3).bfloat16())
+            try:
+                nn.SyncBatchNorm(3)(torch.randn(3))
+            except ValueError as error:
+                return output.dtype, str(error)
+        return output.dtype, "nothing"
+
+    for dtype, refusal in two_ranks.run(work):
+        assert dtype is torch.bfloat16 and "expected at least 2D input" in refusal
+
+
+def test_the_stand_in_works_in_a_group_of_one() -> None:
+    def work() -> Any:
+        from ddpcheck.gather.syncbn import synchronised_on_cpu
+
+        x = filled(torch.float32, 6, 3)
+        with synchronised_on_cpu():
+            return nn.SyncBatchNorm(3)(x).detach()
+
+    with World(1, timeout=30) as world:
+        torch.testing.assert_close(world.run(work)[0], nn.BatchNorm1d(3)(filled(torch.float32, 6, 3)).detach())

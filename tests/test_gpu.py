@@ -1,0 +1,200 @@
+"""The same checks with the reducer of a GPU. Needs torch, pytest, numpy and a CUDA device, and nothing else."""
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ddpcheck.check import check  # noqa: E402
+from ddpcheck.errors import UsageError  # noqa: E402
+from ddpcheck.findings import Report, Severity  # noqa: E402
+from ddpcheck.harness import World  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False: no CUDA device"),
+]
+
+ZOO = Path(__file__).parent / "zoo"
+HEALTHY = (
+    *("adamw_two_groups", "autocast_bfloat16", "bfloat16_model", "checkpoint_nonreentrant", "conv_groupnorm"),
+    *("conv_syncbn", "double_precision", "dropout_rnn", "embedding_padding_idx", "gradient_as_bucket_view", "lstm"),
+    *("mixed_dtypes", "moe_all_experts", "sparse_embedding", "transformer_tied_dropout", "uneven_batch_weighted"),
+    *("channels_last_everywhere", "allgather_contrastive", "two_forwards_one_backward", "vae"),
+)
+BROKEN = (
+    *("unused", "detached", "item_path", "numpy_path", "unused_on_rank1", "python_list_layers", "times_zero"),
+    *("shape_differs", "dtype_differs", "names_differ", "structure_differs", "buffer_value", "bypass", "sum_loss"),
+    *("unequal_counts", "batchnorm", "optimizer_lr_differs", "comm_hook_forgets_division", "raises_on_rank1"),
+    *("reentrant_twice", "kills_itself"),
+)
+NOTE_OF_SHARING = "several ranks share one GPU"
+
+
+def on_gpu(name: str, **options: Any) -> Report:
+    return check(str(ZOO / f"{name}.py"), device="cuda", timeout=60, **options)
+
+
+def shown(report: Report) -> str:
+    lines = [f"{f.code} {f.severity.value} {f.subjects} ranks {f.ranks}: {f.message}" for f in report.findings]
+    lines += [fact for f in report.findings for fact in f.evidence]
+    lines += [f"{c.name}: {c.status} {c.detail}" for c in report.checks]
+    return "\n".join([report.status, *lines, str(report.error)])
+
+
+def assert_healthy(report: Report) -> None:
+    assert report.error is None, shown(report)
+    assert report.at_or_above(Severity.WARNING) == (), shown(report)
+    assert {check.status for check in report.checks} == {"passed"}, shown(report)
+    assert report.world["device"] == "cuda"
+
+
+def expected_of(name: str) -> dict[str, Any]:
+    for node in ast.parse((ZOO / f"{name}.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "EXPECT":
+            found: dict[str, Any] = ast.literal_eval(node.value)
+            return found
+    raise AssertionError(f"{name} has no EXPECT")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_two_ranks_of_a_healthy_recipe_are_clean(name: str) -> None:
+    report = on_gpu(f"healthy/{name}")
+    assert_healthy(report)
+    assert {entry.reference for entry in report.parity} == {"local", "single-process"}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_two_ranks_of_a_broken_recipe_get_its_code(name: str) -> None:
+    expected = expected_of(name)
+    report = on_gpu(f"broken/{name}")
+    assert report.findings, shown(report)
+    codes = expected["code"] if isinstance(expected["code"], list) else [expected["code"]]
+    assert report.findings[0].code in codes, shown(report)
+    assert expected.get("severity") in (None, report.findings[0].severity.value), shown(report)
+    assert set(expected.get("subjects", ())) <= set(report.findings[0].subjects), shown(report)
+
+
+@pytest.mark.parametrize("name", ["lstm", "conv_syncbn", "bfloat16_model", "transformer_tied_dropout"])
+def test_one_rank_runs_through_nccl_by_default(name: str) -> None:
+    report = on_gpu(f"healthy/{name}", world_size=1)
+    assert report.world["backend"] == "nccl" and not any(NOTE_OF_SHARING in note for note in report.world["notes"])
+    assert_healthy(report)
+
+
+def test_one_rank_through_nccl_finds_what_is_unused() -> None:
+    report = on_gpu("broken/unused", world_size=1)
+    assert report.world["backend"] == "nccl" and [f.code for f in report.findings] == ["DDP101"], shown(report)
+
+
+def test_the_backend_follows_the_number_of_gpus_and_sharing_is_said() -> None:
+    report = on_gpu("healthy/conv_groupnorm", world_size=2)
+    shared = torch.cuda.device_count() < 2
+    assert report.world["backend"] == ("gloo" if shared else "nccl")
+    assert any(NOTE_OF_SHARING in note for note in report.world["notes"]) is shared
+    more = torch.cuda.device_count() + 1
+    report = on_gpu("healthy/conv_groupnorm", world_size=more)
+    assert report.world["backend"] == "gloo" and any(NOTE_OF_SHARING in note for note in report.world["notes"])
+    assert_healthy(report)
+
+
+def test_nccl_with_more_ranks_than_gpus_is_wrong_usage() -> None:
+    more = torch.cuda.device_count() + 1
+    with pytest.raises(UsageError, match=f"nccl.*GPU for every rank.*{more} ranks"):
+        on_gpu("healthy/conv_groupnorm", world_size=more, backend="nccl")
+
+
+def test_synchronised_batchnorm_is_the_real_one_on_a_gpu() -> None:
+    report = on_gpu("healthy/conv_syncbn")
+    assert_healthy(report)
+    assert not any("SyncBatchNorm" in note for note in report.world["notes"]), "no stand-in"
+
+
+def test_parameters_and_batches_are_on_the_device_of_the_rank() -> None:
+    from ddpcheck.recipe import Recipe
+
+    def loss(model: Any, batch: Any) -> Any:
+        assert batch["x"].device.type == "cuda" and next(model.parameters()).device.type == "cuda"
+        return model(batch["x"]).square().mean()
+
+    recipe = Recipe(
+        model=lambda: torch.nn.Linear(4, 1),
+        batch=lambda step: {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(step))},
+        loss=loss,
+    )
+    assert_healthy(check(recipe, device="cuda", timeout=60))
+
+
+def test_fingerprints_are_the_same_on_both_devices() -> None:
+    from ddpcheck.gather.describe import fingerprint
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool):
+        for shape in ((), (0,), (5, 7), ((1 << 20) + 3,)):
+            tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+            assert fingerprint(tensor.cuda()) == fingerprint(tensor), (dtype, shape)
+
+
+def test_silenced_random_numbers_are_the_same_on_shards_on_the_gpu() -> None:
+    from ddpcheck.gather.randomness import QuietRandomness, quiet_modules
+
+    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).cuda()
+    lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True).cuda()
+    x = torch.randn(6, 5, 8, device="cuda")
+    for layer in (encoder, lambda x: lstm(x)[0], torch.nn.Dropout(0.5)):
+        with quiet_modules(lstm), QuietRandomness():
+            whole, shards = layer(x), torch.cat([layer(x[:4]), layer(x[4:])])
+        torch.testing.assert_close(whole, shards, rtol=1e-3, atol=1e-4)
+
+
+def cuda_is_initialised() -> bool:
+    return bool(torch.cuda.is_initialized())
+
+
+def test_a_rank_on_the_cpu_does_not_touch_the_gpu() -> None:
+    with World(2) as world:
+        assert world.run(cuda_is_initialised) == [False, False]
+
+
+def gpu_users() -> set[int]:
+    """The processes that have a device file of the driver open, which every CUDA context needs."""
+    users = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                links = [os.readlink(link) for link in (folder / "fd").iterdir()]
+            except OSError:
+                continue
+            if any(link.startswith("/dev/nvidia") for link in links):
+                users.add(int(folder.name))
+    return users
+
+
+def parents_of_ranks() -> tuple[int, int]:
+    torch.zeros(1, device="cuda")
+    return os.getpid(), os.getppid()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_the_fork_server_never_opens_the_gpu_while_its_ranks_do() -> None:
+    with World(2, device="cuda", start_method="fork", timeout=60) as world:
+        found = world.run(parents_of_ranks)
+        users = gpu_users()
+    ranks, servers = {pid for pid, _ in found}, {parent for _, parent in found}
+    assert ranks <= users, "both ranks have a CUDA context"
+    assert len(servers) == 1 and not servers & (users | {os.getpid()})
+
+
+def test_a_world_can_be_made_after_this_process_has_used_the_gpu() -> None:
+    torch.zeros(1, device="cuda")
+    with World(2, device="cuda", timeout=60) as world:
+        assert world.run(lambda: torch.ones(2, device="cuda").sum().item()) == [2.0, 2.0]
+
+
+def test_the_same_recipe_gets_the_same_verdict_on_both_devices() -> None:
+    for name in ("broken/unused", "broken/sum_loss", "healthy/lstm"):
+        reports = [on_gpu(name), check(str(ZOO / f"{name}.py"), timeout=60)]
+        assert len({tuple((f.code, f.subjects, f.ranks) for f in report.findings) for report in reports}) == 1

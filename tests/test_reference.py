@@ -1,0 +1,85 @@
+"""The single process: what it needs, what is said when it cannot run, and what it finds out about a difference."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from ddpcheck.check import check  # noqa: E402
+from ddpcheck.findings import CheckResult, Report  # noqa: E402
+from ddpcheck.recipe import Recipe  # noqa: E402
+
+
+class Net(nn.Module):
+    def __init__(self, norm: nn.Module | None = None, *, communicates: bool = False) -> None:
+        super().__init__()
+        self.norm, self.head, self.communicates = norm or nn.Identity(), nn.Linear(4, 1), communicates
+
+    def forward(self, x: Any) -> Any:
+        if self.communicates:
+            dist.all_reduce(torch.zeros(1))
+        return self.head(self.norm(x))
+
+
+def batch(step: int) -> Any:
+    return torch.randn(9, 4, generator=torch.Generator().manual_seed(step))
+
+
+def mean_of_squares(model: Any, x: Any) -> Any:
+    return model(x).square().mean()
+
+
+def run(model: Any, loss: Any = mean_of_squares, **options: Any) -> Report:
+    recipe = Recipe(model=model, batch=options.pop("batch", lambda step: batch(step)[:8]), loss=loss)
+    return check(recipe, steps=2, timeout=20, **options)
+
+
+def parity_of(report: Report) -> CheckResult:
+    return next(check for check in report.checks if check.name == "parity")
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.SyncBatchNorm(4)], ids=["alone", "with SyncBatchNorm"])
+def test_a_model_that_needs_a_process_group_gets_one_of_a_single_rank(norm: Any) -> None:
+    report = run(lambda: Net(norm(), communicates=True))
+    assert (report.status, parity_of(report).status) == ("clean", "passed"), parity_of(report)
+    assert any("process group of one" in note for note in report.world["notes"])
+
+
+def test_where_the_single_process_cannot_run_the_rest_is_still_checked() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        if len(x) == 8:
+            raise MemoryError("the whole batch does not fit")
+        return mean_of_squares(model, x)
+
+    report = run(Net, loss)
+    assert parity_of(report).status == "skipped" and "the whole batch does not fit" in parity_of(report).detail
+    assert report.error is None and {c.status for c in report.checks if c.name != "parity"} == {"passed"}
+    assert {entry.reference for entry in report.parity} == {"local"}
+
+
+def test_the_first_module_that_couples_samples_is_named_with_its_line() -> None:
+    report = run(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    (finding,) = report.findings
+    assert (finding.code, finding.subjects) == ("DDP304", ("1",)) and "BatchNorm1d" in finding.message
+
+
+def test_uneven_shards_are_weighed_by_their_samples() -> None:
+    report = run(Net, batch=batch)
+    (finding,) = report.findings
+    assert finding.code == "DDP305" and any("0.5556, 0.4444" in fact for fact in finding.evidence)
+    assert "samples a rank: 5, 4" in finding.evidence
+
+
+def test_every_gradient_of_every_step_is_in_the_report() -> None:
+    report = run(Net)
+    assert [(entry.step, entry.reference, entry.parameter) for entry in report.parity] == [
+        (step, reference, name)
+        for step in range(2)
+        for reference in ("local", "single-process")
+        for name in ("head.bias", "head.weight")
+    ]
+    assert all(0 <= entry.relative_error <= entry.tolerance < 1e-3 for entry in report.parity)
