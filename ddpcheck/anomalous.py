@@ -104,6 +104,7 @@ def _judge_always(
             code = "DDP102"
             message = f"What {listed(subjects)} made{at}{inside} does not reach the loss."
         mild = wrapper.tolerates_unused and code != "DDP103"
+        mildest = Severity.WARNING if len({item.step for item in evidence}) > 1 else Severity.NOTE
         facts = list(stops)
         if end.cause == "unreachable":
             facts.append(f"the last operation on what depends on {them} is {end.reason}{at}")
@@ -115,7 +116,7 @@ def _judge_always(
                 code=code,
                 subjects=subjects,
                 message=message,
-                severity=Severity.WARNING if mild else RULES[code].severity,
+                severity=mildest if mild else RULES[code].severity,
                 location=names.location(group),
                 evidence=tuple(facts),
             )

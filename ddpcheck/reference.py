@@ -29,6 +29,7 @@ from ddpcheck.gather.stepping import (
     compute_loss,
     gradients_of,
 )
+from ddpcheck.gather.syncbn import synchronised_on_cpu
 from ddpcheck.nests import iter_tensors, to_device, upcast
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.target import load_target
@@ -75,6 +76,7 @@ class SingleProcess:
     gradients: Gradients = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     tolerance: dict[str, float] = field(default_factory=dict)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 def start(target: str | Recipe, seed: int) -> None:
@@ -88,6 +90,9 @@ def start(target: str | Recipe, seed: int) -> None:
         seed_everything(model_seed(seed))
         return recipe.build_model().to(device)
 
+    stack = contextlib.ExitStack()
+    if device.type == "cpu":
+        stack.enter_context(synchronised_on_cpu())
     module = build()
     double, trouble = None, ""
     if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
@@ -96,7 +101,8 @@ def start(target: str | Recipe, seed: int) -> None:
             double = double.double() if double is not module else None
         except Exception as error:
             trouble = summary(error)
-    this_rank.state["single"] = SingleProcess(recipe, module, double, device, seed, double_trouble=trouble)
+    single = SingleProcess(recipe, module, double, device, seed, double_trouble=trouble, stack=stack)
+    this_rank.state["single"] = single
 
 
 def join_alone() -> None:
