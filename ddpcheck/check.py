@@ -120,6 +120,7 @@ class _Check:
         self.progress = progress
         self.outcome = Outcome(asked)
         self._alone_in_group = False
+        self._single_hang = ""
 
     def run(self) -> Outcome:
         """Run all checks, whatever happens on the way."""
@@ -136,6 +137,8 @@ class _Check:
                 pass
             except RankError as error:
                 self._fail(error)
+            if self._single_hang and self.outcome.error is None:
+                self.outcome.error = ReportError(self._single_hang, EXIT_HANG)
             self.outcome.judge(self._locate_module())
         self.outcome.timing["total"] = time.perf_counter() - begun
         return self.outcome
@@ -293,6 +296,10 @@ class _Check:
             first = error.first
             if first is not None and isinstance(first.exception, UsageError):
                 raise
+            if isinstance(error, HangError):
+                self._single_hang = f"the single process hung: {error}"
+                self.outcome.single_skipped = self._single_hang
+                return None
             said = str(first.message if first else error).removeprefix("rank 0 ")
             if not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 return self._retry_in_group()

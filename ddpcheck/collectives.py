@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -171,11 +171,12 @@ def _called_by_autograd_function() -> bool:
 # Judging
 
 
-def judge_collectives(logs: Sequence[Sequence[Call]]) -> list[Finding]:
+def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
     """At most one finding a process group: the first place at which the ranks' collectives do not match (DDP403).
 
     Args:
-        logs: The calls of each rank, of which none is still to come (the ranks have finished, or are stuck).
+        logs: The calls of each rank.
+        at_work: Ranks that are neither finished nor in a collective, and so may still come to the next one.
     """
     findings = []
     groups = {call.group: call.members for log in logs for call in log}
@@ -188,6 +189,8 @@ def judge_collectives(logs: Sequence[Sequence[Call]]) -> list[Finding]:
         found = [sequence[place] if place < len(sequence) else None for sequence in sequences]
         calls = [call for call in found if call is not None]
         absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
+        if absent and len({_signature(call) for call in calls}) == 1 and set(absent) <= set(at_work):
+            continue
         if absent:
             odd = tuple(absent)
             there = [rank for rank in ranks if rank not in absent]
@@ -272,7 +275,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
     evidence = tuple(f"{spelled([failure.rank])}: {_tell(failure)}" for failure in error.failures)
     if error.results:
         evidence += (f"{spelled(list(error.results))}: had finished",)
-    mismatch = judge_collectives(logs)
+    mismatch = judge_collectives(logs, at_work={failure.rank for failure in stuck if not failure.collective})
     first = blamed[0] if blamed else None
     if mismatch and (first is None or _is_of_communication(first.message)):
         finding = mismatch[0]

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")
 
 import torch.nn.functional as F  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -69,6 +69,20 @@ def test_one_flipped_bit_anywhere_changes_the_fingerprint(size: int, data: st.Da
     assert fingerprint(changed) != fingerprint(tensor)
 
 
+@settings(deadline=None, max_examples=300)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1))
+@example(0, -1)
+@example(0, -(2**63))
+@example(1, 1 << 32)
+@example(-2, 1)
+def test_no_two_words_share_a_fingerprint(one: int, other: int) -> None:
+    prints = [fingerprint(torch.tensor([value], dtype=torch.int64)) for value in (one, other)]
+    assert (prints[0] == prints[1]) is (one == other)
+    if one != other:  # among neighbours that stay as they are
+        rows = [fingerprint(torch.tensor([5, value, 7], dtype=torch.int64)) for value in (one, other)]
+        assert rows[0] != rows[1]
+
+
 @quickly
 @given(st.integers(2, 50), st.data())
 def test_two_swapped_elements_change_the_fingerprint(size: int, data: st.DataObject) -> None:
@@ -97,11 +111,14 @@ def test_bits_count_and_not_values() -> None:
 
 
 def test_large_tensors_are_taken_in_pieces() -> None:
-    tensor = torch.zeros((1 << 20) + 3)
+    tensor = torch.zeros((1 << 20) + 3, dtype=torch.float64)
     for place in (0, (1 << 20) - 1, 1 << 20, (1 << 20) + 2):
         changed = tensor.clone()
         changed[place] = 1.0
         assert fingerprint(changed) != fingerprint(tensor)
+    one, other = tensor.clone(), tensor.clone()
+    one[1], other[(1 << 20) + 1] = 1.0, 1.0
+    assert fingerprint(one) != fingerprint(other), "the same place of another piece"
 
 
 def test_sparse_and_complex_views_have_fingerprints_too() -> None:
@@ -179,6 +196,7 @@ def attend(x: Any) -> Any:
 
 RANDOM: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "dropout": lambda: nn.Dropout(0.5),
+    "fused dropout": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
     "dropout in place": lambda: lambda x: F.dropout(x * 1.0, 0.5, inplace=True),
     "dropout of channels": lambda: lambda x: F.dropout2d(x.view(-1, 2, 3, 1), 0.5).flatten(1),
     "alpha dropout": lambda: nn.AlphaDropout(0.5),
