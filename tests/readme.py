@@ -20,7 +20,8 @@ def shown(kind: str, target: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     text = done.stdout
     if kind == "findings":
-        found = re.search(r"^DDP\d{3} .*?(?=\n\ngradients against|\n\nnote:|\n\n\d+ finding)", text, re.DOTALL | re.MULTILINE)
+        end = r"(?=\n\n(?:gradients against|note:|\d+ finding))"
+        found = re.search(rf"^DDP\d{{3}} .*?{end}", text, re.DOTALL | re.MULTILINE)
         assert found, done.stdout + done.stderr
         text = found.group(0)
     lead = f"$ ddpcheck report {target}\n" if kind == "report" else ""

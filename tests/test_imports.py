@@ -30,9 +30,9 @@ EXCEPTIONS = {
 }
 
 LIGHT = """
-    ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous
-    ddpcheck.outcome
-    ddpcheck.consistency ddpcheck.parity ddpcheck.collectives ddpcheck.check ddpcheck.render ddpcheck.render.as_json
+    ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
+    ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
+    ddpcheck.parity ddpcheck.collectives ddpcheck.check ddpcheck.render ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 
