@@ -7,7 +7,9 @@ something is missing.
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -146,12 +148,13 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """Every name of every parameter, by identity: `named_parameters` hides the second name of a tied one."""
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):  # not an override of the user's
         names.setdefault(id(parameter), []).append(name)
     return {key: tuple(value) for key, value in names.items()}
 
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+MODULE_INTERNALS = frozenset(vars(nn.Module()))
+"""What every module keeps for itself."""
 _SEARCH_DEPTH = 4
 
 
@@ -167,7 +170,8 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            yield name, value
+            if not value.is_nested:
+                yield name, value
         elif isinstance(value, nn.Module):
             for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
                 if id(tensor) not in registered and id(tensor) not in seen:
@@ -175,23 +179,34 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
                     yield f"{name}.{inner}", tensor
             for inner, submodule in value.named_modules():
                 yield from attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
-        elif isinstance(value, Mapping):
-            for key, item in list(value.items()):
-                yield from search(item, f"{name}[{key!r}]", depth + 1)
-        elif isinstance(value, list | tuple | set | frozenset):
-            for index, item in enumerate(list(value)):
-                yield from search(item, f"{name}[{index}]", depth + 1)
-        elif hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch.", "builtins")):
-            for key, item in list(vars(value).items()):
-                yield from search(item, f"{name}.{key}", depth + 1)
+        else:
+            for suffix, item in _inside(value):
+                yield from search(item, f"{name}{suffix}", depth + 1)
 
     def attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         for key, item in list(vars(holder).items()):
-            if key not in _MODULE_INTERNALS:
+            if key not in MODULE_INTERNALS:
                 yield from search(item, f"{prefix}.{key}" if prefix else key, depth)
 
     for prefix, submodule in module.named_modules():
         yield from attributes(submodule, prefix, 0)
+
+
+_MOST_ITEMS = 1000  # of a container; a vocabulary is no list of layers
+
+
+def _inside(value: Any) -> list[tuple[str, Any]]:
+    """What an object that is neither tensor nor module holds, with how to write it; nothing where it will not tell."""
+    try:
+        if isinstance(value, Mapping):
+            return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return [(f"[{index}]", item) for index, item in enumerate(itertools.islice(value, _MOST_ITEMS))]
+        if type(value).__module__.startswith(("torch.", "builtins", "numpy")):
+            return []
+        return [(f".{key}", item) for key, item in vars(value).items()]
+    except Exception:  # foreign objects may answer anything
+        return []
 
 
 # Where a path ends

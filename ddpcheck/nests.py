@@ -13,17 +13,26 @@ from ddpcheck.errors import TargetError
 
 
 def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
-    """A copy of `nest` with `function` applied to every leaf (whatever is no dict, list, tuple or dataclass)."""
+    """A copy of `nest` with `function` applied to every leaf (whatever is no dict, list, tuple or dataclass).
+
+    Containers in which nothing changes are handed on as they are.
+    """
+    if all(function(leaf) is leaf for leaf in iter_leaves(nest)):
+        return nest
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_nest(function, item) for item in nest))
     if isinstance(nest, tuple | list):
-        return type(nest)(map_nest(function, item) for item in nest)
+        items = [map_nest(function, item) for item in nest]
+        try:
+            return type(nest)(items)
+        except Exception:  # a subclass with a constructor of its own
+            return items if isinstance(nest, list) else tuple(items)
     if isinstance(nest, Mapping):
-        items = {key: map_nest(function, value) for key, value in nest.items()}
+        mapped = {key: map_nest(function, value) for key, value in nest.items()}
         if type(nest) is dict or not isinstance(nest, MutableMapping):
-            return items
+            return mapped
         clone: Any = copy.copy(nest)  # keeps what a subclass carries beside its items
-        for key, value in items.items():
+        for key, value in mapped.items():
             clone[key] = value
         return clone
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
@@ -35,11 +44,28 @@ def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
     return function(nest)
 
 
+def iter_leaves(nest: Any) -> Iterator[Any]:
+    """The leaves of `nest`, in order; what cannot be looked into is a leaf."""
+    if isinstance(nest, list | tuple):
+        inside: Any = list(nest)
+    elif isinstance(nest, Mapping) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
+        try:
+            fields = nest if isinstance(nest, Mapping) else [field.name for field in dataclasses.fields(nest)]
+            inside = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
+        except Exception:  # a mapping of the user's that does not answer
+            inside = None
+    else:
+        inside = None
+    if inside is None:
+        yield nest
+    else:
+        for item in inside:
+            yield from iter_leaves(item)
+
+
 def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
     """The tensors in `nest`, in order."""
-    found: list[torch.Tensor] = []
-    map_nest(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, nest)
-    return iter(found)
+    return (leaf for leaf in iter_leaves(nest) if isinstance(leaf, torch.Tensor))
 
 
 def to_device(nest: Any, device: torch.device) -> Any:

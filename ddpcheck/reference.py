@@ -6,6 +6,7 @@ Everything here runs in a process without a process group, which is what the use
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from ddpcheck.gather.randomness import QuietRandomness, mixed_seed, quiet_module
 from ddpcheck.gather.stepping import (
     Gradients,
     ModuleState,
+    capture_attributes,
     capture_state,
     clear_gradients,
     compute_gradients,
@@ -73,6 +75,7 @@ class SingleProcess:
     draws: bool = False
     double_trouble: str = ""
     state: ModuleState | None = None
+    after: ModuleState | None = None
     gradients: Gradients = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     tolerance: dict[str, float] = field(default_factory=dict)
@@ -98,7 +101,8 @@ def start(target: str | Recipe, seed: int) -> None:
     if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
         try:
             double = build()
-            double = double.double() if double is not module else None
+            shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
+            double = (copy.deepcopy(double) if shared else double).double()
         except Exception as error:
             trouble = summary(error)
     single = SingleProcess(recipe, module, double, device, seed, double_trouble=trouble, stack=stack)
@@ -119,6 +123,8 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         state_file: Where rank 0 has put its state before the step; None where the module's own state is the same.
     """
     own: SingleProcess = this_rank.state["single"]
+    if own.after is not None:
+        own.after.restore(own.module)  # what its own forward passes have counted and kept goes on
     if state_file is not None:
         saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
         ModuleState(saved).restore(own.module)
@@ -131,10 +137,10 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         own.draws = True
         own.state.restore(own.module)
         gradients, loss = _gradients(own, own.module, on_device, step)
+    own.after = capture_attributes(own.module, buffers=False)
     value = loss.value
     del loss
     noise = _rounding(own, on_device, step, gradients)
-    own.state.restore(own.module)
     own.gradients = gradients
     own.scale = scales(gradients)
     own.tolerance = tolerances(gradients, own.scale, noise)

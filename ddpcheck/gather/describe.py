@@ -92,6 +92,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK]
         mixed = part >> 32
+        mixed &= 0xFFFFFFFF  # the shift copies the sign, and would make a word look like its complement
         mixed ^= part
         mixed *= weights[: part.numel()]
         total = (total * 0x9E3779B97F4A7C15 + int(mixed.sum())) & _MASK

@@ -27,6 +27,7 @@ from ddpcheck.gather.describe import fingerprints
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
 from ddpcheck.gather.stepping import (
     Gradients,
+    capture_attributes,
     capture_state,
     clear_gradients,
     compute_gradients,
@@ -92,6 +93,7 @@ def local_step(step: int) -> LocalStep:
     names, complete = walk.node_names, walk.complete
     del walk
     own_buffers = fingerprints(twin.named_buffers())
+    session.after = capture_attributes(twin, buffers=True)
     missing = {name: p for name, p in parameters.items() if states[name] == "missing"}
     calls = read_log(this_rank.current().directory, session.rank)
     evidence = StepEvidence(
@@ -318,7 +320,8 @@ def local_update(step: int) -> None:
     """Where the wrapper cannot be used: step the twin with the averaged gradients instead."""
     session = the_session()
     this_rank.set_place(f"step {step}: optimizer")
-    assert session.before is not None
+    assert session.before is not None and session.after is not None
+    session.after.restore(session.twin)
     if session.twin_optimizer is None:
         session.twin_optimizer = session.recipe.build_optimizer(p for p in session.twin.parameters() if p.requires_grad)
     for name, parameter in named_parameters(session.twin).items():

@@ -110,6 +110,16 @@ def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return drawn.copy_(order[..., torch.arange(count, device=drawn.device) % order.shape[-1]])
 
 
+def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A randomised leaky ReLU with the middle of its range as the slope."""
+    value, noise, lower, upper = (*args[:4], *(1 / 8, 1 / 3)[len(args[:4]) - 2 :])
+    lower, upper = kwargs.get("lower", lower), kwargs.get("upper", upper)
+    slope = (lower + upper) / 2
+    noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
+    result = value * noise
+    return value.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
+
+
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
 
@@ -131,7 +141,8 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(*quiet, **kwargs)
 
 
-_UNIFORM, _NORMAL = 0.75, 0.5  # neither drops at the usual rates, nor silences what it multiplies
+_UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` alike, up to a drop rate of 0.49
+_NORMAL = 0.5  # not 0, which would silence what it multiplies
 _QUIET: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
@@ -140,6 +151,7 @@ _QUIET: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
     "randperm": _in_order,
     "multinomial": _most_likely,
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leaky),
     "native_dropout": _native_dropout,
     "native_dropout_backward": _native_dropout_backward,
     **dict.fromkeys(

@@ -68,6 +68,7 @@ class Session:
     twin_optimizer: torch.optim.Optimizer | None = None
     batch: Any = None
     before: ModuleState | None = None
+    after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,7 +17,7 @@ from torch import nn
 from ddpcheck.errors import TargetError
 from ddpcheck.gather.compare import dense
 from ddpcheck.gather.randomness import QuietRandomness, generator_states, quiet_modules, seed_everything
-from ddpcheck.graph import named_parameters, unregistered_tensors
+from ddpcheck.graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.nests import iter_tensors
 from ddpcheck.rank import set_place
 from ddpcheck.recipe import Recipe
@@ -58,17 +63,17 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     if not parts:
         raise TargetError(f"{at} returned {type(result).__name__} without any tensor; return a scalar tensor")
     for part in parts:
-        if part.numel() != 1:
+        if part.numel() != 1 and (part.requires_grad or len(parts) == 1):
             raise TargetError(
                 f"{at} returned a tensor of shape {tuple(part.shape)}; reduce it to a scalar, as by .mean()"
             )
-    floats = [part.reshape(()) for part in parts if part.is_floating_point()]
-    if not any(part.requires_grad for part in floats):
+    terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are there to be logged
+    if not terms:
         raise TargetError(f"{at} does not require grad: no parameter of the model reaches it; is it detached?")
-    total = floats[0] if len(floats) == 1 else torch.stack([part.to(floats[0].dtype) for part in floats]).sum()
+    total = functools.reduce(torch.add, terms)
     if not bool(torch.isfinite(total)):
         raise TargetError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
-    return Loss(floats, total, drew)
+    return Loss(terms, total, drew)
 
 
 def compute_gradients(
@@ -114,50 +119,132 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 @dataclass(slots=True)
 class ModuleState:
-    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes."""
+    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes.
+
+    Attributes:
+        tensors: Parameters and buffers, copied.
+        held: Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
+        plain: Attributes that are no tensors, by position of the submodule: numbers, words, None, small containers of
+            them, and the same of helper objects. An attribute that holds a tensor is there as that tensor.
+    """
 
     tensors: Gradients
+    held: Gradients = field(default_factory=dict)
     plain: list[dict[str, Any]] = field(default_factory=list)
 
     def restore(self, module: nn.Module) -> None:
-        """Put the state into `module`, which must be built alike; tensors are copied in place."""
-        own = dict(_state_tensors(module))
+        """Put the state into `module`, which must be built alike; tensors are copied in place where they fit."""
+        for submodule, plain in zip(module.modules(), self.plain, strict=False):
+            _restore_plain(submodule, plain)
+        own = {**dict(_registered(module)), **{f"held {name}": tensor for name, tensor in _held(module)}}
         with torch.no_grad():
-            for name, saved in self.tensors.items():
+            for name, saved in (*self.tensors.items(), *((f"held {name}", t) for name, t in self.held.items())):
                 target = own.get(name)
                 if target is not None and target.shape == saved.shape:
-                    target.detach().copy_(saved)
-        for submodule, plain in zip(module.modules(), self.plain, strict=False):
-            for key, value in plain.items():
-                if key in vars(submodule):
-                    object.__setattr__(submodule, key, value)
+                    with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
+                        target.detach().copy_(saved)
 
 
 def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
     """A copy of the state of `module`; the tensors of `into`, an earlier one, are used again where they fit."""
-    plain_types = (int, float, bool, str, type(None))
     old = into.tensors if into is not None else {}
     return ModuleState(
-        tensors={name: _copied(tensor.detach(), old.get(name)) for name, tensor in _state_tensors(module)},
-        plain=[
-            {key: value for key, value in vars(submodule).items() if isinstance(value, plain_types)}
-            for submodule in module.modules()
-        ],
+        tensors={name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)},
+        held={name: tensor.detach().clone() for name, tensor in _held(module)},
+        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
+    )
+
+
+def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
+    """What a forward pass may have changed: unregistered tensors, plain attributes, and buffers where asked."""
+    return ModuleState(
+        tensors={name: buffer.detach().clone() for name, buffer in module.named_buffers()} if buffers else {},
+        held={name: tensor.detach().clone() for name, tensor in _held(module)},
+        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
     )
 
 
 def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     if into is not None and (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
-        return into.copy_(tensor)
+        with contextlib.suppress(RuntimeError):
+            return into.copy_(tensor)
     return tensor.clone()
 
 
-def _state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in unregistered_tensors(module):
         if tensor.is_leaf or not tensor.requires_grad:
-            yield f"unregistered {name}", tensor
+            yield name, tensor
+
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_MOST_PLAIN = 200  # items of a container that a step may change; a vocabulary is not state
+_DEEPEST_PLAIN = 3
+
+
+def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """What of `attributes` a step may change without touching a registered tensor."""
+    found: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key in MODULE_INTERNALS and key != "training":
+            continue
+        if isinstance(value, _PLAIN):
+            found[key] = value
+        elif isinstance(value, torch.Tensor):
+            found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
+        elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
+            found[key] = copy.copy(value)
+        elif _is_helper(value) and depth < _DEEPEST_PLAIN:
+            found[key] = _Helper(_plain(vars(value), depth + 1))
+    return found
+
+
+@dataclass(slots=True)
+class _Helper:
+    attributes: dict[str, Any]
+
+
+def _is_flat(value: Any) -> bool:
+    return all(isinstance(item, _PLAIN) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _is_helper(value: Any) -> bool:
+    """Whether `value` is an object of the user's own that carries state (a schedule, say)."""
+    if isinstance(value, nn.Module | type | FunctionType | MethodType):
+        return False
+    if type(value).__module__.startswith(("torch", "builtins", "numpy")):
+        return False
+    try:
+        return isinstance(vars(value), dict)
+    except Exception:  # no attributes, or an object that does not like to be asked
+        return False
+
+
+def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
+    own = vars(holder)
+    for key, saved in plain.items():
+        if key not in own:
+            continue
+        value = own[key]
+        if isinstance(saved, _Helper):
+            if _is_helper(value):
+                _restore_plain(value, saved.attributes)
+        elif isinstance(saved, torch.Tensor):
+            if not (isinstance(value, torch.Tensor) and value.shape == saved.shape):
+                own[key] = saved.detach().clone()
+        elif isinstance(saved, _PLAIN):
+            own[key] = saved
+        elif type(value) is type(saved):
+            if isinstance(saved, list):
+                value[:] = saved
+            else:
+                value.clear()
+                (value.extend if isinstance(saved, deque) else value.update)(saved)
 
 
 def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
