@@ -227,14 +227,21 @@ class _Check:
             if single is not None and (result := self._settle_single(single)) is not None:
                 self._check_batch([local[0].batch, result.batch, result.again], step)
                 self.outcome.add_single(step, result)
-                if draws:
-                    self._all("local.quiet_step", step)
-                    self._all("local.average", step, averaged)
-                doubtful |= self._compare_with_single(step, averaged)
-            if doubtful and not self.outcome.repeated:
+                if not draws or self._quieten(step, averaged):
+                    doubtful |= self._compare_with_single(step, averaged)
+            if doubtful and not self.outcome.withheld:
                 self.outcome.add_repeat(step, self._all("local.repeat_step", step))
         for file in (state, averaged):
             file.unlink(missing_ok=True)
+
+    def _quieten(self, step: int, averaged: Path) -> bool:
+        """Average gradients without random numbers; returns whether the loss can do without."""
+        trouble = next((said for said in self._all("local.quiet_step", step) if said), "")
+        if trouble:
+            self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
+            return False
+        self._all("local.average", step, averaged)
+        return True
 
     def _check_in_step(self, local: Sequence[LocalStep]) -> None:
         """Before anything of ours relies on it: the ranks must have made the same collectives."""
@@ -296,11 +303,14 @@ class _Check:
             first = error.first
             if first is not None and isinstance(first.exception, UsageError):
                 raise
+            said = str(first.message if first else error).removeprefix("rank 0 ")
+            if first is not None and "silenced" in first.place:
+                self.outcome.single_skipped = f"not comparable with random numbers silenced: the single process {said}"
+                return None
             if isinstance(error, HangError):
                 self._single_hang = f"the single process hung: {error}"
                 self.outcome.single_skipped = self._single_hang
                 return None
-            said = str(first.message if first else error).removeprefix("rank 0 ")
             if not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 return self._retry_in_group()
             self.outcome.single_skipped = f"the single process {said}"

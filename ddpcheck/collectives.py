@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck import rank as this_rank
-from ddpcheck.errors import RankError
+from ddpcheck.errors import RankError, RankFailure
 from ddpcheck.evidence import Call
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.locate import user_location
@@ -303,7 +303,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
         Finding(
             code=code,
             subjects=(first.place or "run",),
-            message=f"{who} failed in {first.place or 'the run'}: {first.message.rstrip('.')}.",
+            message=f"{who} {_phrase(first).rstrip('.')}{f', in {first.place}' if first.place else ''}.",
             severity=Severity.ERROR,
             ranks=ranks,
             location=_parse_location(first.location),
@@ -326,9 +326,13 @@ def _is_of_communication(message: str) -> bool:
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
+def _phrase(failure: RankFailure) -> str:
+    return failure.message.removeprefix(f"rank {failure.rank} ")
+
+
 def _tell(failure: Any) -> str:
     if failure.kind != "stuck":
-        return str(failure.message)
+        return _phrase(failure)
     where = failure.place or "at work"
     if failure.collective:
         return f"waits in {failure.collective}, in {where}"

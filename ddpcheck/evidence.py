@@ -185,7 +185,7 @@ class LocalStep:
 
     evidence: StepEvidence
     loss: float
-    drew: bool
+    drew: frozenset[str]
     batch: tuple[int, ...]
     samples: int
     calls: int
@@ -273,6 +273,8 @@ class DdpStepEvidence:
 class ShardAnalysis:
     """What the single process says of the shards, one by one, asked for only when the global batch differs.
 
+    Without `weights` the shards could not be run, and only what is called global is known.
+
     Attributes:
         weights: For which the weighted sum of the shards' gradients is nearest to the global batch's.
         weights_residual: What that leaves, relative to the global batch's gradient.
@@ -280,18 +282,24 @@ class ShardAnalysis:
         world_residual: What that factor leaves, relative.
         global_ratio: Factor between the ranks' average gradient and the global batch's.
         global_residual: What that factor leaves, relative.
+        rank_weights: For which the weighted sum of the shards' gradients is nearest to the ranks' average.
+        rank_residual: What that leaves, relative.
         shard_losses: The loss on each shard.
+        global_loss: The loss on the global batch.
         module: The first module whose output for a sample depends on the other samples; empty if there is none.
         module_class: Its class.
     """
 
-    weights: tuple[float, ...]
-    weights_residual: float
-    world_ratio: float
-    world_residual: float
+    weights: tuple[float, ...] = ()
+    weights_residual: float = 1.0
+    world_ratio: float = 1.0
+    world_residual: float = 1.0
     global_ratio: float = 1.0
     global_residual: float = 1.0
+    rank_weights: tuple[float, ...] = ()
+    rank_residual: float = 1.0
     shard_losses: tuple[float, ...] = ()
+    global_loss: float = 0.0
     module: str = ""
     module_class: str = ""
 

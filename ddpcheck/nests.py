@@ -12,23 +12,25 @@ import torch
 from ddpcheck.errors import TargetError
 
 
-def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
-    """A copy of `nest` with `function` applied to every leaf (whatever is no dict, list, tuple or dataclass).
+def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """A copy of `nest` with `function` applied to every leaf (what is no dict, list, tuple or dataclass, or `is_leaf`).
 
     Containers in which nothing changes are handed on as they are.
     """
-    if all(function(leaf) is leaf for leaf in iter_leaves(nest)):
+    if is_leaf(nest):
+        return function(nest)
+    if all(function(leaf) is leaf for leaf in iter_leaves(nest, is_leaf=is_leaf)):
         return nest
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_nest(function, item) for item in nest))
+        return type(nest)(*(map_nest(function, item, is_leaf=is_leaf) for item in nest))
     if isinstance(nest, tuple | list):
-        items = [map_nest(function, item) for item in nest]
+        items = [map_nest(function, item, is_leaf=is_leaf) for item in nest]
         try:
             return type(nest)(items)
         except Exception:  # a subclass with a constructor of its own
             return items if isinstance(nest, list) else tuple(items)
     if isinstance(nest, Mapping):
-        mapped = {key: map_nest(function, value) for key, value in nest.items()}
+        mapped = {key: map_nest(function, value, is_leaf=is_leaf) for key, value in nest.items()}
         if type(nest) is dict or not isinstance(nest, MutableMapping):
             return mapped
         clone: Any = copy.copy(nest)  # keeps what a subclass carries beside its items
@@ -38,29 +40,30 @@ def map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         clone = copy.copy(nest)
         for attribute in dataclasses.fields(nest):
-            value = map_nest(function, getattr(nest, attribute.name))
+            value = map_nest(function, getattr(nest, attribute.name), is_leaf=is_leaf)
             object.__setattr__(clone, attribute.name, value)  # also where the dataclass is frozen
         return clone
     return function(nest)
 
 
-def iter_leaves(nest: Any) -> Iterator[Any]:
+def iter_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """The leaves of `nest`, in order; what cannot be looked into is a leaf."""
-    if isinstance(nest, list | tuple):
-        inside: Any = list(nest)
+    inside: Any = None
+    if is_leaf(nest):
+        pass
+    elif isinstance(nest, list | tuple):
+        inside = list(nest)
     elif isinstance(nest, Mapping) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
         try:
             fields = nest if isinstance(nest, Mapping) else [field.name for field in dataclasses.fields(nest)]
             inside = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
         except Exception:  # a mapping of the user's that does not answer
-            inside = None
-    else:
-        inside = None
+            pass
     if inside is None:
         yield nest
     else:
         for item in inside:
-            yield from iter_leaves(item)
+            yield from iter_leaves(item, is_leaf=is_leaf)
 
 
 def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
@@ -116,7 +119,7 @@ def shard_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
 def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
     """Split dim 0 of every tensor (or numpy array) of `batch` over the ranks, in order, as equally as can be.
 
-    Scalars and whatever is no tensor go to every rank as they are.
+    Lists with a string for each sample are split too; scalars and whatever else is no tensor go to every rank as it is.
 
     Raises:
         TargetError: The batch has fewer samples than there are ranks, or its tensors disagree on how many.
@@ -128,4 +131,12 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
             f"return at least {world_size} samples, or check with a smaller --world-size"
         )
     start, stop = shard_bounds(size, rank, world_size)
-    return map_nest(lambda leaf: leaf[start:stop] if _is_splittable(leaf) else leaf, batch)
+
+    def are_words(value: Any) -> bool:
+        """Whether `value` is a list with a word for each sample."""
+        return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
+
+    def part(leaf: Any) -> Any:
+        return leaf[start:stop] if _is_splittable(leaf) or are_words(leaf) else leaf
+
+    return map_nest(part, batch, is_leaf=are_words)

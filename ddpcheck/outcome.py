@@ -106,6 +106,7 @@ class Outcome:
     """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report.
 
     Attributes:
+        withheld: Whether a step differs from itself, so that nothing can be said of its gradients.
         ranks_apart: Whether the parameters have come to differ between ranks; from then on no single process can
             stand for all of them.
         rest_skipped: Why the checks after the one under way were not run.
@@ -123,7 +124,7 @@ class Outcome:
     names: Names = field(default_factory=Names)
     analysis: ShardAnalysis | None = None
     awake: frozenset[str] = frozenset()
-    repeated: bool = False
+    withheld: bool = False
     ranks_apart: bool = False
     rest_skipped: str = ""
     ddp_skipped: str = ""
@@ -134,7 +135,6 @@ class Outcome:
     _single: dict[int, tuple[Difference, ...]] = field(default_factory=dict)
     _norms: dict[int, float] = field(default_factory=dict)
     _parity: list[ParityEntry] = field(default_factory=list)
-    _withheld: bool = False
     _noise: dict[str, float] = field(default_factory=dict)
 
     # Gathering
@@ -195,12 +195,11 @@ class Outcome:
 
     def add_repeat(self, step: int, differences: Sequence[Sequence[Difference]]) -> None:
         """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
-        self.repeated = True
         for difference in (item for of_rank in differences for item in of_rank):
             self._noise[difference.name] = max(difference.error, self._noise.get(difference.name, 0.0))
         found = judge_repeat(dict(enumerate(differences)), step)
         self.findings += found
-        self._withheld = bool(found)
+        self.withheld = bool(found)
 
     def zero_everywhere(self) -> list[str]:
         """The parameters whose gradient was zero in every step, unless all gradients were."""
@@ -239,17 +238,28 @@ class Outcome:
         found = list(self.findings)
         if self._evidence:
             found += judge_parameters(self._evidence, known.wrapper, self.names, awake=self.awake)
-        if not self._withheld:
+        if not self.withheld:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
             single = {step: self._widened(differences) for step, differences in self._single.items()}
             reducer = judge_reducer(ddp, known) if ddp else []
             found += reducer
-            found += judge_single_process(single, self.analysis, known)
+            found += self._comparable(judge_single_process(single, self.analysis, known))
             if self._ddp:
                 found += judge_state(self._ddp, known, gradients_differ=bool(reducer))
             if self.error is None:
                 found += judge_nothing_compared(self._norms)
         self.findings = merge_causes(found)
+
+    def _comparable(self, found: list[Finding]) -> list[Finding]:
+        """Without coupling where samples drew numbers that no two runs can share: they may be all there is to it."""
+        drew = sorted({name for item in self.local for name in item.drew} - {"torch"})
+        if not drew or not any(finding.code == "DDP304" for finding in found):
+            return found
+        self.notes.append(
+            f"the forward draws from {' and '.join(drew)}, and no two runs can share those numbers sample by sample: "
+            "whether samples are coupled is not known"
+        )
+        return [finding for finding in found if finding.code != "DDP304"]
 
     def _widened(self, differences: Sequence[Difference]) -> tuple[Difference, ...]:
         """The same with room for what the step differs from itself (kernels that add up in no fixed order)."""

@@ -196,22 +196,22 @@ def judge_single_process(
     total = len(differences[min(bad)])
     steps = _some(sorted(bad), len(differences))
     facts = [f"{len(first)} of {total} gradients differ from the single process", *(item.tell() for item in worst[:3])]
-    tolerance = max(max(item.tolerance for item in first), 1e-6)
-    hooked = [name for name in known.hooked if any(item.name == name for item in first)]
-    blind = [call for call in known.collectives if not call.differentiable]
-    blind = sorted(blind, key=lambda call: (not call.carries_gradient, -call.elements))
-    world_changed = abs(analysis.world_ratio - 1) > tolerance or analysis.world_residual > tolerance
+    tolerance = min(max(max(item.tolerance for item in first), 1e-6), _LOOSEST_FIT)
     far = max(item.error for item in first)
+    ran = bool(analysis.weights)
+    world_changed = ran and (abs(analysis.world_ratio - 1) > tolerance or analysis.world_residual > tolerance)
     scaled = _is_explained(analysis.global_ratio, analysis.global_residual, tolerance)
     by_world = world_changed and _is_explained(analysis.world_ratio, analysis.world_residual, tolerance)
-    if scaled and not by_world and world_changed and not any(call.elements > 1 for call in blind):
-        # The model communicates in its forward, so shards alone give other gradients: the loss values must tell.
+    blind = [call for call in known.collectives if _may_carry_the_loss(call)] if world_changed or not ran else []
+    blind.sort(key=lambda call: (not call.carries_gradient, -call.elements))
+    hooked = [name for name in known.hooked if any(item.name == name for item in first)]
+    if scaled and not by_world and (world_changed or not ran) and not any(call.elements > 1 for call in blind):
+        # Shards alone give other gradients, or cannot be run alone: the loss values must tell.
         if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
             by_world, analysis = True, replace(analysis, world_ratio=analysis.global_ratio)
         else:
             weight = 1 / (known.world_size * analysis.global_ratio)
-            summed = replace(analysis, weights=(weight,) * known.world_size)
-            return [_judge_weights(summed, known, steps, facts)]
+            return [_judge_weights(replace(analysis, weights=(weight,) * known.world_size), known, steps, facts)]
     if by_world:
         return [
             _finding(
@@ -223,10 +223,21 @@ def judge_single_process(
                 evidence=facts,
             )
         ]
-    if blind and (world_changed or analysis.weights_residual > tolerance):
+    if world_changed and analysis.rank_residual <= tolerance:
+        share = ", ".join(f"{weight:.4g}" for weight in analysis.rank_weights)
+        return [
+            _finding(
+                "DDP303",
+                ("loss",),
+                f"The ranks weigh their gradients by {share} and not by {1 / known.world_size:.4g} each: the loss or "
+                "the model applies a factor that depends on the rank.",
+                steps=steps,
+                evidence=facts,
+            )
+        ]
+    if blind:
         calls = list(dict.fromkeys(str(call) for call in blind))
-        location = next((call.location for call in blind if call.location), "")
-        path, _, line = location.rpartition(":")
+        path, _, line = next((call.location for call in blind if call.location), "").rpartition(":")
         return [
             _finding(
                 "DDP309",
@@ -250,15 +261,42 @@ def judge_single_process(
                 evidence=facts,
             )
         ]
-    if not world_changed and analysis.weights_residual <= max(tolerance, _LOOSEST_FIT * 0.01):
+    if ran and not world_changed and analysis.weights_residual <= tolerance:
+        if scaled:  # with a common factor there is no need to tell the ranks' weights apart
+            weight = 1 / (known.world_size * analysis.global_ratio)
+            analysis = replace(analysis, weights=(weight,) * known.world_size)
         return [_judge_weights(analysis, known, steps, facts)]
+    found = []
+    if not world_changed and _adds_up(analysis, known):
+        found.append(
+            _finding(
+                "DDP305",
+                ("loss",),
+                f"The loss sums over samples, and DDP averages over ranks: its gradient is about 1/{known.world_size} "
+                "of the global batch's.",
+                steps=steps,
+                evidence=["the losses of the ranks add up to the global batch's, and do not average to it", *facts],
+            )
+        )
+    if not ran:
+        return found or [
+            _finding(
+                "DDP304",
+                ("loss",),
+                f"Gradients on shards are up to {far:.2g} (relative) away from the global batch's, and the shards "
+                "cannot be run one by one to tell why.",
+                steps=steps,
+                evidence=facts,
+                severity=Severity.ERROR,
+            )
+        ]
     where = f"{analysis.module} ({analysis.module_class})" if analysis.module else "the loss"
     how = (
         f"the output of {where} for one sample depends on the other samples of the batch"
         if analysis.module
         else "no module mixes samples: the loss itself couples them"
     )
-    return [
+    found.append(
         _finding(
             "DDP304",
             (analysis.module or "loss",),
@@ -268,7 +306,22 @@ def judge_single_process(
             location=known.module_locations.get(analysis.module),
             evidence=[how, *facts],
         )
-    ]
+    )
+    return found
+
+
+def _may_carry_the_loss(call: Call) -> bool:
+    """Whether what comes out of a collective may be part of the loss: not a barrier, an object, or a logged number."""
+    return not call.differentiable and call.elements > 0 and (call.elements > 1 or call.carries_gradient)
+
+
+def _adds_up(analysis: ShardAnalysis, known: Circumstances) -> bool:
+    """Whether both the losses and the gradients of the ranks are nearer to adding up than to averaging."""
+    if not known.losses or not analysis.global_loss or known.world_size < 2:
+        return False
+    share = 1 / known.world_size
+    ratio = sum(known.losses) / len(known.losses) / analysis.global_loss
+    return all(0.8 * share <= value <= 1.25 * share for value in (ratio, analysis.global_ratio))
 
 
 def _is_explained(ratio: float, residual: float, tolerance: float) -> bool:

@@ -26,7 +26,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     session = the_session()
     assert session.wrapped is not None and session.optimizer is not None
     session.calls.clear()
-    session.optimizer.zero_grad(set_to_none=True)
+    session.optimizer.zero_grad()
     clear_gradients(session.module)
     loss = compute_loss(
         session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
@@ -56,7 +56,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     )
 
 
-_LOSSY_HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
+_EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
 
 
 def _against_local(session: Session, name: str, got: torch.Tensor | None) -> Difference:
@@ -74,14 +74,14 @@ def _against_local(session: Session, name: str, got: torch.Tensor | None) -> Dif
 
 
 def _hook_precisions(session: Session) -> list[float]:
-    """Machine eps of what communication hooks compress to; 1 for those that lose more on purpose (PowerSGD)."""
+    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose (PowerSGD)."""
     found = []
-    for hook, _state in getattr(session.wrapped, "_comm_hooks", ()):
+    for hook, _state in getattr(session.wrapper, "_comm_hooks", ()):
         module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
-        if module.startswith("torch.distributed.algorithms.ddp_comm_hooks"):
-            lossy = any(word in f"{module}.{name}" for word in ("powerSGD", "quantization", "post_localSGD"))
-            compressed = next((dtype for key, dtype in _LOSSY_HOOKS.items() if name.startswith(key)), None)
-            found.append(0.1 if lossy else eps_of(compressed) if compressed is not None else 0.0)
+        if any(word in f"{module}.{name}" for word in ("powerSGD", "quantization", "post_localSGD")):
+            found.append(0.1)
+        elif name not in _EXACT_HOOKS:
+            found.append(eps_of(torch.bfloat16))
     return found
 
 
@@ -89,7 +89,7 @@ def _optimizer_state(session: Session) -> dict[str, int]:
     assert session.optimizer is not None
     names = {id(p): name for name, p in session.module.named_parameters()}
     found: dict[str, int] = {}
-    for parameter, state in session.optimizer.state.items():
+    for parameter, state in getattr(session.optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, Mapping) else ():
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,6 @@ def local_step(step: int) -> LocalStep:
     twin = session.twin
     parameters = {name: p for name, p in named_parameters(twin).items() if p.requires_grad}
     session.outputs.clear()
-    session.arrivals.clear()
     clear_gradients(twin)
     log_start = len(read_log(this_rank.current().directory, session.rank))
     loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
@@ -77,11 +77,15 @@ def local_step(step: int) -> LocalStep:
     visible_ids = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
     session.outputs.clear()
     this_rank.set_place(f"step {step}: backward")
+    session.arrivals.clear()  # of backward passes inside the loss
     loss.total.backward()
     value, drew = loss.value, loss.drew
     del loss, visible, seen
     session.local = gradients_of(twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
+    for name, size in session.norms.items():
+        if not math.isfinite(size):
+            raise TargetError(f"the gradient of {name} in step {step} is not finite, so it cannot be compared")
     states = _states(session, parameters, probe)
     leaves = unregistered_leaves(
         walk.leaves, twin, ignore=[*iter_tensors(session.batch)], before=session.leaves, recipe=session.recipe
@@ -133,7 +137,8 @@ def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: Eng
     states: dict[str, Any] = {}
     for index, name in enumerate(parameters):
         if name in session.local:
-            states[name] = "contributes" if session.norms[name] != 0.0 else "zero"
+            empty = session.local[name].numel() == 0
+            states[name] = "contributes" if empty or session.norms[name] != 0.0 else "zero"
         elif probe.reached is not None and probe.reached[index]:
             consumed = len(getattr(parameters[name], "_post_accumulate_grad_hooks", None) or ()) > 1
             states[name] = "contributes" if consumed else "lost"  # a hook of the user's may have taken it
@@ -213,8 +218,8 @@ def unregistered_leaves(
 ) -> tuple[Unregistered, ...]:
     """The leaves that receive gradient without being parameters of `module`, by name where they have one.
 
-    A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them: it must be an
-    `nn.Parameter`, be held by the module, or have been there in the step before.
+    A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them: it must be
+    held by the module or by the loss function, or have been there in the step before.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
@@ -225,7 +230,7 @@ def unregistered_leaves(
         names.setdefault(id(tensor), name)
     found = []
     for leaf in strange:
-        lasting = isinstance(leaf, nn.Parameter) or id(leaf) in names or id(leaf) in (before or {})
+        lasting = id(leaf) in names or id(leaf) in (before or {})
         if lasting:
             name = names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
             found.append(Unregistered(name, tuple(leaf.shape)))
@@ -266,16 +271,25 @@ def average(step: int, file: Path | None) -> None:
         torch.save({k: v for k, v in session.averaged.items() if v is not None}, file)
 
 
-def quiet_step(step: int) -> None:
-    """The local step again with every random operation silenced, for the comparison with the global batch."""
+def quiet_step(step: int) -> str:
+    """The local step again with every random operation silenced, for the comparison with the global batch.
+
+    Returns:
+        Why that cannot be done, empty where it can: the loss may be another thing without its random numbers.
+    """
     session = the_session()
     assert session.before is not None
     session.before.restore(session.twin)
-    session.local, _ = compute_gradients(
-        session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
-    )
+    try:
+        session.local, _ = compute_gradients(
+            session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
+        )
+    except TargetError as error:
+        return str(error)
+    finally:
+        session.before.restore(session.twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
-    session.before.restore(session.twin)
+    return ""
 
 
 def repeat_step(step: int) -> tuple[Difference, ...]:

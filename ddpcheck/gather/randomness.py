@@ -44,15 +44,20 @@ def mixed_seed(seed: int, *parts: int) -> int:
     return value % 2**31
 
 
-def generator_states(device: torch.device) -> list[Any]:
-    """The states of the global generators; two equal lists mean that nothing was drawn in between."""
-    states: list[Any] = [random.getstate(), torch.get_rng_state().numpy().tobytes()]
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The states of the global generators of `torch`, `random` and `numpy`; see `drawn_since`."""
+    states: dict[str, Any] = {"random": random.getstate(), "torch": [torch.get_rng_state().numpy().tobytes()]}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        states.append((name, keys.tobytes(), *rest))
+        states["numpy"] = (name, keys.tobytes(), *rest)
     if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+        states["torch"].append(torch.cuda.get_rng_state(device).numpy().tobytes())
     return states
+
+
+def drawn_since(before: Mapping[str, Any], device: torch.device) -> frozenset[str]:
+    """The libraries from whose global generators numbers were drawn since `before`."""
+    return frozenset(name for name, state in generator_states(device).items() if before.get(name, state) != state)
 
 
 class QuietRandomness(TorchDispatchMode):
@@ -112,12 +117,17 @@ def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A randomised leaky ReLU with the middle of its range as the slope."""
-    value, noise, lower, upper = (*args[:4], *(1 / 8, 1 / 3)[len(args[:4]) - 2 :])
-    lower, upper = kwargs.get("lower", lower), kwargs.get("upper", upper)
+    value, noise = args[0], args[1]
+    lower = args[2] if len(args) > 2 else kwargs.get("lower", 1 / 8)
+    upper = args[3] if len(args) > 3 else kwargs.get("upper", 1 / 3)
     slope = (lower + upper) / 2
     noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
     result = value * noise
     return value.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
+
+
+def _expected_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (args[0] * args[1]).round()
 
 
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,6 +156,7 @@ _NORMAL = 0.5  # not 0, which would silence what it multiplies
 _QUIET: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
+    "binomial": _expected_count,
     **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),

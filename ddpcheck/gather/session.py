@@ -19,6 +19,7 @@ from torch import nn
 
 from ddpcheck import rank as this_rank
 from ddpcheck.collectives import record_collectives
+from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Built,
     ModuleDescription,
@@ -49,7 +50,8 @@ class Session:
     Attributes:
         module: The module that is wrapped.
         twin: A second one, built alike and never wrapped, on which the Local steps run.
-        wrapped: The wrapper around `module`.
+        wrapped: What `wrap` made of `module`, and what the loss is called with.
+        wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
 
@@ -63,6 +65,7 @@ class Session:
     twin: nn.Module
     origins: Origins
     wrapped: nn.Module | None = None
+    wrapper: nn.Module | None = None
     facts: WrapperFacts = field(default_factory=WrapperFacts)
     optimizer: torch.optim.Optimizer | None = None
     twin_optimizer: torch.optim.Optimizer | None = None
@@ -102,6 +105,11 @@ def build(target: str | Recipe, seed: int) -> Built:
     seed_everything(model_seed(seed))
     with record_origins() as origins:
         module = recipe.build_model()
+    if isinstance(find_ddp(module), nn.parallel.DistributedDataParallel):
+        raise TargetError(
+            "model() returned a module that is, or holds, a DistributedDataParallel; return the bare module, and wrap "
+            "it in the recipe's wrap(module, device)"
+        )
     seed_everything(model_seed(seed))
     twin = recipe.build_model()
     if twin is module or {id(p) for p in twin.parameters()} & {id(p) for p in module.parameters()}:
@@ -168,8 +176,11 @@ def wrap() -> Wrapped:
     original = session.module
     with _watch_construction() as seen:
         session.wrapped = session.recipe.wrap_module(session.module, session.device)
-    inner = getattr(session.wrapped, "module", session.wrapped)
-    is_ddp = isinstance(session.wrapped, nn.parallel.DistributedDataParallel)
+    session.wrapper = find_ddp(session.wrapped)
+    if session.wrapper is not session.wrapped and session.wrapper.module is not original:
+        session.wrapper = session.wrapped  # a part of the model is wrapped, not the whole
+    inner = getattr(session.wrapper, "module", session.wrapper)
+    is_ddp = isinstance(session.wrapper, nn.parallel.DistributedDataParallel)
     if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, session.twin)):
         if differs_in_structure(inner, session.twin):
             session.twin = copy.deepcopy(inner)
@@ -177,12 +188,12 @@ def wrap() -> Wrapped:
     trainable = {name for name, p in session.module.named_parameters() if p.requires_grad}
     for name, parameter in session.twin.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
-    options = {name: str(getattr(session.wrapped, name)) for name in _OPTIONS if hasattr(session.wrapped, name)}
-    ignored = frozenset(getattr(session.wrapped, "parameters_to_ignore", ()))
+    options = {name: str(getattr(session.wrapper, name)) for name in _OPTIONS if hasattr(session.wrapper, name)}
+    ignored = frozenset(getattr(session.wrapper, "parameters_to_ignore", ()))
     session.facts = WrapperFacts(
         is_ddp=is_ddp,
-        find_unused_parameters=bool(getattr(session.wrapped, "find_unused_parameters", False)),
-        static_graph=bool(getattr(session.wrapped, "static_graph", False)),
+        find_unused_parameters=bool(getattr(session.wrapper, "find_unused_parameters", False)),
+        static_graph=bool(getattr(session.wrapper, "static_graph", False)),
         ignored=ignored & set(names.values()),
     )
     session.optimizer = session.recipe.build_optimizer(p for p in session.wrapped.parameters() if p.requires_grad)
@@ -200,6 +211,13 @@ def wrap() -> Wrapped:
         broadcasts_buffers=broadcasts_buffers(session),
         changed=_changes(seen, session.module) if seen else {},
     )
+
+
+def find_ddp(wrapped: nn.Module) -> nn.Module:
+    """The one `DistributedDataParallel` inside what `wrap` returned (a compiled module, say), else `wrapped`."""
+    ddp = nn.parallel.DistributedDataParallel
+    inside = [module for module in wrapped.modules() if isinstance(module, ddp)]
+    return inside[0] if len(inside) == 1 else wrapped
 
 
 @contextlib.contextmanager
@@ -237,9 +255,9 @@ def _changes(seen: Mapping[str, tuple[int, bool]], module: nn.Module) -> dict[st
 
 def broadcasts_buffers(session: Session) -> bool:
     """Whether the wrapper gives every rank rank 0's buffers before a forward."""
-    will = getattr(session.wrapped, "will_sync_module_buffers", None)
+    will = getattr(session.wrapper, "will_sync_module_buffers", None)
     has_buffers = next(session.module.buffers(), None) is not None
-    return bool(getattr(session.wrapped, "broadcast_buffers", False)) and has_buffers and will is not None
+    return bool(getattr(session.wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
 
 
 def _optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -270,9 +288,9 @@ def _count_calls(session: Session) -> None:
 
         return hook
 
-    assert session.wrapped is not None
-    session.wrapped.register_forward_pre_hook(counter("wrapper"))
-    if session.module is not session.wrapped:
+    assert session.wrapper is not None
+    session.wrapper.register_forward_pre_hook(counter("wrapper"))
+    if session.module is not session.wrapper:
         session.module.register_forward_pre_hook(counter("inner"))
 
 

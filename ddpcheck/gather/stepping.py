@@ -16,7 +16,7 @@ from torch import nn
 
 from ddpcheck.errors import TargetError
 from ddpcheck.gather.compare import dense
-from ddpcheck.gather.randomness import QuietRandomness, generator_states, quiet_modules, seed_everything
+from ddpcheck.gather.randomness import QuietRandomness, drawn_since, generator_states, quiet_modules, seed_everything
 from ddpcheck.graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.nests import iter_tensors
 from ddpcheck.rank import set_place
@@ -32,12 +32,12 @@ class Loss:
     Attributes:
         parts: The scalar tensors that the recipe returned.
         total: Their sum, which is what backward is called on.
-        drew: Whether random numbers were drawn on the way.
+        drew: The libraries from whose generators random numbers were drawn on the way.
     """
 
     parts: list[torch.Tensor]
     total: torch.Tensor
-    drew: bool
+    drew: frozenset[str]
 
     @property
     def value(self) -> float:
@@ -57,7 +57,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     before = generator_states(device)
     result = recipe.loss(model, batch)
-    drew = generator_states(device) != before
+    drew = drawn_since(before, device)
     parts = list(iter_tensors(result))
     at = f"loss(model, batch) in step {step}"
     if not parts:
@@ -92,6 +92,7 @@ def compute_gradients(
     """
     clear_gradients(model)
     if quiet:
+        place = f"{place}random numbers silenced, "
         with quiet_modules(model), QuietRandomness():
             loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
             set_place(f"step {step}: {place}backward")
@@ -195,7 +196,7 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
             continue
         if isinstance(value, _PLAIN):
             found[key] = value
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, torch.Tensor) and not value.is_nested:
             found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
         elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
             found[key] = copy.copy(value)

@@ -189,7 +189,9 @@ class TerminalRenderer:
             worst = min(report.findings, key=lambda finding: finding.severity.rank).severity
             return _text((found, SEVERITY_STYLES[worst]), f"; more on each: ddpcheck explain {advice}")
         passed = sum(check.status == "passed" for check in report.checks)
-        return _text(("clean: ", "bold green"), f"{_count(passed, 'check')} passed, no findings")
+        skipped = [check.name for check in report.checks if check.status == "skipped"]
+        rest = f", {len(skipped)} skipped ({', '.join(skipped)})" if skipped else ""
+        return _text(("clean: ", "bold green"), f"{_count(passed, 'check')} passed{rest}, no findings")
 
     def _table(self) -> Table:
         return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -185,9 +185,12 @@ def _looks_fallen(failure: RankFailure) -> bool:
 def error(failures: Sequence[RankFailure]) -> RankError:
     """Make the exception for a world in which a rank failed."""
     ordered = in_order(failures)
-    first, rest = ordered[0], ordered[1:]
-    others = _summary(rest)
-    message = first.message + (f" ({others})" if others else "")
+    phrase = _phrase(ordered[0])
+    same = [one for one in ordered if one.kind == ordered[0].kind and _phrase(one) == phrase]
+    if len(same) > 1:  # in order of rank, so that the same failure reads the same every time
+        ordered = sorted(same, key=lambda one: one.rank) + [one for one in ordered if one not in same]
+    others = _summary(ordered[len(same) :])
+    message = f"{name_ranks([one.rank for one in same])} {phrase}" + (f" ({others})" if others else "")
     return RankError(message, ordered, detail=_detail(ordered))
 
 
@@ -197,6 +200,10 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     waiting = _group([(one.rank, one.message.removeprefix(f"rank {one.rank} ")) for one in ordered])
     message = f"{headline}: {waiting}" if waiting else headline
     return HangError(message, ordered, detail=_detail(ordered))
+
+
+def _phrase(failure: RankFailure) -> str:
+    return failure.message.removeprefix(f"rank {failure.rank} ")
 
 
 def _summary(rest: Sequence[RankFailure]) -> str:

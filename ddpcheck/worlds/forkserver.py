@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -98,11 +99,16 @@ class Server:
             self._broken = f"{type(error).__name__}: {error}"
             traceback.print_exc()
             return
-        for name in _PRELOAD_IF_PRESENT:
-            try:
-                importlib.import_module(name)
-            except Exception:  # the rank that needs it will say so better
-                continue
+        with tempfile.TemporaryDirectory(prefix="ddpcheck-") as cache:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+                cache  # importing torch._dynamo makes that directory, and would leave it
+            )
+            for name in _PRELOAD_IF_PRESENT:
+                try:
+                    importlib.import_module(name)
+                except Exception:  # the rank that needs it will say so better
+                    continue
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
     def serve(self) -> None:
         """Work until the parent is gone, then end every rank."""
