@@ -82,7 +82,7 @@ note: Ranks share one GPU.
 
 def test_a_clean_report_ends_with_a_clean_verdict() -> None:
     text = as_text(dataclasses.replace(REPORT, findings=()))
-    assert text.splitlines()[-1] == "clean: 1 check passed, no findings"
+    assert text.splitlines()[-1] == "clean: 1 check passed, 1 skipped (parity), no findings"
 
 
 @pytest.mark.parametrize("findings", [(), (UNUSED,)])

@@ -219,7 +219,8 @@ def unregistered_leaves(
     """The leaves that receive gradient without being parameters of `module`, by name where they have one.
 
     A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them: it must be
-    held by the module or by the loss function, or have been there in the step before.
+    held by the module or by the loss function, or have been there in the step before. Where no step before is known
+    (`before` is None), an `nn.Parameter` is taken to last.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
@@ -230,7 +231,7 @@ def unregistered_leaves(
         names.setdefault(id(tensor), name)
     found = []
     for leaf in strange:
-        lasting = id(leaf) in names or id(leaf) in (before or {})
+        lasting = id(leaf) in names or (isinstance(leaf, nn.Parameter) if before is None else id(leaf) in before)
         if lasting:
             name = names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
             found.append(Unregistered(name, tuple(leaf.shape)))
