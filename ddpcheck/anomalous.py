@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.evidence import StepEvidence, Unregistered, WrapperFacts
+from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.rules import RULES
 from ddpcheck.wording import Names, listed, spelled, spelled_steps
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from ddpcheck.evidence import PathEnd
 
 
 def judge_parameters(
@@ -78,9 +76,7 @@ def _judge_always(
     groups: dict[tuple[Any, ...], list[str]] = {}
     ends: dict[str, PathEnd] = {}
     for name in always:
-        end = next((item.ends[name] for item in evidence if name in item.ends), None)
-        if end is None:
-            continue
+        end = next((item.ends[name] for item in evidence if name in item.ends), PathEnd("unknown"))
         ends[name] = end
         where = _top_module(name, set(always), trainable) if end.cause == "unused" else end.location
         groups.setdefault((end.cause, end.reason, where), []).append(name)
@@ -97,6 +93,8 @@ def _judge_always(
         inside = f" (in module {end.module})" if end.module else ""
         if end.cause == "unused":
             code, message = "DDP101", f"No operation of the forward pass reads {listed(subjects)}."
+        elif end.cause == "unknown":
+            code, message = "DDP102", f"{listed(subjects)} does not contribute to the loss; why could not be told."
         elif end.cause == "cut":
             code = "DDP103"
             message = f"The path from {listed(subjects)} to the loss is cut by {end.reason}{at}{inside}."
@@ -172,7 +170,7 @@ def _judge_sometimes(
             facts.append(f"there its path is cut by {end.reason} at {end.location}")
         elif end is not None and end.cause == "unreachable":
             facts.append(f"there its last use is {end.reason} at {end.location}, which does not reach the loss")
-        elif end is not None:
+        elif end is not None and end.cause == "unused":
             facts.append("there no operation of the forward pass reads it")
         if partial:
             code = "DDP104"
@@ -398,7 +396,6 @@ def detect_anomalous_params(
         UsageError: `loss` has no tensor, or needs no gradient.
     """
     from ddpcheck.errors import UsageError
-    from ddpcheck.evidence import PathEnd
     from ddpcheck.gather.local import unregistered_leaves
     from ddpcheck.graph import Explainer, all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.nests import iter_tensors

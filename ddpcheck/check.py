@@ -26,7 +26,7 @@ from ddpcheck.errors import (
     TargetError,
     UsageError,
 )
-from ddpcheck.evidence import Built, Call, LocalStep, Wrapped
+from ddpcheck.evidence import Built, Call, LocalStep, PathEnd, Wrapped
 from ddpcheck.findings import Finding, Location, Report, ReportError, Severity
 from ddpcheck.harness import Pending, World
 from ddpcheck.outcome import Asked, Outcome
@@ -210,6 +210,8 @@ class _Check:
             self._all("local.begin_step", step, state if wanted else None)
             single = self._start_single("run_step", step, state) if wanted else None
             local: list[LocalStep] = self._all("local.local_step", step)
+            if any("missing" in item.evidence.states.values() for item in local):
+                local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.outcome.add_local(local)
             self._check_in_step(local)
             self._check_batch([item.batch for item in local], step)
@@ -233,6 +235,11 @@ class _Check:
                 self.outcome.add_repeat(step, self._all("local.repeat_step", step))
         for file in (state, averaged):
             file.unlink(missing_ok=True)
+
+    def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
+        """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
+        in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
+        return self._all("local.explain", step) if in_step else [{} for _ in local]
 
     def _quieten(self, step: int, averaged: Path) -> bool:
         """Average gradients without random numbers; returns whether the loss can do without."""

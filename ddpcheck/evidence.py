@@ -6,7 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ddpcheck.findings import Location
@@ -81,7 +81,7 @@ class PathEnd:
 
     Attributes:
         cause: `unused` (no operation reads it), `unreachable` (what it made does not reach the loss), `cut` (the
-            loss's value depends on it, and something took the path out of autograd).
+            loss's value depends on it, and something took the path out of autograd), or `unknown`.
         reason: What cut the path ("detach()", "torch.no_grad()", "argmax() is not differentiable"), or the last
             operation on it.
         location: The line of the user's code at which that happened.
@@ -192,6 +192,10 @@ class LocalStep:
     norm: float
     blind_calls: tuple[Call, ...]
     buffers: Mapping[str, int] = field(default_factory=dict)
+
+    def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
+        """The same with the reasons why gradients are missing."""
+        return replace(self, evidence=replace(self.evidence, ends=ends))
 
 
 # Gradients

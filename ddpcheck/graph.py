@@ -415,11 +415,13 @@ class Explainer:
         module: The module whose parameters are in question.
         forward: Runs the forward pass and the loss afresh, under the same random numbers, and returns the losses.
         prepare: Puts the module into the state in which `forward` begins.
+        once: Whether `forward` may run no more than once.
     """
 
     module: nn.Module
     forward: Callable[[], Sequence[torch.Tensor]]
     prepare: Callable[[], None] = lambda: None
+    once: bool = False
 
     def explain(self, suspects: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
         """Where the path of each of `suspects` (by name) ends."""
@@ -430,6 +432,8 @@ class Explainer:
         value = _values(losses)
 
         def changes_loss(index: int) -> bool:
+            if self.once:
+                return False
             tensor = tensors[index]
             self.prepare()
             saved = tensor.detach().clone()

@@ -12,6 +12,7 @@ from ddpcheck.evidence import Difference
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
 _UNMEASURED_MULTIPLE = 256.0
+_STEPS_AT_ZERO = 1e-3  # of the smallest normal number; the numbers below it are 1e-7 of it apart in float32
 _LARGEST = 1e30  # stands for what is not finite, since JSON has no infinity
 
 
@@ -98,6 +99,8 @@ def difference(
         return Difference(name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel())
     wide = _wide(want.dtype)
     delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
+    if delta <= math.sqrt(max(want.numel(), 1)) * _STEPS_AT_ZERO * float(torch.finfo(want.dtype).smallest_normal):
+        delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
     error = _finite(delta / scale) if scale else (0.0 if delta == 0.0 else _LARGEST)
     if error <= tolerance:
         return Difference(name, error, tolerance, elements=want.numel())

@@ -98,13 +98,12 @@ def local_step(step: int) -> LocalStep:
     del walk
     own_buffers = fingerprints(twin.named_buffers())
     session.after = capture_attributes(twin, buffers=True)
-    missing = {name: p for name, p in parameters.items() if states[name] == "missing"}
+    session.missing = [name for name, state in states.items() if state == "missing"]
     calls = read_log(this_rank.current().directory, session.rank)
     evidence = StepEvidence(
         rank=session.rank,
         step=step,
         states=states,
-        ends=_explain(session, missing, step) if missing else {},
         unregistered=tuple(leaves),
         arrivals={name: count for name, count in session.arrivals.items() if count > 1},
         invisible=()
@@ -147,65 +146,33 @@ def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: Eng
     return states
 
 
-def _explain(session: Session, missing: Mapping[str, nn.Parameter], step: int) -> dict[str, PathEnd]:
-    """Replay the forward pass to find out why, where that needs no other rank to join in."""
+def explain(step: int) -> dict[str, PathEnd]:
+    """Replay the forward pass of the step to say why gradients are missing on this rank.
+
+    Every rank replays, also one that misses nothing, since a forward may communicate. Where it does, no rank runs it
+    more often than the others, so that what only another value of a parameter could tell is not told.
+    """
+    session = the_session()
     assert session.before is not None
     before = session.before
+    parameters = named_parameters(session.twin)
+    missing = {name: parameters[name] for name in session.missing}
+    communicates = bool(read_log(this_rank.current().directory, session.rank))
 
     def forward() -> list[torch.Tensor]:
-        loss = compute_loss(
-            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="explaining, "
-        )
-        return loss.parts
+        seed = seed_of(session, step)
+        return compute_loss(
+            session.recipe, session.twin, session.batch, step=step, seed=seed, place="explaining, "
+        ).parts
 
+    explainer = Explainer(session.twin, forward, lambda: before.restore(session.twin), once=communicates)
     try:
-        with _alone():
-            return Explainer(session.twin, forward, lambda: before.restore(session.twin)).explain(missing)
+        return explainer.explain(missing)
     except Exception:  # what the replay cannot tell, the missing gradient still does
-        return {name: PathEnd("unreachable", "the forward pass") for name in missing}
+        return {name: PathEnd("unknown") for name in missing}
     finally:
         before.restore(session.twin)
         session.outputs.clear()
-
-
-@contextlib.contextmanager
-def _alone() -> Any:
-    """While a rank replays by itself, a collective must not wait for the others: it returns what is there."""
-    from torch.distributed import distributed_c10d
-
-    names = (
-        "all_reduce",
-        "broadcast",
-        "reduce",
-        "barrier",
-        "all_gather",
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-    )
-    saved = {name: getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)}
-
-    def stand_in(name: str) -> Any:
-        def collective(*args: Any, **kwargs: Any) -> None:
-            first, second = (*args, None, None)[:2]
-            if name == "all_gather" and isinstance(second, torch.Tensor):
-                for output in first:
-                    output.copy_(second)
-            elif name == "all_gather_into_tensor" and isinstance(second, torch.Tensor):
-                first.copy_(torch.cat([second] * (first.numel() // max(second.numel(), 1))).reshape(first.shape))
-            elif name == "reduce_scatter_tensor" and isinstance(second, torch.Tensor):
-                first.copy_(second.reshape(-1)[: first.numel()].reshape(first.shape))
-
-        return collective
-
-    for name in saved:
-        setattr(distributed_c10d, name, stand_in(name))
-        setattr(dist, name, stand_in(name))
-    try:
-        yield
-    finally:
-        for name, original in saved.items():
-            setattr(distributed_c10d, name, original)
-            setattr(dist, name, original)
 
 
 def unregistered_leaves(

@@ -74,6 +74,7 @@ class Session:
     after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)
