@@ -397,8 +397,9 @@ def detect_anomalous_params(
     """
     from ddpcheck.errors import UsageError
     from ddpcheck.gather.local import unregistered_leaves
-    from ddpcheck.graph import Explainer, all_names, named_parameters, reached_by, walk_graph
+    from ddpcheck.graph import all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.nests import iter_tensors
+    from ddpcheck.paths import Explainer
 
     losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]
     if not losses:

@@ -27,6 +27,7 @@ from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.locate import user_location
 from ddpcheck.rules import RULES
 from ddpcheck.wording import odd_ranks, spelled
+from ddpcheck.worlds.failures import phrase
 
 if TYPE_CHECKING:
     from ddpcheck.harness import World
@@ -303,7 +304,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
         Finding(
             code=code,
             subjects=(first.place or "run",),
-            message=f"{who} {_phrase(first).rstrip('.')}{f', in {first.place}' if first.place else ''}.",
+            message=f"{who} {phrase(first).rstrip('.')}{f', in {first.place}' if first.place else ''}.",
             severity=Severity.ERROR,
             ranks=ranks,
             location=_parse_location(first.location),
@@ -326,20 +327,16 @@ def _is_of_communication(message: str) -> bool:
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
-def _phrase(failure: RankFailure) -> str:
-    return failure.message.removeprefix(f"rank {failure.rank} ")
-
-
-def _tell(failure: Any) -> str:
+def _tell(failure: RankFailure) -> str:
     if failure.kind != "stuck":
-        return _phrase(failure)
+        return phrase(failure)
     where = failure.place or "at work"
     if failure.collective:
         return f"waits in {failure.collective}, in {where}"
     return f"still in {where}{f', at {failure.location}' if failure.location else ''}"
 
 
-def _stack_lines(failures: Sequence[Any]) -> Iterator[str]:
+def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
     for failure in failures:
         for line in failure.stack.splitlines()[:8]:
             yield f"rank {failure.rank} stack: {line.strip()}"

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.errors import HangError, UsageError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.rules import RULES
-from ddpcheck.wording import odd_ranks, spelled
+from ddpcheck.wording import make_finding, odd_ranks, spelled
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,25 +31,6 @@ def _who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tu
     for rank, value in enumerate(values):
         groups.setdefault(say(value), []).append(rank)
     return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
-
-
-def _finding(
-    code: str,
-    subjects: Sequence[str],
-    message: str,
-    *,
-    ranks: Sequence[int] = (),
-    evidence: Sequence[str] = (),
-    severity: Severity | None = None,
-) -> Finding:
-    return Finding(
-        code=code,
-        subjects=tuple(subjects),
-        message=message,
-        severity=severity or RULES[code].severity,
-        ranks=tuple(ranks),
-        evidence=tuple(evidence),
-    )
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
@@ -83,7 +63,7 @@ def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
     every = sorted(set(itertools.chain.from_iterable(ties)))
     torn = [names for names in every if not all(names in of_rank for of_rank in ties)]
     return [
-        _finding(
+        make_finding(
             "DDP209",
             names,
             f"{' and '.join(names)} are one parameter on some ranks and several on others.",
@@ -106,7 +86,7 @@ def _judge_tensors(
         having = {name: [rank for rank, names in enumerate(sets) if name in names] for name in differing}
         common = Counter(sets).most_common(1)[0][0]
         return [
-            _finding(
+            make_finding(
                 set_code,
                 differing,
                 f"The ranks do not have the same {noun}s: {len(differing)} exist on some ranks only.",
@@ -120,7 +100,7 @@ def _judge_tensors(
         moved = [name for place, name in enumerate(usual) if any(orders[rank][place] != name for rank in ranks)]
         place = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
         return [
-            _finding(
+            make_finding(
                 order_code,
                 moved,
                 f"The {noun}s are registered in another order on {spelled(ranks)}; DDP pairs them by position.",
@@ -144,7 +124,7 @@ def _judge_attribute(
     for name, values in differing.items():
         by_ranks.setdefault(odd_ranks(values), []).append(name)
     return [
-        _finding(
+        make_finding(
             code,
             names,
             f"{len(names)} parameter(s) have other {noun} on {spelled(ranks)} than on the rest.",
@@ -165,7 +145,7 @@ def _judge_buffer_shapes(records: Sequence[tuple[TensorRecord, ...]]) -> list[Fi
     if not differing:
         return []
     return [
-        _finding(
+        make_finding(
             "DDP213",
             differing,
             f"{len(differing)} buffer(s) do not have the same shape and dtype on every rank.",
@@ -197,7 +177,7 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
             return ("training" if value else "evaluating") if isinstance(value, bool) else f"{value[0]}({value[1]})"
 
         findings.append(
-            _finding(
+            make_finding(
                 "DDP222",
                 [name or "(the model)" for name in top],
                 f"{len(top)} module(s) do not have the same {what} on every rank.",
@@ -222,7 +202,7 @@ def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) 
     if not differing:
         return []
     return [
-        _finding(
+        make_finding(
             "DDP216",
             differing,
             f"{len(differing)} tensor(s) that the model holds without having registered them differ between ranks; "
@@ -265,7 +245,7 @@ def judge_values_after_wrapping(
         differing = differing_names(values)
         if differing:
             findings.append(
-                _finding(
+                make_finding(
                     code,
                     sorted(differing),
                     f"{len(differing)} {noun}(s) do not have the same values on every rank when training starts.",
@@ -286,7 +266,7 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
         return []
     harmless = all(name in _HARMLESS_OPTIONS for name in differing)
     return [
-        _finding(
+        make_finding(
             code,
             differing,
             f"{what} is not the same on every rank: {', '.join(differing)}.",
@@ -313,7 +293,7 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
                 by_what[what].append(name)
     ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
     return [
-        _finding(
+        make_finding(
             "DDP503",
             names,
             f"{len(names)} parameter(s) were {what} after wrapping; the reducer keeps to what it saw then.",

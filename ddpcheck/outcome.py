@@ -14,6 +14,7 @@ from importlib import metadata
 
 from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, zero_everywhere
+from ddpcheck.causes import merge_causes
 from ddpcheck.consistency import differing_names
 from ddpcheck.errors import RankError
 from ddpcheck.evidence import (
@@ -37,16 +38,8 @@ from ddpcheck.findings import (
     Severity,
     select_findings,
 )
-from ddpcheck.parity import (
-    Circumstances,
-    judge_nothing_compared,
-    judge_reducer,
-    judge_repeat,
-    judge_single_process,
-    judge_state,
-    judge_wrapper_error,
-    merge_causes,
-)
+from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
+from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.wording import Names, listed
 
 

@@ -1,4 +1,4 @@
-"""DDP3xx: what differs between gradients that should be equal, and the pattern that names the cause.
+"""DDP303 to 310: what data parallelism itself changed, and the pattern that names the cause.
 
 Pure functions from measured differences (`ddpcheck.gather.compare`, `ddpcheck.reference`) to findings.
 """
@@ -6,16 +6,12 @@ Pure functions from measured differences (`ddpcheck.gather.compare`, `ddpcheck.r
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpcheck.consistency import differing_names
-from ddpcheck.errors import RankError
-from ddpcheck.evidence import Call, DdpStepEvidence, Difference, ShardAnalysis, WrapperFacts
+from ddpcheck.evidence import Call, Difference, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
-from ddpcheck.rules import RULES
-from ddpcheck.wording import Names, listed, spelled, spelled_steps
+from ddpcheck.wording import Names, listed, make_finding, spelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,133 +43,20 @@ class Circumstances:
     broadcasts_buffers: bool = False
 
 
-_LOOSEST_FIT = 0.05
+LOOSEST_FIT = 0.05
 """A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
 
 
-def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> list[Finding]:
-    """DDP301, 302 and 303 (with DDP111 and 501 as their causes): what the wrapper made of the ranks' gradients."""
-    by_step: dict[int, list[DdpStepEvidence]] = {}
-    for item in evidence:
-        by_step.setdefault(item.step, []).append(item)
-    unequal: dict[str, dict[int, tuple[int, ...]]] = {}
-    wrong: dict[str, dict[int, Difference]] = {}
-    for step, items in sorted(by_step.items()):
-        for name, ranks in differing_names([item.gradients for item in items]).items():
-            unequal.setdefault(name, {})[step] = ranks
-        for item in items:
-            for difference in item.against_local:
-                seen = wrong.get(difference.name, {}).get(step)
-                if difference.bad and (seen is None or seen.error < difference.error):
-                    wrong.setdefault(difference.name, {})[step] = difference
-    findings = []
-    ignored = [name for name in unequal if name in known.wrapper.ignored]
-    if ignored:
-        findings.append(
-            _finding(
-                "DDP111",
-                known.names.subjects(ignored),
-                f"{listed(known.names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
-                "its gradients are not averaged and differ between the ranks.",
-                location=known.names.location(ignored),
-            )
-        )
-    bypassed = [item for item in evidence if item.wrapper_calls == 0 and item.inner_calls > 0]
-    names = [name for name in unequal if name not in ignored]
-    steps = sorted({step for name in names for step in unequal[name]})
-    facts = [wrong[name][min(wrong[name])].tell() for name in names if name in wrong][:3]
-    if bypassed:
-        ranks = tuple(sorted({item.rank for item in bypassed}))
-        findings.append(
-            _finding(
-                "DDP501",
-                ("forward",),
-                "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step.",
-                ranks=ranks if len(ranks) < known.world_size else (),
-                steps=_some(sorted({item.step for item in bypassed}), len(by_step)),
-                evidence=[f"gradients of {len(names)} parameters differ between ranks", *facts] if names else facts,
-            )
-        )
-    elif names:
-        every = len(names) == len(evidence[0].gradients)
-        findings.append(
-            _finding(
-                "DDP301",
-                known.names.subjects(names),
-                f"The gradients of {'all' if every else f'{len(names)} of'} {len(evidence[0].gradients)} parameters "
-                f"differ between ranks after backward, from {spelled_steps(steps[:1])} on.",
-                steps=_some(steps, len(by_step)),
-                location=known.names.location(names),
-                evidence=facts,
-            )
-        )
-    told = set(unequal)
-    mismatched = {name: steps for name, steps in wrong.items() if name not in told}
-    if mismatched and not findings:
-        findings.append(_judge_mismatch(mismatched, by_step, known))
-    return findings
-
-
-def _judge_mismatch(
-    wrong: Mapping[str, Mapping[int, Difference]],
-    by_step: Mapping[int, Sequence[DdpStepEvidence]],
-    known: Circumstances,
-) -> Finding:
-    names = list(wrong)
-    steps = sorted({step for of_name in wrong.values() for step in of_name})
-    differences = [of_name[min(of_name)] for of_name in wrong.values()]
-    worst = sorted(differences, key=lambda item: -item.error)
-    ratio = _constant_ratio(differences)
-    facts = [item.tell() for item in worst[:3]]
-    if ratio is not None:
-        return _finding(
-            "DDP303",
-            known.names.subjects(names),
-            f"Under the wrapper every one of these gradients is {_factor(ratio, known.world_size)} times the average "
-            "of the ranks' own gradients.",
-            steps=_some(steps, len(by_step)),
-            evidence=facts,
-        )
-    drifted = list(known.local_buffers)
-    again = max(item.wrapper_calls for items in by_step.values() for item in items)
-    if known.broadcasts_buffers and again > 1 and drifted:
-        return _finding(
-            "DDP311",
-            drifted,
-            f"DDP broadcasts {listed(drifted)} before each of {again} forwards, which overwrites what the backward of "
-            "the forwards before it needs.",
-            steps=_some(steps, len(by_step)),
-            location=known.names.location(drifted),
-            evidence=facts,
-        )
-    return _finding(
-        "DDP302",
-        known.names.subjects(names),
-        f"What the wrapper left in .grad of {len(names)} parameter(s) is not the average of the ranks' own gradients.",
-        steps=_some(steps, len(by_step)),
-        location=known.names.location(names),
-        evidence=facts,
-    )
-
-
-def _constant_ratio(differences: Sequence[Difference]) -> float | None:
-    """The factor that all differences share, or None."""
-    ratios = [item.ratio for item in differences]
-    if not ratios or any(item.residual > max(item.tolerance, _LOOSEST_FIT * item.error) for item in differences):
-        return None
-    middle = sorted(ratios)[len(ratios) // 2]
-    spread = max(abs(ratio - middle) for ratio in ratios)
-    return middle if spread <= 0.01 * abs(middle) and middle != 0.0 else None
-
-
-def _factor(ratio: float, world_size: int) -> str:
+def spelled_factor(ratio: float, world_size: int) -> str:
+    """A factor in words, where it is one that the world size explains."""
     for text, value in ((f"1/{world_size}", 1 / world_size), (str(world_size), float(world_size))):
         if math.isclose(ratio, value, rel_tol=1e-2):
             return f"{text} (one over the world size)" if text.startswith("1/") else f"{text} (the world size)"
     return f"{ratio:.4g}"
 
 
-def _some(steps: Sequence[int], of: int) -> tuple[int, ...]:
+def some_steps(steps: Sequence[int], of: int) -> tuple[int, ...]:
+    """`steps`, or nothing where they are all of them."""
     return tuple(steps) if len(steps) < of else ()
 
 
@@ -194,9 +77,9 @@ def judge_single_process(
     first = bad[min(bad)]
     worst = sorted(first, key=lambda item: -item.error)
     total = len(differences[min(bad)])
-    steps = _some(sorted(bad), len(differences))
+    steps = some_steps(sorted(bad), len(differences))
     facts = [f"{len(first)} of {total} gradients differ from the single process", *(item.tell() for item in worst[:3])]
-    tolerance = min(max(max(item.tolerance for item in first), 1e-6), _LOOSEST_FIT)
+    tolerance = min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT)
     far = max(item.error for item in first)
     ran = bool(analysis.weights)
     world_changed = ran and (abs(analysis.world_ratio - 1) > tolerance or analysis.world_residual > tolerance)
@@ -214,11 +97,12 @@ def judge_single_process(
             return [_judge_weights(replace(analysis, weights=(weight,) * known.world_size), known, steps, facts)]
     if by_world:
         return [
-            _finding(
+            make_finding(
                 "DDP303",
                 ("loss",),
-                f"Every gradient is {_factor(analysis.world_ratio, known.world_size)} times that of the same shards "
-                "without a process group: the model or the loss scales by the world size, and DDP averages already.",
+                f"Every gradient is {spelled_factor(analysis.world_ratio, known.world_size)} times that of the same "
+                "shards without a process group: the model or the loss scales by the world size, and DDP averages "
+                "already.",
                 steps=steps,
                 evidence=facts,
             )
@@ -226,7 +110,7 @@ def judge_single_process(
     if world_changed and analysis.rank_residual <= tolerance:
         share = ", ".join(f"{weight:.4g}" for weight in analysis.rank_weights)
         return [
-            _finding(
+            make_finding(
                 "DDP303",
                 ("loss",),
                 f"The ranks weigh their gradients by {share} and not by {1 / known.world_size:.4g} each: the loss or "
@@ -239,7 +123,7 @@ def judge_single_process(
         calls = list(dict.fromkeys(str(call) for call in blind))
         path, _, line = next((call.location for call in blind if call.location), "").rpartition(":")
         return [
-            _finding(
+            make_finding(
                 "DDP309",
                 tuple(dict.fromkeys(call.operation for call in blind)),
                 f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
@@ -251,7 +135,7 @@ def judge_single_process(
         ]
     if hooked and len(hooked) >= len(first) / 2:
         return [
-            _finding(
+            make_finding(
                 "DDP310",
                 known.names.subjects(hooked),
                 f"A hook changes the local gradient of {listed(known.names.subjects(hooked))} before it is averaged, "
@@ -269,7 +153,7 @@ def judge_single_process(
     found = []
     if not world_changed and _adds_up(analysis, known):
         found.append(
-            _finding(
+            make_finding(
                 "DDP305",
                 ("loss",),
                 f"The loss sums over samples, and DDP averages over ranks: its gradient is about 1/{known.world_size} "
@@ -280,7 +164,7 @@ def judge_single_process(
         )
     if not ran:
         return found or [
-            _finding(
+            make_finding(
                 "DDP304",
                 ("loss",),
                 f"Gradients on shards are up to {far:.2g} (relative) away from the global batch's, and the shards "
@@ -297,7 +181,7 @@ def judge_single_process(
         else "no module mixes samples: the loss itself couples them"
     )
     found.append(
-        _finding(
+        make_finding(
             "DDP304",
             (analysis.module or "loss",),
             f"Samples are coupled through {where}, so gradients on shards are up to {far:.2g} (relative) away from "
@@ -326,7 +210,7 @@ def _adds_up(analysis: ShardAnalysis, known: Circumstances) -> bool:
 
 def _is_explained(ratio: float, residual: float, tolerance: float) -> bool:
     """Whether a constant factor other than 1 accounts for a difference."""
-    return abs(ratio - 1) > tolerance and residual <= max(tolerance, _LOOSEST_FIT * abs(1 - ratio))
+    return abs(ratio - 1) > tolerance and residual <= max(tolerance, LOOSEST_FIT * abs(1 - ratio))
 
 
 def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
@@ -357,171 +241,7 @@ def _judge_weights(analysis: ShardAnalysis, known: Circumstances, steps: tuple[i
         )
         why = f"the global batch weighs the ranks by {spoken}; DDP weighs each by {1 / known.world_size:.4g}"
     sizes = [f"samples a rank: {', '.join(map(str, known.shard_sizes))}"] if len(set(known.shard_sizes)) > 1 else []
-    return _finding("DDP305", ("loss",), message, steps=steps, evidence=[why, *sizes, *facts])
-
-
-def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gradients_differ: bool) -> list[Finding]:
-    """DDP306, 214, 215 and 216: parameters, buffers and the rest after the steps."""
-    by_step: dict[int, list[DdpStepEvidence]] = {}
-    for item in evidence:
-        by_step.setdefault(item.step, []).append(item)
-    findings = []
-    diverged: dict[str, int] = {}
-    drifted: dict[str, int] = {}
-    state: dict[str, int] = {}
-    for step, items in sorted(by_step.items()):
-        for found, picked in (
-            (diverged, [item.parameters for item in items]),
-            (diverged, [item.optimizer for item in items]),
-            (drifted, [item.buffers for item in items]),
-            (state, [item.state for item in items]),
-        ):
-            for name in differing_names(picked):
-                found.setdefault(name, step)
-    if diverged and not gradients_differ:
-        names = [name for name in diverged if not name.startswith("optimizer ")] or list(diverged)
-        first = min(diverged.values())
-        findings.append(
-            _finding(
-                "DDP306",
-                known.names.subjects(names),
-                f"{len(names)} parameter(s) differ between ranks after the optimizer's step {first}, although their "
-                "gradients were equal.",
-                steps=_some(range(first, len(by_step)), len(by_step)),
-                location=known.names.location(names),
-                evidence=[f"optimizer state: {name}" for name in diverged if name.startswith("optimizer ")][:3],
-            )
-        )
-    if drifted:
-        names = list(drifted)
-        code = "DDP215" if known.broadcasts_buffers else "DDP214"
-        consequence = (
-            "the next forward overwrites them with rank 0's, so what the other ranks computed is discarded"
-            if known.broadcasts_buffers
-            else "nothing synchronises them, and a checkpoint keeps rank 0's"
-        )
-        findings.append(
-            _finding(
-                code,
-                names,
-                f"{len(names)} buffer(s) differ between ranks after step {min(drifted.values())}: {consequence}.",
-                location=known.names.location(names),
-                severity=Severity.WARNING,
-            )
-        )
-    if state:
-        findings.append(
-            _finding(
-                "DDP216",
-                list(state),
-                f"{listed(list(state))} is held by the model without being registered and drifts apart between ranks; "
-                "DDP never synchronises it.",
-                location=known.names.location(list(state)),
-            )
-        )
-    return findings
-
-
-_WRAPPER_ERRORS = (
-    (
-        "mark a variable ready only once",
-        "DDP406",
-        "DDP took a gradient to be complete, and it came again",
-    ),
-    ("modified by an inplace operation", "DDP311", "What backward needs was overwritten after the forward pass"),
-    (
-        "Expected to have finished reduction",
-        "DDP302",
-        "A parameter that takes part without the wrapper did not under it",
-    ),
-)
-
-
-def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]:
-    """DDP302, 311, 406 and 501 from how the wrapper fails in a step that the unwrapped module has just done."""
-    first = error.first
-    finished = [item for item in error.results.values() if isinstance(item, DdpStepEvidence)]
-    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
-    if bypassed:
-        return [
-            _finding(
-                "DDP501",
-                ("forward",),
-                f"On {spelled(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
-                "for its gradients.",
-                ranks=bypassed,
-                steps=(finished[0].step,),
-                evidence=[failure.message for failure in error.failures],
-            )
-        ]
-    if first is None or first.kind != "raised":
-        return []
-    whole = f"{first.message}\n{first.traceback}"
-    for words, code, message in _WRAPPER_ERRORS:
-        if words in whole:
-            ranks = tuple(sorted(failure.rank for failure in error.failures if failure.kind == "raised"))
-            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", whole)))
-            return [
-                _finding(
-                    code,
-                    known.names.subjects(named) or ("backward",),
-                    f"{message}, in {first.place or 'the step'}.",
-                    ranks=ranks if len(ranks) < known.world_size else (),
-                    evidence=[first.message],
-                )
-            ]
-    return []
-
-
-def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding a root cause: consequences become evidence of what brought them about."""
-    merged: list[Finding] = []
-    for finding in findings:
-        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
-            merged.append(finding)
-    for cause, consequence, says in _CONSEQUENCES:
-        causes = [f for f in merged if f.code in cause]
-        for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
-            merged.remove(found)
-            place = merged.index(causes[0])
-            causes[0] = replace(
-                causes[0], evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}")
-            )
-            merged[place] = causes[0]
-    return merged
-
-
-def _always(_cause: Finding, _consequence: Finding) -> bool:
-    return True
-
-
-def _are_statistics(cause: Finding, consequence: Finding) -> bool:
-    """Whether the buffers that differ are the running statistics of the layers that couple the samples."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    return "Norm" in cause.message and all(name.rpartition(".")[2] in names for name in consequence.subjects)
-
-
-def _same_subjects(cause: Finding, consequence: Finding) -> bool:
-    return set(consequence.subjects) <= set(cause.subjects)
-
-
-_CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
-    (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
-    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
-    (("DDP223",), ("DDP306",), _always),
-    (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
-    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216"), _always),
-    (("DDP406",), ("DDP301", "DDP302"), _always),
-    (("DDP104", "DDP105"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
-    (
-        ("DDP503",),
-        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),
-        _always,
-    ),
-    (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
-    (("DDP216",), ("DDP304", "DDP303", "DDP216"), _always),
-    (("DDP214",), ("DDP304",), _always),
-)
+    return make_finding("DDP305", ("loss",), message, steps=steps, evidence=[why, *sizes, *facts])
 
 
 def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
@@ -530,7 +250,7 @@ def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
     if not norms or len(empty) < len(norms):
         return []
     return [
-        _finding(
+        make_finding(
             "DDP307",
             ("loss",),
             "Every gradient was zero or missing in every step, so nothing was compared.",
@@ -547,7 +267,7 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
         return []
     worst = max((item for items in bad.values() for item in items), key=lambda item: item.error)
     return [
-        _finding(
+        make_finding(
             "DDP308",
             ("loss",),
             f"The same step run twice on {spelled(ranks)} gave other gradients, so comparisons mean nothing.",
@@ -556,26 +276,3 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
             evidence=[worst.tell(), "the generators of torch, numpy and random were seeded alike both times"],
         )
     ]
-
-
-def _finding(
-    code: str,
-    subjects: Sequence[str],
-    message: str,
-    *,
-    ranks: Sequence[int] = (),
-    steps: Sequence[int] = (),
-    location: Location | None = None,
-    evidence: Sequence[str] = (),
-    severity: Severity | None = None,
-) -> Finding:
-    return Finding(
-        code=code,
-        subjects=tuple(subjects),
-        message=message,
-        severity=severity or RULES[code].severity,
-        ranks=tuple(ranks),
-        steps=tuple(steps),
-        location=location,
-        evidence=tuple(evidence),
-    )

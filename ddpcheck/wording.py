@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpcheck.findings import Location
+from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.rules import RULES
 
 
 def spelled(ranks: Sequence[int]) -> str:
@@ -54,3 +55,27 @@ class Names:
     def location(self, names: Sequence[str]) -> Location | None:
         """The line that made the first of `names`."""
         return next((self.locations[name] for name in names if name in self.locations), None)
+
+
+def make_finding(
+    code: str,
+    subjects: Sequence[str],
+    message: str,
+    *,
+    ranks: Sequence[int] = (),
+    steps: Sequence[int] = (),
+    location: Location | None = None,
+    evidence: Sequence[str] = (),
+    severity: Severity | None = None,
+) -> Finding:
+    """A finding with the severity of its rule, unless another is given."""
+    return Finding(
+        code=code,
+        subjects=tuple(subjects),
+        message=message,
+        severity=severity or RULES[code].severity,
+        ranks=tuple(ranks),
+        steps=tuple(steps),
+        location=location,
+        evidence=tuple(evidence),
+    )

@@ -21,12 +21,12 @@ from ddpcheck import graph  # noqa: E402
 from ddpcheck.evidence import PathEnd  # noqa: E402
 from ddpcheck.graph import (  # noqa: E402
     EngineProbe,
-    Explainer,
     all_names,
     reached_by,
     unregistered_tensors,
     walk_graph,
 )
+from ddpcheck.paths import Explainer  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 

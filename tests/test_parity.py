@@ -5,19 +5,12 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.causes import merge_causes
 from ddpcheck.errors import RankError, RankFailure
 from ddpcheck.evidence import Call, DdpStepEvidence, Difference, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
-from ddpcheck.parity import (
-    Circumstances,
-    judge_nothing_compared,
-    judge_reducer,
-    judge_repeat,
-    judge_single_process,
-    judge_state,
-    judge_wrapper_error,
-    merge_causes,
-)
+from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
+from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.wording import Names
 
 KNOWN = Circumstances(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))

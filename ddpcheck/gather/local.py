@@ -36,9 +36,10 @@ from ddpcheck.gather.stepping import (
     gradients_of,
     visible_tensors,
 )
-from ddpcheck.graph import EngineProbe, Explainer, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
 from ddpcheck.nests import batch_size, iter_tensors, to_device
+from ddpcheck.paths import Explainer
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
 

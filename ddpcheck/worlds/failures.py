@@ -185,12 +185,12 @@ def _looks_fallen(failure: RankFailure) -> bool:
 def error(failures: Sequence[RankFailure]) -> RankError:
     """Make the exception for a world in which a rank failed."""
     ordered = in_order(failures)
-    phrase = _phrase(ordered[0])
-    same = [one for one in ordered if one.kind == ordered[0].kind and _phrase(one) == phrase]
+    headline = phrase(ordered[0])
+    same = [one for one in ordered if one.kind == ordered[0].kind and phrase(one) == headline]
     if len(same) > 1:  # in order of rank, so that the same failure reads the same every time
         ordered = sorted(same, key=lambda one: one.rank) + [one for one in ordered if one not in same]
     others = _summary(ordered[len(same) :])
-    message = f"{name_ranks([one.rank for one in same])} {phrase}" + (f" ({others})" if others else "")
+    message = f"{name_ranks([one.rank for one in same])} {headline}" + (f" ({others})" if others else "")
     return RankError(message, ordered, detail=_detail(ordered))
 
 
@@ -202,7 +202,8 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     return HangError(message, ordered, detail=_detail(ordered))
 
 
-def _phrase(failure: RankFailure) -> str:
+def phrase(failure: RankFailure) -> str:
+    """What happened to a rank, without its name."""
     return failure.message.removeprefix(f"rank {failure.rank} ")
 
 

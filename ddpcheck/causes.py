@@ -1,0 +1,55 @@
+"""One finding a root cause: which findings are only consequences of which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ddpcheck.findings import Finding
+
+
+def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding a root cause: consequences become evidence of what brought them about."""
+    merged: list[Finding] = []
+    for finding in findings:
+        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
+            merged.append(finding)
+    for cause, consequence, says in _CONSEQUENCES:
+        causes = [f for f in merged if f.code in cause]
+        for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
+            merged.remove(found)
+            place = merged.index(causes[0])
+            causes[0] = replace(
+                causes[0], evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}")
+            )
+            merged[place] = causes[0]
+    return merged
+
+
+def _always(_cause: Finding, _consequence: Finding) -> bool:
+    return True
+
+
+def _are_statistics(cause: Finding, consequence: Finding) -> bool:
+    """Whether the buffers that differ are the running statistics of the layers that couple the samples."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return "Norm" in cause.message and all(name.rpartition(".")[2] in names for name in consequence.subjects)
+
+
+_CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
+    (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
+    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
+    (("DDP223",), ("DDP306",), _always),
+    (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
+    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216"), _always),
+    (("DDP406",), ("DDP301", "DDP302"), _always),
+    (("DDP104", "DDP105"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
+    (
+        ("DDP503",),
+        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),
+        _always,
+    ),
+    (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
+    (("DDP216",), ("DDP304", "DDP303", "DDP216"), _always),
+    (("DDP214",), ("DDP304",), _always),
+)

@@ -1,0 +1,244 @@
+"""DDP301, 302, 303, 306 and their kin: what the wrapper and its reducer made of the ranks' own gradients.
+
+Pure functions from measured differences and fingerprints to findings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.consistency import differing_names
+from ddpcheck.errors import RankError
+from ddpcheck.evidence import DdpStepEvidence, Difference
+from ddpcheck.findings import Finding, Severity
+from ddpcheck.parity import LOOSEST_FIT, Circumstances, some_steps, spelled_factor
+from ddpcheck.wording import listed, make_finding, spelled, spelled_steps
+
+
+def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> list[Finding]:
+    """DDP301, 302 and 303 (with DDP111 and 501 as their causes): what the wrapper made of the ranks' gradients."""
+    by_step: dict[int, list[DdpStepEvidence]] = {}
+    for item in evidence:
+        by_step.setdefault(item.step, []).append(item)
+    unequal: dict[str, dict[int, tuple[int, ...]]] = {}
+    wrong: dict[str, dict[int, Difference]] = {}
+    for step, items in sorted(by_step.items()):
+        for name, ranks in differing_names([item.gradients for item in items]).items():
+            unequal.setdefault(name, {})[step] = ranks
+        for item in items:
+            for difference in item.against_local:
+                seen = wrong.get(difference.name, {}).get(step)
+                if difference.bad and (seen is None or seen.error < difference.error):
+                    wrong.setdefault(difference.name, {})[step] = difference
+    findings = []
+    ignored = [name for name in unequal if name in known.wrapper.ignored]
+    if ignored:
+        findings.append(
+            make_finding(
+                "DDP111",
+                known.names.subjects(ignored),
+                f"{listed(known.names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
+                "its gradients are not averaged and differ between the ranks.",
+                location=known.names.location(ignored),
+            )
+        )
+    bypassed = [item for item in evidence if item.wrapper_calls == 0 and item.inner_calls > 0]
+    names = [name for name in unequal if name not in ignored]
+    steps = sorted({step for name in names for step in unequal[name]})
+    facts = [wrong[name][min(wrong[name])].tell() for name in names if name in wrong][:3]
+    if bypassed:
+        ranks = tuple(sorted({item.rank for item in bypassed}))
+        findings.append(
+            make_finding(
+                "DDP501",
+                ("forward",),
+                "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step.",
+                ranks=ranks if len(ranks) < known.world_size else (),
+                steps=some_steps(sorted({item.step for item in bypassed}), len(by_step)),
+                evidence=[f"gradients of {len(names)} parameters differ between ranks", *facts] if names else facts,
+            )
+        )
+    elif names:
+        every = len(names) == len(evidence[0].gradients)
+        findings.append(
+            make_finding(
+                "DDP301",
+                known.names.subjects(names),
+                f"The gradients of {'all' if every else f'{len(names)} of'} {len(evidence[0].gradients)} parameters "
+                f"differ between ranks after backward, from {spelled_steps(steps[:1])} on.",
+                steps=some_steps(steps, len(by_step)),
+                location=known.names.location(names),
+                evidence=facts,
+            )
+        )
+    told = set(unequal)
+    mismatched = {name: steps for name, steps in wrong.items() if name not in told}
+    if mismatched and not findings:
+        findings.append(_judge_mismatch(mismatched, by_step, known))
+    return findings
+
+
+def _judge_mismatch(
+    wrong: Mapping[str, Mapping[int, Difference]],
+    by_step: Mapping[int, Sequence[DdpStepEvidence]],
+    known: Circumstances,
+) -> Finding:
+    names = list(wrong)
+    steps = sorted({step for of_name in wrong.values() for step in of_name})
+    differences = [of_name[min(of_name)] for of_name in wrong.values()]
+    worst = sorted(differences, key=lambda item: -item.error)
+    ratio = _constant_ratio(differences)
+    facts = [item.tell() for item in worst[:3]]
+    if ratio is not None:
+        return make_finding(
+            "DDP303",
+            known.names.subjects(names),
+            f"Under the wrapper every one of these gradients is {spelled_factor(ratio, known.world_size)} times the "
+            "average of the ranks' own gradients.",
+            steps=some_steps(steps, len(by_step)),
+            evidence=facts,
+        )
+    drifted = list(known.local_buffers)
+    again = max(item.wrapper_calls for items in by_step.values() for item in items)
+    if known.broadcasts_buffers and again > 1 and drifted:
+        return make_finding(
+            "DDP311",
+            drifted,
+            f"DDP broadcasts {listed(drifted)} before each of {again} forwards, which overwrites what the backward of "
+            "the forwards before it needs.",
+            steps=some_steps(steps, len(by_step)),
+            location=known.names.location(drifted),
+            evidence=facts,
+        )
+    return make_finding(
+        "DDP302",
+        known.names.subjects(names),
+        f"What the wrapper left in .grad of {len(names)} parameter(s) is not the average of the ranks' own gradients.",
+        steps=some_steps(steps, len(by_step)),
+        location=known.names.location(names),
+        evidence=facts,
+    )
+
+
+def _constant_ratio(differences: Sequence[Difference]) -> float | None:
+    """The factor that all differences share, or None."""
+    ratios = [item.ratio for item in differences]
+    if not ratios or any(item.residual > max(item.tolerance, LOOSEST_FIT * item.error) for item in differences):
+        return None
+    middle = sorted(ratios)[len(ratios) // 2]
+    spread = max(abs(ratio - middle) for ratio in ratios)
+    return middle if spread <= 0.01 * abs(middle) and middle != 0.0 else None
+
+
+def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gradients_differ: bool) -> list[Finding]:
+    """DDP306, 214, 215 and 216: parameters, buffers and the rest after the steps."""
+    by_step: dict[int, list[DdpStepEvidence]] = {}
+    for item in evidence:
+        by_step.setdefault(item.step, []).append(item)
+    findings = []
+    diverged: dict[str, int] = {}
+    drifted: dict[str, int] = {}
+    state: dict[str, int] = {}
+    for step, items in sorted(by_step.items()):
+        for found, picked in (
+            (diverged, [item.parameters for item in items]),
+            (diverged, [item.optimizer for item in items]),
+            (drifted, [item.buffers for item in items]),
+            (state, [item.state for item in items]),
+        ):
+            for name in differing_names(picked):
+                found.setdefault(name, step)
+    if diverged and not gradients_differ:
+        names = [name for name in diverged if not name.startswith("optimizer ")] or list(diverged)
+        first = min(diverged.values())
+        findings.append(
+            make_finding(
+                "DDP306",
+                known.names.subjects(names),
+                f"{len(names)} parameter(s) differ between ranks after the optimizer's step {first}, although their "
+                "gradients were equal.",
+                steps=some_steps(range(first, len(by_step)), len(by_step)),
+                location=known.names.location(names),
+                evidence=[f"optimizer state: {name}" for name in diverged if name.startswith("optimizer ")][:3],
+            )
+        )
+    if drifted:
+        names = list(drifted)
+        code = "DDP215" if known.broadcasts_buffers else "DDP214"
+        consequence = (
+            "the next forward overwrites them with rank 0's, so what the other ranks computed is discarded"
+            if known.broadcasts_buffers
+            else "nothing synchronises them, and a checkpoint keeps rank 0's"
+        )
+        findings.append(
+            make_finding(
+                code,
+                names,
+                f"{len(names)} buffer(s) differ between ranks after step {min(drifted.values())}: {consequence}.",
+                location=known.names.location(names),
+                severity=Severity.WARNING,
+            )
+        )
+    if state:
+        findings.append(
+            make_finding(
+                "DDP216",
+                list(state),
+                f"{listed(list(state))} is held by the model without being registered and drifts apart between ranks; "
+                "DDP never synchronises it.",
+                location=known.names.location(list(state)),
+            )
+        )
+    return findings
+
+
+_WRAPPER_ERRORS = (
+    (
+        "mark a variable ready only once",
+        "DDP406",
+        "DDP took a gradient to be complete, and it came again",
+    ),
+    ("modified by an inplace operation", "DDP311", "What backward needs was overwritten after the forward pass"),
+    (
+        "Expected to have finished reduction",
+        "DDP302",
+        "A parameter that takes part without the wrapper did not under it",
+    ),
+)
+
+
+def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]:
+    """DDP302, 311, 406 and 501 from how the wrapper fails in a step that the unwrapped module has just done."""
+    first = error.first
+    finished = [item for item in error.results.values() if isinstance(item, DdpStepEvidence)]
+    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
+    if bypassed:
+        return [
+            make_finding(
+                "DDP501",
+                ("forward",),
+                f"On {spelled(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
+                "for its gradients.",
+                ranks=bypassed,
+                steps=(finished[0].step,),
+                evidence=[failure.message for failure in error.failures],
+            )
+        ]
+    if first is None or first.kind != "raised":
+        return []
+    whole = f"{first.message}\n{first.traceback}"
+    for words, code, message in _WRAPPER_ERRORS:
+        if words in whole:
+            ranks = tuple(sorted(failure.rank for failure in error.failures if failure.kind == "raised"))
+            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", whole)))
+            return [
+                make_finding(
+                    code,
+                    known.names.subjects(named) or ("backward",),
+                    f"{message}, in {first.place or 'the step'}.",
+                    ranks=ranks if len(ranks) < known.world_size else (),
+                    evidence=[first.message],
+                )
+            ]
+    return []
