@@ -240,8 +240,9 @@ sys.exit(cli.main(["report", "t"]))
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_in_the_middle_of_a_run_leaves_no_rank(number: int, code: int) -> None:
     probe = """
-import os, sys, time, types
+import os, signal, sys, time, types
 from ddpcheck import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 from ddpcheck.harness import World
 def check(target, **options):
     with World(2) as world:

@@ -543,8 +543,10 @@ def gone_within(seconds: float, pids: list[int], directory: str) -> bool:
 
 
 PARENT = """
-    import multiprocessing, os, sys, time
+    import multiprocessing, os, signal, sys, time
     from ddpcheck.harness import World
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     from ddpcheck.worlds.processes import server_pid
 
     def linger():
