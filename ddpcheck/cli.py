@@ -271,12 +271,17 @@ class _Progress:
 
 
 def _print(text: str) -> None:
+    if sys.stdout is None:
+        raise UsageError("cannot write to standard output: it is closed; name a file with -o")
     encoding = sys.stdout.encoding or "ascii"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
         # The reader has left, as `| head` does; the exit code stays. Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would fail again
+        raise UsageError(f"cannot write to standard output: {_reason(error)}") from error
 
 
 def _complain(message: str, detail: str = "") -> None:

@@ -324,3 +324,13 @@ def test_configuration_reaches_the_command(stub_check, capsys, tmp_path: Path, m
     (tmp_path / "pyproject.toml").write_text("[tool.ddpcheck]\nstep = 7\n")
     assert cli.main(["report", "t"]) == 2
     assert "did you mean 'steps'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_standard_output_that_is_full_or_closed_is_said_in_one_sentence() -> None:
+    for redirection, reason in ((">/dev/full", "No space left on device"), (">&-", "it is closed")):
+        command = f"exec {sys.executable} -m ddpcheck rules {redirection}"
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert done.returncode == 2
+        assert done.stderr.startswith("ddpcheck: error: cannot write to standard output") and reason in done.stderr
+        assert len(done.stderr.splitlines()) == 1

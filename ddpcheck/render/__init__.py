@@ -46,10 +46,10 @@ class Medium:
     interactive: bool = False
 
     @classmethod
-    def of(cls, stream: TextIO, environ: Mapping[str, str] | None = None) -> Medium:
-        """Ask a stream, and the variables NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
+    def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
+        """Ask a stream (None where it is closed), and the variables NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
         environ = os.environ if environ is None else environ
-        terminal = stream.isatty()
+        terminal = stream is not None and stream.isatty()
         width = environ.get("COLUMNS", "")
         columns = max(int(width), 40) if width.isdecimal() and int(width) else None
         if columns is None and terminal:
