@@ -82,7 +82,7 @@ class PathEnd:
     Attributes:
         cause: `unused` (no operation reads it), `unreachable` (what it made does not reach the loss), `cut` (the
             loss's value depends on it, and something took the path out of autograd), or `unknown`.
-        reason: What cut the path ("detach()", "torch.no_grad()", "argmax() is not differentiable"), or the last
+        reason: What cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or the last
             operation on it.
         location: The line of the user's code at which that happened.
         module: The module whose forward was running there, empty at the top.

@@ -151,7 +151,7 @@ class PathRecorder(TorchFunctionMode):
         written += list(_tensors_in(kwargs.get("out")))
         if not outputs and not written:
             if name in _LEAVES_TORCH:
-                event = self._event(f"{name.strip('_')}() leaves torch")
+                event = self._event(f"{name.strip('_')}(), which leaves torch")
                 for index in before:
                     self._left_torch[index] = event
                     self._last_use[index] = event
@@ -220,8 +220,8 @@ def _cut_reason(name: str, output: torch.Tensor) -> str:
     if not torch.is_grad_enabled():
         return "torch.no_grad()"
     if not (output.is_floating_point() or output.is_complex()):
-        return f"{name.strip('_')}() is not differentiable"
-    return f"{name.strip('_')}() has no derivative"
+        return f"{name.strip('_')}(), which is not differentiable"
+    return f"{name.strip('_')}(), which has no derivative"
 
 
 @dataclass(slots=True)
