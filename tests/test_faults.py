@@ -1,6 +1,4 @@
-"""Every fault of the suite is found: by its code, subjects, ranks and cause, alone at its severity; every twin is clean."""
-
-from pathlib import Path
+"""Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean."""
 
 import pytest
 
@@ -47,4 +45,4 @@ def test_each_file_says_what_is_broken_in_a_line_that_fits_a_table() -> None:
 def test_a_fault_is_named_once() -> None:
     titles = [case.title for case in CASES]
     assert len(set(titles)) == len(titles)
-    assert {Path(case.path).parent.name for case in CASES} <= {"parameters", "ranks", "gradients", "running", "training"}
+    assert {case.family for case in CASES} <= {"parameters", "ranks", "gradients", "running", "training"}
