@@ -150,6 +150,7 @@ class _Check:
             device=self.asked.device,
             timeout=self.timeout,
             process_group=group,
+            hash_seeds=group,
             watch=DeadlockWatch() if group else None,
         )
 

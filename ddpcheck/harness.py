@@ -5,7 +5,7 @@
 
 Each rank is a process of its own with a process group already initialised. Functions and arguments of any kind
 travel, lambdas and local classes included. Every wait has a deadline. Ranks are forked from a process that has
-imported torch already, so a world costs tens of milliseconds; they also share that process's hash seed.
+imported torch already, so a world costs tens of milliseconds.
 
 This module is light: it never imports torch.
 """
@@ -65,6 +65,7 @@ class World:
         process_group: bool = True,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
+        hash_seeds: bool = False,
         watch: Watch | None = None,
     ) -> None:
         """Start the ranks, without waiting for them.
@@ -79,6 +80,8 @@ class World:
             process_group: `False` for one rank without a process group.
             threads: That torch may use in each rank; by default the cores are shared out.
             env: Environment variables for the ranks, on top of ours.
+            hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, where the order of a set
+                of strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
             watch: Called every quarter of a second during a run with the world, the ranks that have finished and
                 those that have not; a sentence that it returns ends the run as a `HangError`.
 
@@ -119,7 +122,7 @@ class World:
         _open_worlds.add(self)
         self._born = time.monotonic()
         try:
-            self._crew.start(self._config(), self.start_method)
+            self._crew.start(self._config(), self.start_method, processes.hash_seeds(world_size, own=hash_seeds))
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
