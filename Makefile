@@ -9,7 +9,7 @@ BROKEN ?= examples/digits/unused_head.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format bench test-gpu clean
+.PHONY: help report test lint types format faults steady bench test-gpu clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,14 @@ types: $(READY) ## mypy --strict
 format: $(READY) ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Other tools, which the faults are shown to, are installed for this alone.
+faults: $(READY) ## run every fault of examples/faults, and write docs/faults.md and the comparison in the README
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group faults
+	$(BIN)/python -m tests.faultsuite
+
+steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under load: the findings must stay the same
+	$(BIN)/python -m tests.faultsuite.steady
 
 bench: $(READY) ## what a world costs beside torch.multiprocessing.spawn
 	$(BIN)/python benchmarks/worlds.py

@@ -1,14 +1,14 @@
 """Every recipe of the zoo gets its verdict: silence on the healthy ones, the right code on the broken ones."""
 
 import ast
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpcheck.check import check
-from ddpcheck.findings import Report, Severity
+from ddpcheck.findings import Report
+from tests.reports import assert_healthy, comparable, shown
 
 ZOO = Path(__file__).parent / "zoo"
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
@@ -38,19 +38,6 @@ def expected_of(path: Path) -> dict[str, Any]:
 
 def report_on(path: Path, world_size: int = 2) -> Report:
     return check(str(path), world_size=world_size, timeout=5 if path.stem in WAITS_FOR_EVER else 20)
-
-
-def shown(report: Report) -> str:
-    """What a reader of a failed test wants to see."""
-    lines = [f"{f.code} {f.severity.value} {f.subjects} ranks {f.ranks}: {f.message}" for f in report.findings]
-    lines += [f"{c.name}: {c.status} {c.detail}" for c in report.checks]
-    return "\n".join([report.status, *lines, str(report.error)])
-
-
-def assert_healthy(report: Report) -> None:
-    assert report.error is None, shown(report)
-    assert report.at_or_above(Severity.WARNING) == (), shown(report)
-    assert {check.status for check in report.checks} == {"passed"}, shown(report)
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=name_of)
@@ -86,14 +73,6 @@ def test_the_recipes_named_here_exist() -> None:
     assert IN_OTHER_WORLDS <= {path.stem for path in HEALTHY}
     assert WAITS_FOR_EVER <= {path.stem for path in BROKEN}
     assert all((ZOO / f"{name}.py").exists() for name in TWICE)
-
-
-def comparable(report: Report) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(report.to_json())
-    del data["timing"]
-    for item in data["checks"]:
-        del item["seconds"]
-    return data
 
 
 @pytest.mark.parametrize("name", sorted(TWICE))
