@@ -1,9 +1,12 @@
 """Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean."""
 
+import re
+
 import pytest
 
 from ddpcheck.findings import Severity
-from tests.faultsuite.cases import Case, all_cases
+from tests.faultsuite.cases import ROOT, Case, all_cases
+from tests.faultsuite.rules_page import PAGE, rules_page
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
 from tests.reports import shown
 
@@ -32,3 +35,13 @@ def test_each_file_says_what_is_broken_in_a_line_that_fits_a_table() -> None:
 def test_a_fault_is_named_once() -> None:
     titles = [case.title for case in CASES]
     assert len(set(titles)) == len(titles)
+
+
+def test_the_page_of_rules_is_that_of_today() -> None:
+    assert PAGE.read_text(encoding="utf-8") == rules_page(CASES), "run python -m tests.faultsuite.rules_page"
+
+
+def test_the_page_of_faults_has_a_row_for_each_case() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[.*?\]\(\.\./examples/faults/(\S+)\.py\) .*\*\*(DDP\d{3})\*\*", text, re.MULTILINE)
+    assert sorted(rows) == sorted((str(case), case.expected.code) for case in CASES), "run make faults"
