@@ -1,4 +1,4 @@
-"""The page of all rules and the faults that show them: `python -m tests.faultsuite.rules_page` writes `docs/rules.md`."""
+"""The page of all rules and their faults: `python -m tests.faultsuite.rules_page` writes `docs/rules.md`."""
 
 from __future__ import annotations
 
