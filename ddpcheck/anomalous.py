@@ -42,9 +42,9 @@ def judge_parameters(
         for name, state in item.states.items():
             if state == "missing":
                 missing.setdefault(name, []).append(item)
-    always = [name for name, seen in missing.items() if len(seen) == len(evidence)]
-    sometimes = [name for name in missing if name not in always]
     trainable = list(evidence[0].states) if evidence else []
+    always = [name for name in trainable if len(missing.get(name, ())) == len(evidence)]
+    sometimes = [name for name in trainable if name in missing and name not in always]
     findings = _judge_always(always, evidence, trainable, wrapper, names)
     if not wrapper.find_unused_parameters:
         findings += _judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
@@ -78,34 +78,34 @@ def _judge_always(
     for name in always:
         end = next((item.ends[name] for item in evidence if name in item.ends), PathEnd("unknown"))
         ends[name] = end
-        where = _top_module(name, set(always), trainable) if end.cause == "unused" else end.location
+        where = _family(name, set(always), trainable) if end.cause == "unused" else end.region or end.location
         groups.setdefault((end.cause, end.reason, where), []).append(name)
-    stops = (
-        ()
-        if wrapper.tolerates_unused or not wrapper.is_ddp
-        else ("plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward",)
-    )
+    steps = len({item.step for item in evidence})
     findings = []
     for group in groups.values():
         end, subjects = ends[group[0]], names.subjects(group)
         them = "it" if len(group) == 1 else "them"
         at = f" at {end.location}" if end.location else ""
         inside = f" (in module {end.module})" if end.module else ""
+        facts = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [_AT_NEXT_FORWARD]
+        if facts and steps == 1:
+            facts.append("after the last step there is no next forward, so that nothing is raised at all")
         if end.cause == "unused":
             code, message = "DDP101", f"No operation of the forward pass reads {listed(subjects)}."
         elif end.cause == "unknown":
-            code, message = "DDP102", f"{listed(subjects)} does not contribute to the loss; why could not be told."
+            does = "does" if len(subjects) == 1 else "do"
+            code, message = "DDP102", f"{listed(subjects)} {does} not contribute to the loss; why could not be told."
         elif end.cause == "cut":
             code = "DDP103"
             message = f"The path from {listed(subjects)} to the loss is cut by {end.reason}{at}{inside}."
+            if end.region not in (None, end.location):
+                facts.append(f"{end.reason} begins at {end.region}")
         else:
             code = "DDP102"
             message = f"What {listed(subjects)} made{at}{inside} does not reach the loss."
-        mild = wrapper.tolerates_unused and code != "DDP103"
-        mildest = Severity.WARNING if len({item.step for item in evidence}) > 1 else Severity.NOTE
-        facts = list(stops)
-        if end.cause == "unreachable":
             facts.append(f"the last operation on what depends on {them} is {end.reason}{at}")
+        mild = wrapper.tolerates_unused and code != "DDP103"
+        mildest = Severity.WARNING if steps > 1 else Severity.NOTE
         if wrapper.tolerates_unused:
             option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
             facts.append(f"{option}=True keeps DDP from stopping; nothing ever trains {them}")
@@ -122,6 +122,9 @@ def _judge_always(
     return findings
 
 
+_AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
+
+
 def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
     """The outermost module around `name` of which every trainable parameter is missing; `name` if there is none."""
     top = name
@@ -133,6 +136,37 @@ def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
     return top
 
 
+def _family(name: str, missing: set[str], trainable: Sequence[str]) -> str:
+    """What is missing around `name`, the same for every block of a list: the layers that LayerDrop skips, say."""
+    return ".".join("*" if part.isdigit() else part for part in _top_module(name, missing, trainable).split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class _Absence:
+    """Parameters that did not contribute on the same ranks, in the same steps."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+def _absences(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -> list[_Absence]:
+    places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name in group:
+        by_step: dict[int, list[int]] = {}
+        for item in missing[name]:
+            by_step.setdefault(item.step, []).append(item.rank)
+        for step, ranks in by_step.items():
+            places.setdefault((step, tuple(sorted(ranks))), []).append(name)
+    together: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
+    for (step, ranks), of_place in sorted(places.items()):
+        together.setdefault((tuple(of_place), ranks), []).append(step)
+    return [_Absence(of_names, ranks, tuple(steps)) for (of_names, ranks), steps in together.items()]
+
+
+_MOST_ABSENCES = 6
+
+
 def _judge_sometimes(
     sometimes: Sequence[str],
     missing: Mapping[str, list[StepEvidence]],
@@ -142,47 +176,41 @@ def _judge_sometimes(
     wrapper: WrapperFacts,
     names: Names,
 ) -> list[Finding]:
-    absent = {name: tuple(sorted({(item.step, item.rank) for item in missing[name]})) for name in sometimes}
-    groups: dict[tuple[str, bool], list[str]] = {}
-    for name, where in absent.items():
-        by_rank = any(sum(step == other for other, _ in where) < world_size for step, _ in where)
-        groups.setdefault((_top_module(name, set(sometimes), trainable), by_rank), []).append(name)
+    groups: dict[str, list[str]] = {}
+    for name in sometimes:
+        groups.setdefault(_family(name, set(sometimes), trainable), []).append(name)
     findings = []
     for group in groups.values():
-        by_step: dict[int, list[int]] = {}
-        for step, rank in sorted({place for name in group for place in absent[name]}):
-            by_step.setdefault(step, []).append(rank)
-        partial = {
-            step: [rank for other, rank in absent[name] if other == step]
-            for name in group
-            for step in by_step
-            if 0 < sum(other == step for other, _ in absent[name]) < world_size
-        }
+        absences = _absences(group, missing)
+        partial = [absence for absence in absences if len(absence.ranks) < world_size]
         subjects = names.subjects(group)
-        ends = [item.ends.get(group[0]) for item in missing[group[0]]]
-        end = next((end for end in ends if end is not None), None)
         facts = [
-            f"{spelled_steps([step])}: {listed([name for name in group if (step, ranks[0]) in absent[name]])} "
-            f"did not contribute on {spelled(ranks) if len(ranks) < world_size else 'any rank'}"
-            for step, ranks in by_step.items()
+            f"{spelled_steps(absence.steps)}: {listed(names.subjects(absence.names))} did not contribute on "
+            f"{spelled(absence.ranks) if len(absence.ranks) < world_size else 'any rank'}"
+            for absence in absences[:_MOST_ABSENCES]
         ]
-        if end is not None and end.cause == "cut":
-            facts.append(f"there its path is cut by {end.reason} at {end.location}")
-        elif end is not None and end.cause == "unreachable":
-            facts.append(f"there its last use is {end.reason} at {end.location}, which does not reach the loss")
-        elif end is not None and end.cause == "unused":
-            facts.append("there no operation of the forward pass reads it")
+        if len(absences) > _MOST_ABSENCES:
+            facts.append(f"and so on, in {len(absences) - _MOST_ABSENCES} more ways")
+        facts += _why_there(group, missing)
+        ranks: tuple[int, ...] = ()
+        absent_in = sorted({step for absence in absences for step in absence.steps})
         if partial:
             code = "DDP104"
-            ranks: tuple[int, ...] = tuple(sorted({rank for of_step in partial.values() for rank in of_step}))
+            ranks = tuple(sorted({rank for absence in partial for rank in absence.ranks}))
             ranks = ranks if len(ranks) < world_size else ()
-            message = (
-                f"{listed(subjects)} did not contribute on {spelled(partial[min(partial)])} in step {min(partial)}, "
-                "while the other ranks wait for the gradient."
-            )
+            step = min(min(absence.steps) for absence in partial)
+            message = _told([absence for absence in partial if step in absence.steps], step, names)
         else:
-            code, ranks = "DDP105", ()
-            message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(sorted(by_step))}."
+            code = "DDP105"
+            message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(absent_in)}."
+            if len({absence.steps for absence in absences}) > 1:
+                message = f"{listed(subjects)} contributed in some steps only, each in steps of its own."
+            if wrapper.is_ddp and not wrapper.static_graph:
+                facts.append(
+                    f"plain DDP says nothing here, because no forward follows {spelled_steps(absent_in)}"
+                    if absent_in[0] == steps[-1]
+                    else f"{_AT_NEXT_FORWARD} after {spelled_steps(absent_in[:1])}"
+                )
         if wrapper.static_graph:
             facts.append("static_graph=True promises that the set of used parameters never changes")
         findings.append(
@@ -192,12 +220,36 @@ def _judge_sometimes(
                 message=message,
                 severity=RULES[code].severity,
                 ranks=ranks,
-                steps=tuple(sorted(by_step)) if len(by_step) < len(steps) else (),
+                steps=tuple(absent_in) if len(absent_in) < len(steps) else (),
                 location=names.location(group),
                 evidence=tuple(facts),
             )
         )
     return findings
+
+
+def _told(absences: Sequence[_Absence], step: int, names: Names) -> str:
+    """The first step in which ranks disagree, in a sentence."""
+    parts = [f"{listed(names.subjects(item.names))} did not contribute on {spelled(item.ranks)}" for item in absences]
+    if len(parts) == 1:
+        return f"{parts[0]} in step {step}, while the other ranks wait for the gradient."
+    more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
+    return f"In step {step} {parts[0]}, and {parts[1]}{more}: the ranks wait for each other's gradients."
+
+
+def _why_there(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -> list[str]:
+    """Why the gradients of `group` were missing where they were, each reason once."""
+    facts: dict[str, None] = {}
+    for name in group:
+        for end in dict.fromkeys(item.ends[name] for item in missing[name] if name in item.ends):
+            at = f" at {end.location}" if end.location else ""
+            if end.cause == "cut":
+                facts[f"there the path is cut by {end.reason}{at}"] = None
+            elif end.cause == "unreachable":
+                facts[f"there the last use is {end.reason}{at}, which does not reach the loss"] = None
+            elif end.cause == "unused":
+                facts["there no operation of the forward pass reads " + ("it" if len(group) == 1 else "them")] = None
+    return list(facts)[:3]
 
 
 def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int) -> list[Finding]:
@@ -291,7 +343,7 @@ def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, n
                 Finding(
                     code="DDP112",
                     subjects=(output_type,),
-                    message=f"forward returns a {output_type}, in which DDP finds no tensor: "
+                    message=f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
                     f"{option}=True works from what it finds there.",
                     severity=RULES["DDP112"].severity,
                     evidence=("DDP looks into tensors, lists, tuples, dicts and dataclasses only",),
@@ -347,7 +399,8 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
         Finding(
             code="DDP110",
             subjects=tuple(found),
-            message=f"{listed(found)} is lazy and has no shape yet, so DDP cannot wrap the model.",
+            message=f"{listed(found)} {'is lazy and has' if len(found) == 1 else 'are lazy and have'} no shape yet, "
+            "so DDP cannot wrap the model.",
             severity=RULES["DDP110"].severity,
             ranks=ranks if len(ranks) < len(names) else (),
         )

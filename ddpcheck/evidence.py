@@ -86,12 +86,14 @@ class PathEnd:
             operation on it.
         location: The line of the user's code at which that happened.
         module: The module whose forward was running there, empty at the top.
+        region: The line that switched gradients off, where that is what cut the path.
     """
 
     cause: str
     reason: str = ""
     location: Location | None = None
     module: str = ""
+    region: Location | None = None
 
 
 GradientState = Literal["contributes", "zero", "missing", "lost"]

@@ -21,12 +21,6 @@ of 50,000 walked nodes recurses past the default stack of 8 MB and ends the proc
 torch 2.13)."""
 
 
-WALK_LIMIT = 20_000
-"""Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
-of 50,000 walked nodes recurses past the default stack of 8 MB and ends the process; 30,000 are fine (measured on
-torch 2.13)."""
-
-
 def gradient_node(tensor: torch.Tensor) -> Any:
     """The node that accumulates into the leaf `tensor`, or that made the non-leaf `tensor`.
 
