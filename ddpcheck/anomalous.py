@@ -26,6 +26,7 @@ def judge_parameters(
     names: Names,
     *,
     awake: frozenset[str] = frozenset(),
+    zero_ends: Mapping[str, PathEnd] | None = None,
 ) -> list[Finding]:
     """All findings on the parameters of a module.
 
@@ -34,6 +35,7 @@ def judge_parameters(
         wrapper: What the wrapper was told.
         names: How to speak of the parameters.
         awake: Parameters whose gradient was zero in every step, but is not for other values of the parameters.
+        zero_ends: Where the gradient of the others became zero, as far as that is known.
     """
     world_size = len({item.rank for item in evidence})
     steps = sorted({item.step for item in evidence})
@@ -49,7 +51,7 @@ def judge_parameters(
     if not wrapper.find_unused_parameters:
         findings += _judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
     findings += _judge_lost(evidence, names, world_size)
-    findings += _judge_zero(evidence, awake, names)
+    findings += _judge_zero(evidence, awake, zero_ends or {}, names)
     findings += _judge_unregistered(evidence, world_size)
     findings += _judge_visibility(evidence, wrapper, names)
     if wrapper.find_unused_parameters and not missing and not findings and evidence:
@@ -159,9 +161,9 @@ def _absences(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -
         for step, ranks in by_step.items():
             places.setdefault((step, tuple(sorted(ranks))), []).append(name)
     together: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
-    for (step, ranks), of_place in sorted(places.items()):
-        together.setdefault((tuple(of_place), ranks), []).append(step)
-    return [_Absence(of_names, ranks, tuple(steps)) for (of_names, ranks), steps in together.items()]
+    for (step, on_ranks), of_place in sorted(places.items()):
+        together.setdefault((tuple(of_place), on_ranks), []).append(step)
+    return [_Absence(of_names, on_ranks, tuple(steps)) for (of_names, on_ranks), steps in together.items()]
 
 
 _MOST_ABSENCES = 6
@@ -253,45 +255,57 @@ def _why_there(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) 
 
 
 def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int) -> list[Finding]:
-    lost: dict[tuple[int, ...], list[str]] = {}
+    lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
     for name in evidence[0].states if evidence else ():
-        ranks = tuple(sorted({item.rank for item in evidence if item.states.get(name) == "lost"}))
-        if ranks:
-            lost.setdefault(ranks, []).append(name)
-    return [
-        Finding(
-            code="DDP108",
-            subjects=names.subjects(group),
-            message=f"Backward reaches {listed(names.subjects(group))} and gives no gradient.",
-            severity=RULES["DDP108"].severity,
-            ranks=ranks if len(ranks) < world_size else (),
-            location=names.location(group),
-            evidence=("a custom autograd Function between it and the loss returned None for it in backward",),
+        seen = [item for item in evidence if item.states.get(name) == "lost"]
+        if seen:
+            end = next((item.ends[name] for item in seen if name in item.ends), PathEnd("lost"))
+            lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
+    findings = []
+    for (ranks, end), group in lost.items():
+        by = end.reason or "a custom autograd Function between it and the loss"
+        at = f" at {end.location}" if end.location else ""
+        findings.append(
+            Finding(
+                code="DDP108",
+                subjects=names.subjects(group),
+                message=f"Backward reaches {listed(names.subjects(group))} and gives no gradient: {by}{at} returns "
+                "None.",
+                severity=RULES["DDP108"].severity,
+                ranks=ranks if len(ranks) < world_size else (),
+                location=names.location(group),
+            )
         )
-        for ranks, group in lost.items()
-    ]
+    return findings
 
 
-def _judge_zero(evidence: Sequence[StepEvidence], awake: frozenset[str], names: Names) -> list[Finding]:
+def _judge_zero(
+    evidence: Sequence[StepEvidence], awake: frozenset[str], ends: Mapping[str, PathEnd], names: Names
+) -> list[Finding]:
     zero = zero_everywhere(evidence)
     asleep = [name for name in zero if name not in awake]
     if not asleep or len(zero) == len([s for s in evidence[0].states.values() if s != "missing"]):
         return []  # where every gradient is zero, nothing can be compared at all: that is DDP307
-    groups: dict[str, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for name in asleep:
-        top = _top_module(name, set(asleep), list(evidence[0].states))
-        groups.setdefault(name.rpartition(".")[0] or name if top == name else top, []).append(name)
-    return [
-        Finding(
-            code="DDP107",
-            subjects=names.subjects(group),
-            message=f"The gradient of {listed(names.subjects(group))} is exactly zero in every step on every rank.",
-            severity=RULES["DDP107"].severity,
-            location=names.location(group),
-            evidence=("it stays zero for other values of the parameters",),
+        top = _family(name, set(asleep), list(evidence[0].states))
+        groups.setdefault(ends.get(name) or (name.rpartition(".")[0] or name if top == name else top), []).append(name)
+    findings = []
+    for group in groups.values():
+        end = ends.get(group[0])
+        where = f": it becomes zero in {end.reason}{f' at {end.location}' if end.location else ''}" if end else ""
+        findings.append(
+            Finding(
+                code="DDP107",
+                subjects=names.subjects(group),
+                message=f"The gradient of {listed(names.subjects(group))} is exactly zero in every step on every "
+                f"rank{where}.",
+                severity=RULES["DDP107"].severity,
+                location=names.location(group),
+                evidence=("it stays zero for other values of the parameters",),
+            )
         )
-        for group in groups.values()
-    ]
+    return findings
 
 
 def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
@@ -308,26 +322,42 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
         for leaf in item.unregistered:
             found.setdefault(leaf.name, leaf)
             ranks.setdefault(leaf.name, set()).add(item.rank)
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    groups: dict[tuple[bool, str, tuple[int, ...]], list[str]] = {}
     for name in found:
         holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
-        groups.setdefault((holder, tuple(sorted(ranks[name]))), []).append(name)
-    return [
-        Finding(
-            code="DDP106",
-            subjects=tuple(group),
-            message=f"{listed(group)} {'receives' if len(group) == 1 else 'receive'} gradient without being registered "
-            "as a parameter of the model, so DDP never synchronises it.",
-            severity=RULES["DDP106"].severity,
-            ranks=on_ranks if len(on_ranks) < world_size else (),
-            location=next((found[name].location for name in group if found[name].location), None),
-            evidence=(
-                f"{len(group)} tensor{'' if len(group) == 1 else 's'}, "
-                f"{sum(math.prod(found[name].shape) for name in group)} elements",
-            ),
+        groups.setdefault((found[name].late, holder, tuple(sorted(ranks[name]))), []).append(name)
+    findings = []
+    for (late, _, on_ranks), group in groups.items():
+        one = len(group) == 1
+        elements = sum(math.prod(found[name].shape) for name in group)
+        message = (
+            f"{listed(group)} {'receives' if one else 'receive'} gradient without being registered as a parameter of "
+            f"the model, so DDP never synchronises {'it' if one else 'them'}."
         )
-        for (_, on_ranks), group in groups.items()
-    ]
+        if late:
+            message = (
+                f"{listed(group)} {'is' if one else 'are'} {MADE_IN_FORWARD}, after DDP has been constructed, so DDP "
+                f"never synchronises {'it' if one else 'them'}."
+            )
+        findings.append(
+            Finding(
+                code="DDP106",
+                subjects=tuple(group),
+                message=message,
+                severity=RULES["DDP106"].severity,
+                ranks=on_ranks if len(on_ranks) < world_size else (),
+                location=next((found[name].location for name in group if found[name].location), None),
+                evidence=(f"{len(group)} tensor{'' if one else 's'}, {elements} elements",),
+                fix="Make it in __init__; where its size is not known there, use a lazy module and run one forward "
+                "pass before wrapping."
+                if late
+                else "",
+            )
+        )
+    return findings
+
+
+MADE_IN_FORWARD = "created in the forward pass"
 
 
 def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:

@@ -128,6 +128,34 @@ def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> Gra
     return GraphWalk(tuple(leaves.values()), frozenset(names), True)
 
 
+def functions_before(
+    loss: torch.Tensor, leaf: torch.Tensor, *, limit: int = WALK_LIMIT
+) -> tuple[type[torch.autograd.Function], ...]:
+    """The custom autograd Functions that stand last on the ways of a gradient from `loss` to `leaf`."""
+    target = gradient_node(leaf)
+    parents: dict[Any, list[Any]] = {}
+    pending, seen = [loss.grad_fn], {loss.grad_fn}
+    while pending:
+        node = pending.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+                if following not in seen and len(seen) < limit:
+                    seen.add(following)
+                    pending.append(following)
+    found: dict[type[torch.autograd.Function], None] = {}
+    pending, seen = [target], {target}
+    while pending:
+        for parent in parents.get(pending.pop(), ()):
+            function = getattr(parent, "_forward_cls", None)
+            if function is not None:
+                found[function] = None
+            elif parent not in seen:
+                seen.add(parent)
+                pending.append(parent)
+    return tuple(found)
+
+
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by their first name, as DDP orders them; ties are listed once."""
     return dict(module.named_parameters())

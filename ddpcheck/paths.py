@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -233,6 +233,16 @@ def _after(owner: Any, method: str, told: Callable[..., None]) -> Iterator[None]
 
 _NO_GRAD = "torch.no_grad()"
 _INFERENCE = "torch.inference_mode()"
+_CHECKPOINT = "a re-entrant checkpoint of which no input requires grad"
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _IN_PLACE_DUNDERS = frozenset(
@@ -263,7 +273,7 @@ def _cut_reason(name: str, output: torch.Tensor) -> str:
     if torch.is_inference_mode_enabled():
         return _INFERENCE
     if not torch.is_grad_enabled():
-        return _NO_GRAD
+        return _CHECKPOINT if _in_reentrant_checkpoint() else _NO_GRAD
     if output.requires_grad:
         return f"{name.strip('_')}(), a new leaf"
     if not (output.is_floating_point() or output.is_complex()):

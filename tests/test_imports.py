@@ -18,7 +18,7 @@ ROOMS = """
     errors findings rules config evidence wording locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
-    graph paths collectives
+    graph paths zeros collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
     reference gather.session gather.local gather.ddp
     consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin

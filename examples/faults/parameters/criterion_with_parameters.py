@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP106", "subjects": ["criterion.centre"], "ranks": [], "severity": "error"}
+EXPECT = {
+    "code": "DDP106",
+    "subjects": ["criterion.centre"],
+    "ranks": [],
+    "severity": "error",
+    "cause": "criterion_with_parameters.py:39",
+}
 
 
 class ToCentre(nn.Module):

@@ -11,7 +11,13 @@ from torch.autograd import Function
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP108", "subjects": ["scale"], "ranks": [], "severity": "error", "cause": "Multiply"}
+EXPECT = {
+    "code": "DDP108",
+    "subjects": ["scale"],
+    "ranks": [],
+    "severity": "error",
+    "cause": "Multiply.backward() at examples/faults/parameters/custom_function_none.py:29",
+}
 
 
 class Multiply(Function):
@@ -22,7 +28,7 @@ class Multiply(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        x, scale = ctx.saved_tensors
+        _x, scale = ctx.saved_tensors
         return gradient * scale, None  # the gradient of scale is forgotten
 
 

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP107", "subjects": ["extra.weight", "extra.bias"], "ranks": [], "severity": "warning"}
+EXPECT = {
+    "code": "DDP107",
+    "subjects": ["extra.weight", "extra.bias"],
+    "ranks": [],
+    "severity": "warning",
+    "cause": "where() at examples/faults/parameters/dead_branch_of_where.py:30",
+}
 
 
 class Net(nn.Module):

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP107", "subjects": ["body.weight", "body.bias"], "ranks": [], "severity": "warning"}
+EXPECT = {
+    "code": "DDP107",
+    "subjects": ["body.weight", "body.bias"],
+    "ranks": [],
+    "severity": "warning",
+    "cause": "relu() at examples/faults/parameters/dead_relu.py:28",
+}
 
 
 class Net(nn.Module):

@@ -11,14 +11,20 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP106", "subjects": ["hidden[0].weight", "hidden[0].bias"], "ranks": [], "severity": "error"}
+EXPECT = {
+    "code": "DDP106",
+    "subjects": ["hidden[0].weight", "hidden[0].bias"],
+    "ranks": [],
+    "severity": "error",
+    "cause": "hidden_teacher.py:27",
+}
 
 
 class Net(nn.Module):
     def __init__(self, *, frozen: bool) -> None:
         super().__init__()
         self.student = nn.Linear(8, 8)
-        self.hidden = [copy.deepcopy(self.student).requires_grad_(not frozen)]  # right: requires_grad_(False)
+        self.hidden = [copy.deepcopy(self.student).requires_grad_(not frozen)]
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.student(x + 0.1).tanh() - self.hidden[0](x).tanh()).square().mean()

@@ -18,7 +18,7 @@ EXPECT = {
     ],
     "ranks": [],
     "severity": "error",
-    "cause": "layers_in_a_dict.py",
+    "cause": "layers_in_a_dict.py:28",
 }
 
 

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["layers[0].weight", "layers[0].bias", "layers[1].weight", "layers[1].bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "layers_in_a_list.py",
+    "cause": "layers_in_a_list.py:23",
 }
 
 

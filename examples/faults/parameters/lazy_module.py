@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP110", "subjects": ["layers.2.weight", "layers.2.bias"], "ranks": [], "severity": "error"}
+EXPECT = {"code": "DDP110", "subjects": ["2.weight", "2.bias"], "ranks": [], "severity": "error"}
 
 
 def build(*, dry_run: bool) -> nn.Module:
-    model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LazyLinear(1))})
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LazyLinear(1))
     if dry_run:
-        model["layers"](torch.zeros(1, 8))
+        model(torch.zeros(1, 8))
     return model
 
 

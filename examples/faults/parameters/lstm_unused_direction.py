@@ -18,6 +18,7 @@ EXPECT = {
     ],
     "ranks": [],
     "severity": "warning",
+    "cause": "at examples/faults/parameters/lstm_unused_direction.py:33",
 }
 
 

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["weight"],
     "ranks": [],
     "severity": "error",
-    "cause": "Parameter() at examples/faults/parameters/parameter_rebuilt_in_forward.py:30",
+    "cause": "nn.Parameter(), a new leaf at examples/faults/parameters/parameter_rebuilt_in_forward.py:30",
 }
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP106", "subjects": ["prompt"], "ranks": [], "severity": "error"}
+EXPECT = {"code": "DDP106", "subjects": ["prompt"], "ranks": [], "severity": "error", "cause": "raw_tensor.py:20"}
 
 
 class Net(nn.Module):

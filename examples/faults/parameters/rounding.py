@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP107", "subjects": ["level.weight", "level.bias"], "ranks": [], "severity": "warning"}
+EXPECT = {
+    "code": "DDP107",
+    "subjects": ["level.weight", "level.bias"],
+    "ranks": [],
+    "severity": "warning",
+    "cause": "round() at examples/faults/parameters/rounding.py:29",
+}
 
 
 class Net(nn.Module):

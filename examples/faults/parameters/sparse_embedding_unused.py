@@ -20,7 +20,7 @@ class Net(nn.Module):
         self.mixed = mixed
 
     def forward(self, tokens: Tensor) -> Tensor:
-        h = self.new(tokens) + self.old(tokens) if self.mixed else self.new(tokens)
+        h = self.new(tokens) * self.old(tokens) if self.mixed else self.new(tokens)
         return self.head(h.mean(1))
 
 

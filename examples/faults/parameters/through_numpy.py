@@ -4,7 +4,6 @@ numpy knows nothing of autograd: a value that goes through it comes back as a co
 """
 
 import numpy
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ EXPECT = {
     "subjects": ["gate.weight", "gate.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "detach() at examples/faults/parameters/through_numpy.py:32",
+    "cause": "numpy(), which leaves torch at examples/faults/parameters/through_numpy.py:31",
 }
 
 
