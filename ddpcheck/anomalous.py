@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.absences import AT_NEXT_FORWARD, family_of, judge_sometimes
 from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.rules import RULES
-from ddpcheck.wording import Names, listed, spelled, spelled_steps
+from ddpcheck.wording import Names, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +50,7 @@ def judge_parameters(
     sometimes = [name for name in trainable if name in missing and name not in always]
     findings = _judge_always(always, evidence, trainable, wrapper, names)
     if not wrapper.find_unused_parameters:
-        findings += _judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
+        findings += judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
     findings += _judge_lost(evidence, names, world_size)
     findings += _judge_zero(evidence, awake, zero_ends or {}, names)
     findings += _judge_unregistered(evidence, world_size)
@@ -80,7 +81,7 @@ def _judge_always(
     for name in always:
         end = next((item.ends[name] for item in evidence if name in item.ends), PathEnd("unknown"))
         ends[name] = end
-        where = _family(name, set(always), trainable) if end.cause == "unused" else end.region or end.location
+        where = family_of(name, set(always), trainable) if end.cause == "unused" else end.region or end.location
         groups.setdefault((end.cause, end.reason, where), []).append(name)
     steps = len({item.step for item in evidence})
     findings = []
@@ -89,7 +90,7 @@ def _judge_always(
         them = "it" if len(group) == 1 else "them"
         at = f" at {end.location}" if end.location else ""
         inside = f" (in module {end.module})" if end.module else ""
-        facts = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [_AT_NEXT_FORWARD]
+        facts = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
         if facts and steps == 1:
             facts.append("after the last step there is no next forward, so that nothing is raised at all")
         if end.cause == "unused":
@@ -122,136 +123,6 @@ def _judge_always(
             )
         )
     return findings
-
-
-_AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
-
-
-def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
-    """The outermost module around `name` of which every trainable parameter is missing; `name` if there is none."""
-    top = name
-    parts = name.split(".")
-    for size in range(len(parts) - 1, 0, -1):
-        prefix = ".".join(parts[:size]) + "."
-        if all(other in missing for other in trainable if other.startswith(prefix)):
-            top = prefix
-    return top
-
-
-def _family(name: str, missing: set[str], trainable: Sequence[str]) -> str:
-    """What is missing around `name`, the same for every block of a list: the layers that LayerDrop skips, say."""
-    return ".".join("*" if part.isdigit() else part for part in _top_module(name, missing, trainable).split("."))
-
-
-@dataclass(frozen=True, slots=True)
-class _Absence:
-    """Parameters that did not contribute on the same ranks, in the same steps."""
-
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    steps: tuple[int, ...]
-
-
-def _absences(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -> list[_Absence]:
-    places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for name in group:
-        by_step: dict[int, list[int]] = {}
-        for item in missing[name]:
-            by_step.setdefault(item.step, []).append(item.rank)
-        for step, ranks in by_step.items():
-            places.setdefault((step, tuple(sorted(ranks))), []).append(name)
-    together: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
-    for (step, on_ranks), of_place in sorted(places.items()):
-        together.setdefault((tuple(of_place), on_ranks), []).append(step)
-    return [_Absence(of_names, on_ranks, tuple(steps)) for (of_names, on_ranks), steps in together.items()]
-
-
-_MOST_ABSENCES = 6
-
-
-def _judge_sometimes(
-    sometimes: Sequence[str],
-    missing: Mapping[str, list[StepEvidence]],
-    trainable: Sequence[str],
-    world_size: int,
-    steps: Sequence[int],
-    wrapper: WrapperFacts,
-    names: Names,
-) -> list[Finding]:
-    groups: dict[str, list[str]] = {}
-    for name in sometimes:
-        groups.setdefault(_family(name, set(sometimes), trainable), []).append(name)
-    findings = []
-    for group in groups.values():
-        absences = _absences(group, missing)
-        partial = [absence for absence in absences if len(absence.ranks) < world_size]
-        subjects = names.subjects(group)
-        facts = [
-            f"{spelled_steps(absence.steps)}: {listed(names.subjects(absence.names))} did not contribute on "
-            f"{spelled(absence.ranks) if len(absence.ranks) < world_size else 'any rank'}"
-            for absence in absences[:_MOST_ABSENCES]
-        ]
-        if len(absences) > _MOST_ABSENCES:
-            facts.append(f"and so on, in {len(absences) - _MOST_ABSENCES} more ways")
-        facts += _why_there(group, missing)
-        ranks: tuple[int, ...] = ()
-        absent_in = sorted({step for absence in absences for step in absence.steps})
-        if partial:
-            code = "DDP104"
-            ranks = tuple(sorted({rank for absence in partial for rank in absence.ranks}))
-            ranks = ranks if len(ranks) < world_size else ()
-            step = min(min(absence.steps) for absence in partial)
-            message = _told([absence for absence in partial if step in absence.steps], step, names)
-        else:
-            code = "DDP105"
-            message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(absent_in)}."
-            if len({absence.steps for absence in absences}) > 1:
-                message = f"{listed(subjects)} contributed in some steps only, each in steps of its own."
-            if wrapper.is_ddp and not wrapper.static_graph:
-                facts.append(
-                    f"plain DDP says nothing here, because no forward follows {spelled_steps(absent_in)}"
-                    if absent_in[0] == steps[-1]
-                    else f"{_AT_NEXT_FORWARD} after {spelled_steps(absent_in[:1])}"
-                )
-        if wrapper.static_graph:
-            facts.append("static_graph=True promises that the set of used parameters never changes")
-        findings.append(
-            Finding(
-                code=code,
-                subjects=subjects,
-                message=message,
-                severity=RULES[code].severity,
-                ranks=ranks,
-                steps=tuple(absent_in) if len(absent_in) < len(steps) else (),
-                location=names.location(group),
-                evidence=tuple(facts),
-            )
-        )
-    return findings
-
-
-def _told(absences: Sequence[_Absence], step: int, names: Names) -> str:
-    """The first step in which ranks disagree, in a sentence."""
-    parts = [f"{listed(names.subjects(item.names))} did not contribute on {spelled(item.ranks)}" for item in absences]
-    if len(parts) == 1:
-        return f"{parts[0]} in step {step}, while the other ranks wait for the gradient."
-    more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
-    return f"In step {step} {parts[0]}, and {parts[1]}{more}: the ranks wait for each other's gradients."
-
-
-def _why_there(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -> list[str]:
-    """Why the gradients of `group` were missing where they were, each reason once."""
-    facts: dict[str, None] = {}
-    for name in group:
-        for end in dict.fromkeys(item.ends[name] for item in missing[name] if name in item.ends):
-            at = f" at {end.location}" if end.location else ""
-            if end.cause == "cut":
-                facts[f"there the path is cut by {end.reason}{at}"] = None
-            elif end.cause == "unreachable":
-                facts[f"there the last use is {end.reason}{at}, which does not reach the loss"] = None
-            elif end.cause == "unused":
-                facts["there no operation of the forward pass reads " + ("it" if len(group) == 1 else "them")] = None
-    return list(facts)[:3]
 
 
 def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int) -> list[Finding]:
@@ -288,7 +159,7 @@ def _judge_zero(
         return []  # where every gradient is zero, nothing can be compared at all: that is DDP307
     groups: dict[object, list[str]] = {}
     for name in asleep:
-        top = _family(name, set(asleep), list(evidence[0].states))
+        top = family_of(name, set(asleep), list(evidence[0].states))
         groups.setdefault(ends.get(name) or (name.rpartition(".")[0] or name if top == name else top), []).append(name)
     findings = []
     for group in groups.values():
