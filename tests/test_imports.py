@@ -31,9 +31,9 @@ EXCEPTIONS = {
 
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
-    ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.absences ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
+    ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.absences ddpcheck.anomalous ddpcheck.outcome
+    ddpcheck.consistency ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check
+    ddpcheck.render ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 
 
