@@ -92,7 +92,7 @@ def judge_sometimes(
             for absence in absences[:_MOST_ABSENCES]
         ]
         if len(absences) > _MOST_ABSENCES:
-            facts.append(f"and so on, in {len(absences) - _MOST_ABSENCES} more ways")
+            facts.append(f"and so on ({len(absences) - _MOST_ABSENCES} more)")
         facts += _why_there(group, missing)
         ranks: tuple[int, ...] = ()
         absent_in = sorted({step for absence in absences for step in absence.steps})

@@ -152,6 +152,76 @@ def test_a_gradient_that_is_lost_on_one_rank() -> None:
     assert only(judge(two_ranks(lost=("head.weight",)))).ranks == ()
 
 
+def test_the_function_that_lost_a_gradient_is_named_with_its_line() -> None:
+    evidence = [
+        StepEvidence(0, 0, dict.fromkeys(ALL, "lost"), {"extra.weight": PathEnd("lost", "Scale.backward()", HERE)})
+    ]
+    by_name = {finding.subjects: finding.message for finding in judge(evidence)}
+    assert "Scale.backward() at model.py:7 returns None" in by_name["extra.weight",]
+    assert "a custom autograd Function" in by_name[tuple(name for name in ALL if name != "extra.weight")]
+
+
+def test_zero_gradients_are_grouped_by_where_they_become_zero() -> None:
+    ends = {"extra.weight": PathEnd("zero", "mul()", HERE), "encoder.weight": PathEnd("zero", "mul()", HERE)}
+    finding = only(judge(two_ranks(zero=("extra.weight", "encoder.weight")), zero_ends=ends))
+    assert "it becomes zero in mul() at model.py:7" in finding.message
+
+
+def test_parameters_that_forward_creates_are_told_apart_from_those_in_a_list() -> None:
+    leaves = (Unregistered("late.weight", (2, 2), HERE, late=True), Unregistered("layers[0].weight", (2, 2)))
+    late, listed = judge(two_ranks(unregistered=leaves))
+    assert (late.code, listed.code) == ("DDP106", "DDP106") and late.fix != listed.fix
+    assert "created in the forward pass" in late.message and "created" not in listed.message
+
+
+BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight")
+
+
+def blocks_missing(*places: tuple[int, int, int]) -> list[StepEvidence]:
+    """Two ranks, three steps; `places` are (block, rank, step)."""
+    return [
+        StepEvidence(
+            rank,
+            step,
+            {name: "missing" if (i, rank, step) in places else "contributes" for i, name in enumerate(BLOCKS)},
+            {BLOCKS[i]: PathEnd("unused") for i, r, s in places if (r, s) == (rank, step)},
+        )
+        for step in range(3)
+        for rank in range(2)
+    ]
+
+
+def test_blocks_that_are_skipped_by_chance_are_one_finding_that_says_who_skipped_what() -> None:
+    finding = only(judge(blocks_missing((0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))))
+    assert (finding.code, finding.ranks, finding.subjects) == ("DDP104", (), BLOCKS[:2])
+    assert finding.message.startswith("In step 0 blocks.0.weight did not contribute on rank 0, and blocks.1.weight")
+    assert "step 1: blocks.1.weight did not contribute on any rank" in finding.evidence
+
+
+def test_heads_that_take_turns_are_one_finding_with_each_ones_steps() -> None:
+    both = [(head, rank, step) for step, head in ((0, 1), (1, 0), (2, 1)) for rank in (0, 1)]
+    finding = only(judge(blocks_missing(*both)))
+    assert finding.code == "DDP105" and "each in steps of its own" in finding.message
+    assert "steps 0 and 2: blocks.1.weight did not contribute on any rank" in finding.evidence
+
+
+def test_that_nothing_follows_the_last_step_is_said() -> None:
+    finding = only(judge(blocks_missing((0, 0, 2), (0, 1, 2))))
+    assert any("no forward follows step 2" in fact for fact in finding.evidence)
+    finding = only(judge(blocks_missing((0, 0, 1), (0, 1, 1))))
+    assert any("at the next forward after step 1" in fact for fact in finding.evidence)
+
+
+def test_paths_cut_in_one_block_without_gradients_are_one_finding() -> None:
+    ends = {
+        name: PathEnd("cut", "torch.no_grad()", Location("model.py", line), "", HERE)
+        for line, name in enumerate(("extra.weight", "encoder.weight"), 8)
+    }
+    evidence = StepEvidence(0, 0, dict.fromkeys(ends, "missing"), ends)
+    finding = only(judge([evidence]))
+    assert "torch.no_grad() begins at model.py:7" in finding.evidence
+
+
 def test_a_gradient_that_is_always_zero_is_a_warning_unless_it_wakes() -> None:
     evidence = two_ranks(zero=("extra.weight",))
     finding = only(judge(evidence))
@@ -383,9 +453,11 @@ def expected_codes(
         table = [[of_rank[step][name] for of_rank in truth] for step in range(STEPS)]
         seen = {state for row in table for state in row}
         absent = {ABSENT[mode] for mode in users[name] if mode in ABSENT}
-        if seen == {"none"}:
-            expected[name] = {"DDP108"} if "lost" in users[name] else absent
-        elif "none" in seen and "lost" not in users[name] and not find_unused:
+        if "none" in seen and "lost" in users[name]:
+            expected[name] = {"DDP108"}
+        elif seen == {"none"}:
+            expected[name] = absent
+        elif "none" in seen and not find_unused:
             expected[name] = {"DDP104"} if any(len(set(row)) > 1 for row in table) else {"DDP105"}
         elif seen == {"zero"}:
             expected[name] = {"DDP107"}

@@ -24,7 +24,7 @@ from ddpcheck.evidence import (
     Unregistered,
 )
 from ddpcheck.findings import Location
-from ddpcheck.gather.compare import dense, difference, eps_of, norm
+from ddpcheck.gather.compare import difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprints
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
 from ddpcheck.gather.stepping import (
@@ -34,6 +34,7 @@ from ddpcheck.gather.stepping import (
     clear_gradients,
     compute_gradients,
     compute_loss,
+    gradients_of,
     visible_tensors,
 )
 from ddpcheck.graph import EngineProbe, functions_before, named_parameters, unregistered_tensors, walk_graph
@@ -86,7 +87,7 @@ def local_step(step: int) -> LocalStep:
     session.arrivals.clear()  # of backward passes inside the loss
     loss.total.backward()
     # Of the parameters that were there before: forward may have put others in their place, which DDP does not know.
-    session.local = {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
+    session.local = gradients_of(parameters)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     for name, size in session.norms.items():
         if not math.isfinite(size):
@@ -353,7 +354,7 @@ def _move_a_little(session: Session, step: int) -> None:
     generator = torch.Generator().manual_seed(step_seed(session.seed, step))
     with torch.no_grad():
         for parameter in session.twin.parameters():
-            if parameter.is_floating_point():
+            if parameter.requires_grad and parameter.is_floating_point():
                 size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
                 moved = size * torch.randn(parameter.shape, generator=generator)
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
