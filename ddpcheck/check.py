@@ -292,7 +292,10 @@ class _Check:
         asleep = self.outcome.zero_everywhere()
         if asleep:
             with self._phase("parameters", "looking again at zero gradients"):
-                self.outcome.awake = frozenset().union(*self._all("local.wake", asleep, self.asked.steps - 1))
+                last = self.asked.steps - 1
+                self.outcome.awake = frozenset().union(*self._all("local.wake", asleep, last))
+                asleep = [name for name in asleep if name not in self.outcome.awake]
+                self.outcome.zero_ends = self._all("local.why_zero", asleep, last)[0] if asleep else {}
 
     # Ranks
 

@@ -81,17 +81,20 @@ class PathEnd:
 
     Attributes:
         cause: `unused` (no operation reads it), `unreachable` (what it made does not reach the loss), `cut` (the
-            loss's value depends on it, and something took the path out of autograd), or `unknown`.
+            loss's value depends on it, and something took the path out of autograd), `lost` (backward returned None
+            on the way to it), `zero` (an operation on the way turns every gradient into zeros), or `unknown`.
         reason: What cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or the last
             operation on it.
         location: The line of the user's code at which that happened.
         module: The module whose forward was running there, empty at the top.
+        region: The line that switched gradients off, where that is what cut the path.
     """
 
     cause: str
     reason: str = ""
     location: Location | None = None
     module: str = ""
+    region: Location | None = None
 
 
 GradientState = Literal["contributes", "zero", "missing", "lost"]
@@ -100,11 +103,15 @@ GradientState = Literal["contributes", "zero", "missing", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Unregistered:
-    """A leaf that receives gradient and is no parameter of the module."""
+    """A leaf that receives gradient and is no parameter of the module that was wrapped.
+
+    `late`: it is one by now, but the forward pass made it, and DDP has not heard of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     location: Location | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,7 @@ class StepEvidence:
         rank: The rank.
         step: Counted from 0.
         states: By name, for every parameter that requires grad.
-        ends: Why, for those that are missing.
+        ends: Why, for those that are missing or lost.
         unregistered: Leaves that receive gradient and are no parameters.
         arrivals: How often a gradient arrived, for parameters where that was more than once.
         invisible: Parameters that contribute, but that DDP cannot find from what `forward` returned.
@@ -195,7 +202,7 @@ class LocalStep:
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""
-        return replace(self, evidence=replace(self.evidence, ends=ends))
+        return replace(self, evidence=replace(self.evidence, ends={**self.evidence.ends, **ends}))
 
 
 # Gradients

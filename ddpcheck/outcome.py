@@ -21,6 +21,7 @@ from ddpcheck.evidence import (
     DdpStepEvidence,
     Difference,
     LocalStep,
+    PathEnd,
     ShardAnalysis,
     SingleStep,
     StepEvidence,
@@ -117,6 +118,7 @@ class Outcome:
     names: Names = field(default_factory=Names)
     analysis: ShardAnalysis | None = None
     awake: frozenset[str] = frozenset()
+    zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)
     withheld: bool = False
     ranks_apart: bool = False
     rest_skipped: str = ""
@@ -230,7 +232,9 @@ class Outcome:
         known = self._circumstances(module_locations)
         found = list(self.findings)
         if self._evidence:
-            found += judge_parameters(self._evidence, known.wrapper, self.names, awake=self.awake)
+            found += judge_parameters(
+                self._evidence, known.wrapper, self.names, awake=self.awake, zero_ends=self.zero_ends
+            )
         if not self.withheld:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
             single = {step: self._widened(differences) for step, differences in self._single.items()}

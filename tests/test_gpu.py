@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 ZOO = Path(__file__).parent / "zoo"
+FAULTS = ZOO.parents[1] / "examples" / "faults"
 HEALTHY = (
     *("adamw_two_groups", "autocast_bfloat16", "bfloat16_model", "checkpoint_nonreentrant", "conv_groupnorm"),
     *("conv_syncbn", "double_precision", "dropout_rnn", "embedding_padding_idx", "gradient_as_bucket_view", "lstm"),
@@ -27,7 +28,8 @@ HEALTHY = (
     *("channels_last_everywhere", "allgather_contrastive", "two_forwards_one_backward", "vae"),
 )
 BROKEN = (
-    *("unused", "detached", "item_path", "numpy_path", "unused_on_rank1", "python_list_layers", "times_zero"),
+    *("parameters/unused", "parameters/detach", "parameters/item", "parameters/unused_on_one_rank"),
+    *("parameters/layers_in_a_list", "parameters/times_zero"),
     *("shape_differs", "dtype_differs", "names_differ", "structure_differs", "buffer_value", "bypass", "sum_loss"),
     *("unequal_counts", "batchnorm", "optimizer_lr_differs", "comm_hook_forgets_division", "raises_on_rank1"),
     *("reentrant_twice", "kills_itself"),
@@ -35,8 +37,14 @@ BROKEN = (
 NOTE_OF_SHARING = "several ranks share one GPU"
 
 
+def target_of(name: str) -> str:
+    """A recipe of the zoo, or a broken one of the fault suite."""
+    fault = FAULTS / f"{name}.py"
+    return f"{fault}:broken" if fault.exists() else str(ZOO / f"{name}.py")
+
+
 def on_gpu(name: str, **options: Any) -> Report:
-    return check(str(ZOO / f"{name}.py"), device="cuda", timeout=60, **options)
+    return check(target_of(name), device="cuda", timeout=60, **options)
 
 
 def shown(report: Report) -> str:
@@ -54,7 +62,7 @@ def assert_healthy(report: Report) -> None:
 
 
 def expected_of(name: str) -> dict[str, Any]:
-    for node in ast.parse((ZOO / f"{name}.py").read_text(encoding="utf-8")).body:
+    for node in ast.parse(Path(target_of(name).removesuffix(":broken")).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "EXPECT":
             found: dict[str, Any] = ast.literal_eval(node.value)
             return found
@@ -70,8 +78,9 @@ def test_two_ranks_of_a_healthy_recipe_are_clean(name: str) -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_two_ranks_of_a_broken_recipe_get_its_code(name: str) -> None:
+    name = name if "/" in name else f"broken/{name}"
     expected = expected_of(name)
-    report = on_gpu(f"broken/{name}")
+    report = on_gpu(name)
     assert report.findings, shown(report)
     codes = expected["code"] if isinstance(expected["code"], list) else [expected["code"]]
     assert report.findings[0].code in codes, shown(report)
@@ -87,7 +96,7 @@ def test_one_rank_runs_through_nccl_by_default(name: str) -> None:
 
 
 def test_one_rank_through_nccl_finds_what_is_unused() -> None:
-    report = on_gpu("broken/unused", world_size=1)
+    report = on_gpu("parameters/unused", world_size=1)
     assert report.world["backend"] == "nccl" and [f.code for f in report.findings] == ["DDP101"], shown(report)
 
 
@@ -195,6 +204,6 @@ def test_a_world_can_be_made_after_this_process_has_used_the_gpu() -> None:
 
 
 def test_the_same_recipe_gets_the_same_verdict_on_both_devices() -> None:
-    for name in ("broken/unused", "broken/sum_loss", "healthy/lstm"):
-        reports = [on_gpu(name), check(str(ZOO / f"{name}.py"), timeout=60)]
+    for name in ("parameters/unused", "broken/sum_loss", "healthy/lstm"):
+        reports = [on_gpu(name), check(target_of(name), timeout=60)]
         assert len({tuple((f.code, f.subjects, f.ranks) for f in report.findings) for report in reports}) == 1

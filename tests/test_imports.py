@@ -18,10 +18,10 @@ ROOMS = """
     errors findings rules config evidence wording locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
-    graph paths collectives
+    graph paths zeros collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
     reference gather.session gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    consistency absences anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -31,9 +31,9 @@ EXCEPTIONS = {
 
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
-    ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
+    ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.absences ddpcheck.anomalous ddpcheck.outcome
+    ddpcheck.consistency ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check
+    ddpcheck.render ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 
 

@@ -20,7 +20,7 @@ IN_OTHER_WORLDS = {
 }
 TWICE = {
     *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/batchnorm"),
-    *("broken/unused_on_rank1", "broken/skips_collective", "broken/raises_on_rank1"),
+    *("broken/gather_object_unused_on_rank1", "broken/skips_collective", "broken/raises_on_rank1"),
 }
 
 
@@ -82,11 +82,11 @@ def test_the_same_recipe_gets_the_same_report_twice(name: str) -> None:
 
 
 def test_a_report_does_not_depend_on_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ZOO / "broken" / "unused.py"
+    path = ZOO / "broken" / "markup_names_unused.py"
     monkeypatch.chdir(ZOO.parent)
     here = report_on(path)
     monkeypatch.chdir(tmp_path)
     there = report_on(path)
     assert [f.message for f in here.findings] == [f.message for f in there.findings]
-    assert str(here.findings[0].location).startswith("zoo/broken/unused.py:")
-    assert str(there.findings[0].location).startswith("unused.py:")
+    assert str(here.findings[0].location).startswith("zoo/broken/markup_names_unused.py:")
+    assert str(there.findings[0].location).startswith("markup_names_unused.py:")

@@ -52,6 +52,7 @@ class Session:
         twin: A second one, built alike and never wrapped, on which the Local steps run.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
+        late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
 
@@ -80,6 +81,7 @@ class Session:
     arrivals: dict[str, int] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    late: dict[str, Location | None] = field(default_factory=dict)
     own_state: frozenset[str] = frozenset()
     calls: dict[str, int] = field(default_factory=dict)
     syncbn: list[str] = field(default_factory=list)
