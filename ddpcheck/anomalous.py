@@ -181,7 +181,7 @@ def _judge_sometimes(
                 "while the other ranks wait for the gradient."
             )
         else:
-            code, ranks = "DDP105", ()
+            code, ranks = "DDP513" if wrapper.static_graph else "DDP105", ()
             message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(sorted(by_step))}."
         if wrapper.static_graph:
             facts.append("static_graph=True promises that the set of used parameters never changes")

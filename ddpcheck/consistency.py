@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import HangError, UsageError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
+from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.wording import make_finding, odd_ranks, spelled
+from ddpcheck.options import are_harmless
+from ddpcheck.wording import listed, make_finding, odd_ranks, spelled
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -264,20 +265,87 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
     differing = [name for name in names if len(set(values[name])) > 1]
     if not differing:
         return []
-    harmless = all(name in _HARMLESS_OPTIONS for name in differing)
+    if "class" in differing:
+        differing = ["class"]  # another class has other options, which would be told of it again
+    differing = [name for name in differing if not _is_told_by_another(name, differing)]
+    harmless = are_harmless(differing, options)
     return [
         make_finding(
             code,
             differing,
             f"{what} is not the same on every rank: {', '.join(differing)}.",
             ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
-            evidence=[f"{name}: " + "; ".join(_who_says_what(values[name])) for name in differing],
+            evidence=[f"{name}: " + "; ".join(_who_says_what(_told_apart(name, values[name]))) for name in differing],
             severity=Severity.WARNING if harmless else None,
         )
     ]
 
 
-_HARMLESS_OPTIONS = frozenset({"bucket_cap_mb", "bucket_bytes_cap"})  # unless find_unused_parameters is set: an abort
+def _is_told_by_another(name: str, differing: Sequence[str]) -> bool:
+    """Whether the order of a group's parameters differs because the parameters do."""
+    return name.endswith(" order") and name.replace(" order", " parameters") in differing
+
+
+def _told_apart(name: str, values: Sequence[str]) -> list[str]:
+    """`values`; of long lists of parameters only what not all ranks have, or where they part."""
+    if not name.endswith((" parameters", " order")):
+        return list(values)
+    lists = [value.split(", ") for value in values]
+    if name.endswith(" order"):
+        place = next((i for i, at in enumerate(zip(*lists, strict=False)) if len(set(at)) > 1), 0)
+        return [f"number {place} is {names[place]}" for names in lists]
+    common = set.intersection(*map(set, lists))
+    return [listed([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists]
+
+
+def judge_program_data(
+    held: Sequence[Mapping[str, str]], *, far: float, steps: Sequence[int], facts: Sequence[str]
+) -> list[Finding]:
+    """DDP516: plain values that differ between ranks whose gradients are not those of their shards.
+
+    Args:
+        held: Of `ddpcheck.gather.program`, one mapping a rank.
+        far: The largest relative error of a gradient.
+        steps: In which the gradients differ.
+        facts: On the gradients.
+    """
+    names = [name for name in (held[0] if held else ()) if all(name in of_rank for of_rank in held)]
+    values = {name: [of_rank[name] for of_rank in held] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1 and not _is_the_rank(values[name])]
+    if not differing:
+        return []
+    return [
+        make_finding(
+            "DDP516",
+            differing,
+            f"{listed(differing)} {'is' if len(differing) == 1 else 'are'} not the same on every rank, and the ranks "
+            f"compute gradients that are up to {far:.2g} (relative) away from those of the global batch.",
+            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
+            steps=steps,
+            evidence=[
+                *(f"{name}: " + "; ".join(_who_says_what(_where_they_part(values[name]))) for name in differing),
+                *facts,
+            ],
+        )
+    ]
+
+
+def _is_the_rank(values: Sequence[str]) -> bool:
+    """Whether each value is its rank, or a word with it ("cuda:1"), which a program may well know."""
+    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
+    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
+
+
+_LONGEST_VALUE = 120
+
+
+def _where_they_part(values: Sequence[str]) -> list[str]:
+    """`values`; of long ones only what is around the first difference."""
+    if max(map(len, values)) <= _LONGEST_VALUE:
+        return list(values)
+    place = next((i for i, at in enumerate(zip(*values, strict=False)) if len(set(at)) > 1), min(map(len, values)))
+    start = max(place - _LONGEST_VALUE // 3, 0)
+    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
 
 
 def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
@@ -345,44 +413,19 @@ def check_consistency(
         "buffers": fingerprints(bare.named_buffers()) if wrapped else {},
     }
     prefix = f"ddpcheck/consistency/{'-'.join(map(str, ranks))}/{next(_CALLS)}"
-    exchange = _StoreExchange(prefix, dist.get_rank(), ranks, timeout)
-    if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
-        return []
-    everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
+    exchange = StoreExchange(prefix, dist.get_rank(), ranks, timeout)
+    try:
+        if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
+            return []
+        everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
+    except SilentRanksError as error:
+        raise HangError(
+            f"{spelled(error.ranks)} did not take part in check_consistency within {timeout:g} s; "
+            "every rank must call it, the same number of times"
+        ) from None
     findings = judge_descriptions([description for description, _ in everyone])
     if wrapped and not findings:
         findings = judge_values_after_wrapping(
             [of_rank["parameters"] for _, of_rank in everyone], [of_rank["buffers"] for _, of_rank in everyone]
         )
     return findings
-
-
-@dataclass(slots=True)
-class _StoreExchange:
-    """All-gathers bytes over the rendezvous store, with a deadline."""
-
-    prefix: str
-    rank: int
-    ranks: Sequence[int]
-    timeout: float
-
-    def gather(self, key: str, data: bytes) -> list[bytes]:
-        from torch.distributed import distributed_c10d
-
-        store = distributed_c10d._get_default_store()
-        store.set(f"{self.prefix}/{key}/{self.rank}", data)  # type: ignore[arg-type]  # bytes are taken as they are
-        found: list[bytes] = []
-        silent: list[int] = []
-        for rank in self.ranks:
-            name = f"{self.prefix}/{key}/{rank}"
-            try:
-                store.wait([name], timedelta(seconds=self.timeout if not silent else 0.01))
-                found.append(store.get(name))
-            except Exception:  # the stores raise classes of their own on a timeout
-                silent.append(rank)
-        if silent:
-            raise HangError(
-                f"{spelled(silent)} did not take part in check_consistency within {self.timeout:g} s; "
-                "every rank must call it, the same number of times"
-            )
-        return found

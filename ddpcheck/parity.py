@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ddpcheck.consistency import judge_program_data
 from ddpcheck.evidence import Call, Difference, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.wording import Names, listed, make_finding, spelled
@@ -29,6 +30,7 @@ class Circumstances:
         module_locations: The lines that made the modules.
         local_buffers: Buffers that a step by itself leaves different on the ranks.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
+        held: Plain values that each rank's program holds, spelled, by name.
     """
 
     names: Names
@@ -41,6 +43,7 @@ class Circumstances:
     module_locations: Mapping[str, Location] = field(default_factory=dict)
     local_buffers: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
+    held: Sequence[Mapping[str, str]] = ()
 
 
 LOOSEST_FIT = 0.05
@@ -107,6 +110,8 @@ def judge_single_process(
                 evidence=facts,
             )
         ]
+    if world_changed and (derived := judge_program_data(known.held, far=far, steps=steps, facts=facts)):
+        return derived
     if world_changed and analysis.rank_residual <= tolerance:
         share = ", ".join(f"{weight:.4g}" for weight in analysis.rank_weights)
         return [

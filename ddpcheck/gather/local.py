@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ddpcheck.evidence import (
 from ddpcheck.gather.compare import difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprints
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.stepping import (
     Gradients,
     capture_attributes,
@@ -38,7 +38,7 @@ from ddpcheck.gather.stepping import (
 )
 from ddpcheck.graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
-from ddpcheck.nests import batch_size, iter_tensors, to_device
+from ddpcheck.nests import iter_tensors, to_device
 from ddpcheck.paths import Explainer
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
@@ -62,15 +62,16 @@ def begin_step(step: int, file: Path | None) -> None:
 def local_step(step: int) -> LocalStep:
     """Forward and backward of the unwrapped module on this rank's shard."""
     session = the_session()
-    batch = make_batch(session.recipe, step, seed=session.seed)
-    whole = batch_fingerprint(batch)
-    session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
     twin = session.twin
     parameters = {name: p for name, p in named_parameters(twin).items() if p.requires_grad}
     session.outputs.clear()
     clear_gradients(twin)
     log_start = len(read_log(this_rank.current().directory, session.rank))
-    loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    with blaming_empty_shards(step):
+        batch = make_batch(session.recipe, step, seed=session.seed)
+        whole = batch_fingerprint(batch)
+        session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
+        loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
     walk = walk_graph([loss.total])
     probe = EngineProbe(loss.total, list(parameters.values()))
     visible, opaque = visible_tensors(session.outputs)
@@ -119,18 +120,12 @@ def local_step(step: int) -> LocalStep:
         loss=value,
         drew=drew,
         batch=whole,
-        samples=_samples(session.batch),
+        samples=samples_of(session.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in session.norms.values()) ** 0.5,
         blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
         buffers=own_buffers,
     )
-
-
-def _samples(batch: Any) -> int:
-    with contextlib.suppress(TargetError):
-        return batch_size(batch)
-    return 0
 
 
 def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
