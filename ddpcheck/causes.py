@@ -42,7 +42,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
     (("DDP223",), ("DDP306",), _always),
     (("DDP515",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
     (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
-    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216"), _always),
+    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216", "DDP516"), _always),
     (("DDP406",), ("DDP301", "DDP302"), _always),
     (("DDP104", "DDP105", "DDP513"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
     (

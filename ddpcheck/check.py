@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.collectives import read_log
-from ddpcheck.consistency import judge_changes, judge_descriptions, judge_options, judge_values_after_wrapping
+from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.errors import (
     EXIT_HANG,
     EXIT_TARGET,
@@ -38,6 +38,7 @@ from ddpcheck.lockstep import (
     judge_packing,
 )
 from ddpcheck.outcome import Asked, Outcome
+from ddpcheck.program import judge_changes, judge_options
 from ddpcheck.target import find_file, is_path, split_target
 from ddpcheck.wording import Names
 

@@ -10,28 +10,19 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import HangError, UsageError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
 from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.options import are_harmless
-from ddpcheck.wording import listed, make_finding, odd_ranks, spelled
+from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
-
-
-def _who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(say(value), []).append(rank)
-    return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
@@ -45,11 +36,11 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
         *_judge_tensors(parameters, "parameter", "DDP201", "DDP202", {name for tie in ties for name in tie.subjects}),
     ]
     for code, attribute, noun in (
-        ("DDP203", "shape", "shapes"),
-        ("DDP204", "dtype", "dtypes"),
-        ("DDP207", "device", "device types"),
-        ("DDP205", "stride", "strides (memory formats)"),
-        ("DDP206", "requires_grad", "requires_grad"),
+        ("DDP203", "shape", "shape"),
+        ("DDP204", "dtype", "dtype"),
+        ("DDP207", "device", "device type"),
+        ("DDP205", "stride", "memory format (strides)"),
+        ("DDP206", "requires_grad", "value of requires_grad"),
     ):
         explained = {subject for finding in findings for subject in finding.subjects}
         findings += _judge_attribute(code, attribute, noun, parameters, explained)
@@ -69,9 +60,7 @@ def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
             names,
             f"{' and '.join(names)} are one parameter on some ranks and several on others.",
             ranks=odd_ranks([names in of_rank for of_rank in ties]),
-            evidence=_who_says_what(
-                [names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"
-            ),
+            evidence=who_says_what([names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"),
         )
         for names in torn
     ]
@@ -107,7 +96,7 @@ def _judge_tensors(
                 f"The {noun}s are registered in another order on {spelled(ranks)}; DDP pairs them by position.",
                 ranks=ranks,
                 evidence=[
-                    f"{noun} number {place}: " + "; ".join(_who_says_what([order[place] for order in orders])),
+                    f"{noun} number {place}: " + "; ".join(who_says_what([order[place] for order in orders])),
                 ],
             )
         ]
@@ -128,9 +117,9 @@ def _judge_attribute(
         make_finding(
             code,
             names,
-            f"{len(names)} parameter(s) have other {noun} on {spelled(ranks)} than on the rest.",
+            f"{listed(names)} {verb('has', 'have', names)} another {noun} on {spelled(ranks)} than elsewhere.",
             ranks=ranks,
-            evidence=[f"{name}: " + "; ".join(_who_says_what(differing[name])) for name in names],
+            evidence=[f"{name}: " + "; ".join(who_says_what(differing[name])) for name in names],
         )
         for ranks, names in by_ranks.items()
     ]
@@ -149,11 +138,11 @@ def _judge_buffer_shapes(records: Sequence[tuple[TensorRecord, ...]]) -> list[Fi
         make_finding(
             "DDP213",
             differing,
-            f"{len(differing)} buffer(s) do not have the same shape and dtype on every rank.",
+            f"{listed(differing)} {verb('does', 'do', differing)} not have the same shape and dtype on every rank.",
             ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
             evidence=[
                 f"{name}: "
-                + "; ".join(_who_says_what([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
+                + "; ".join(who_says_what([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
                 for name in differing
             ],
         )
@@ -181,9 +170,10 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
             make_finding(
                 "DDP222",
                 [name or "(the model)" for name in top],
-                f"{len(top)} module(s) do not have the same {what} on every rank.",
+                f"{listed([name or 'the model' for name in top])} {verb('does', 'do', top)} not have the same {what} "
+                "on every rank.",
                 ranks=sorted({rank for name in top for rank in odd_ranks(values[name])}),
-                evidence=[f"{name or '(the model)'}: " + "; ".join(_who_says_what(values[name], say)) for name in top],
+                evidence=[f"{name or '(the model)'}: " + "; ".join(who_says_what(values[name], say)) for name in top],
             )
         )
     return findings
@@ -206,15 +196,15 @@ def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) 
         make_finding(
             "DDP216",
             differing,
-            f"{len(differing)} tensor(s) that the model holds without having registered them differ between ranks; "
-            "DDP never synchronises them.",
+            f"{listed(differing)}, which the model holds and has not registered, "
+            f"{verb('differs', 'differ', differing)} between ranks; DDP never synchronises what is not registered.",
             ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
             evidence=[
                 f"{name}: shape {by_name[0][name][0]}, "
                 + (
                     "other values"
                     if len({names[name][0] for names in by_name}) == 1
-                    else "other shapes: " + "; ".join(_who_says_what([names[name][0] for names in by_name]))
+                    else "other shapes: " + "; ".join(who_says_what([names[name][0] for names in by_name]))
                 )
                 for name in differing
             ],
@@ -242,133 +232,21 @@ def judge_values_after_wrapping(
         buffers: Likewise.
     """
     findings = []
-    for code, noun, values in (("DDP208", "parameter", parameters), ("DDP214", "buffer", buffers)):
+    for code, values in (("DDP208", parameters), ("DDP214", buffers)):
         differing = differing_names(values)
         if differing:
             findings.append(
                 make_finding(
                     code,
                     sorted(differing),
-                    f"{len(differing)} {noun}(s) do not have the same values on every rank when training starts.",
+                    f"{listed(sorted(differing))} {verb('does', 'do', list(differing))} not have the same values on "
+                    "every rank when training starts.",
                     ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
                     evidence=[f"{name}: differs on {spelled(ranks)}" for name, ranks in differing.items()],
                     severity=Severity.ERROR,
                 )
             )
     return findings
-
-
-def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
-    """One finding when `options` (of the wrapper: DDP221, of the optimizer: DDP223) are not the same on every rank."""
-    names = sorted(set(itertools.chain.from_iterable(options)))
-    values = {name: [of_rank.get(name, "(not set)") for of_rank in options] for name in names}
-    differing = [name for name in names if len(set(values[name])) > 1]
-    if not differing:
-        return []
-    if "class" in differing:
-        differing = ["class"]  # another class has other options, which would be told of it again
-    differing = [name for name in differing if not _is_told_by_another(name, differing)]
-    harmless = are_harmless(differing, options)
-    return [
-        make_finding(
-            code,
-            differing,
-            f"{what} is not the same on every rank: {', '.join(differing)}.",
-            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
-            evidence=[f"{name}: " + "; ".join(_who_says_what(_told_apart(name, values[name]))) for name in differing],
-            severity=Severity.WARNING if harmless else None,
-        )
-    ]
-
-
-def _is_told_by_another(name: str, differing: Sequence[str]) -> bool:
-    """Whether the order of a group's parameters differs because the parameters do."""
-    return name.endswith(" order") and name.replace(" order", " parameters") in differing
-
-
-def _told_apart(name: str, values: Sequence[str]) -> list[str]:
-    """`values`; of long lists of parameters only what not all ranks have, or where they part."""
-    if not name.endswith((" parameters", " order")):
-        return list(values)
-    lists = [value.split(", ") for value in values]
-    if name.endswith(" order"):
-        place = next((i for i, at in enumerate(zip(*lists, strict=False)) if len(set(at)) > 1), 0)
-        return [f"number {place} is {names[place]}" for names in lists]
-    common = set.intersection(*map(set, lists))
-    return [listed([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists]
-
-
-def judge_program_data(
-    held: Sequence[Mapping[str, str]], *, far: float, steps: Sequence[int], facts: Sequence[str]
-) -> list[Finding]:
-    """DDP516: plain values that differ between ranks whose gradients are not those of their shards.
-
-    Args:
-        held: Of `ddpcheck.gather.program`, one mapping a rank.
-        far: The largest relative error of a gradient.
-        steps: In which the gradients differ.
-        facts: On the gradients.
-    """
-    names = [name for name in (held[0] if held else ()) if all(name in of_rank for of_rank in held)]
-    values = {name: [of_rank[name] for of_rank in held] for name in names}
-    differing = [name for name in names if len(set(values[name])) > 1 and not _is_the_rank(values[name])]
-    if not differing:
-        return []
-    return [
-        make_finding(
-            "DDP516",
-            differing,
-            f"{listed(differing)} {'is' if len(differing) == 1 else 'are'} not the same on every rank, and the ranks "
-            f"compute gradients that are up to {far:.2g} (relative) away from those of the global batch.",
-            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
-            steps=steps,
-            evidence=[
-                *(f"{name}: " + "; ".join(_who_says_what(_where_they_part(values[name]))) for name in differing),
-                *facts,
-            ],
-        )
-    ]
-
-
-def _is_the_rank(values: Sequence[str]) -> bool:
-    """Whether each value is its rank, or a word with it ("cuda:1"), which a program may well know."""
-    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
-    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
-
-
-_LONGEST_VALUE = 120
-
-
-def _where_they_part(values: Sequence[str]) -> list[str]:
-    """`values`; of long ones only what is around the first difference."""
-    if max(map(len, values)) <= _LONGEST_VALUE:
-        return list(values)
-    place = next((i for i, at in enumerate(zip(*values, strict=False)) if len(set(at)) > 1), min(map(len, values)))
-    start = max(place - _LONGEST_VALUE // 3, 0)
-    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
-
-
-def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
-    """DDP503: what happened to parameters between the wrapper's construction and the end of `wrap`.
-
-    Args:
-        changes: By name, in words ("frozen", "added"); one mapping a rank.
-    """
-    by_what: dict[str, list[str]] = {}
-    for of_rank in changes:
-        for name, what in of_rank.items():
-            if name not in by_what.setdefault(what, []):
-                by_what[what].append(name)
-    ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
-    return [
-        make_finding(
-            "DDP503",
-            names,
-            f"{len(names)} parameter(s) were {what} after wrapping; the reducer keeps to what it saw then.",
-            ranks=ranks if len(ranks) < len(changes) else (),
-        )
-        for what, names in by_what.items()
-    ]
 
 
 # The public check, over the store

@@ -226,6 +226,7 @@ class Outcome:
             local_buffers=tuple(differing_names([item.buffers for item in self.local])) if self.local else (),
             broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
             held=self.held,
+            apart=frozenset(differing_names([item.parameters for item in self.wrapped]) if self.wrapped else ()),
         )
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpcheck.consistency import judge_program_data
 from ddpcheck.evidence import Call, Difference, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.program import judge_program_data
 from ddpcheck.wording import Names, listed, make_finding, spelled
 
 
@@ -31,6 +31,7 @@ class Circumstances:
         local_buffers: Buffers that a step by itself leaves different on the ranks.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
         held: Plain values that each rank's program holds, spelled, by name.
+        apart: Parameters that differed between ranks before the first step.
     """
 
     names: Names
@@ -44,6 +45,7 @@ class Circumstances:
     local_buffers: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
     held: Sequence[Mapping[str, str]] = ()
+    apart: frozenset[str] = frozenset()
 
 
 LOOSEST_FIT = 0.05

@@ -212,9 +212,9 @@ def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], kno
     """DDP515: parameters that part between ranks before the optimizer's first step has touched them."""
     first = min(by_step)
     differing = differing_names([item.computed_with for item in by_step[first]])
-    if not differing:
+    names = [name for name in differing if name not in known.apart]
+    if not names:
         return []
-    names = list(differing)
     return [
         make_finding(
             "DDP515",

@@ -13,6 +13,7 @@ from ddpcheck.check import check  # noqa: E402
 from ddpcheck.errors import UsageError  # noqa: E402
 from ddpcheck.findings import Report, Severity  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
+from tests.faultsuite.cases import Case, all_cases  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,10 +29,14 @@ HEALTHY = (
 )
 BROKEN = (
     *("unused", "detached", "item_path", "numpy_path", "unused_on_rank1", "python_list_layers", "times_zero"),
-    *("shape_differs", "dtype_differs", "names_differ", "structure_differs", "buffer_value", "bypass", "sum_loss"),
-    *("unequal_counts", "batchnorm", "optimizer_lr_differs", "comm_hook_forgets_division", "raises_on_rank1"),
-    *("reentrant_twice", "kills_itself"),
+    *("bypass", "sum_loss", "unequal_counts", "batchnorm"),
 )
+FAULTS = {
+    *("ranks/parameter_shape", "ranks/dtype_double", "ranks/parameter_names_differ", "ranks/activation_differs"),
+    *("ranks/buffer_values_from_shard", "ranks/learning_rate", "ranks/find_unused_on_one_rank"),
+    *("running/raises_on_one_rank", "running/reentrant_checkpoint", "running/killed"),
+    *("training/comm_hook_forgets_division", "training/comm_hook_overflows"),
+}
 NOTE_OF_SHARING = "several ranks share one GPU"
 
 
@@ -77,6 +82,15 @@ def test_two_ranks_of_a_broken_recipe_get_its_code(name: str) -> None:
     assert report.findings[0].code in codes, shown(report)
     assert expected.get("severity") in (None, report.findings[0].severity.value), shown(report)
     assert set(expected.get("subjects", ())) <= set(report.findings[0].subjects), shown(report)
+
+
+@pytest.mark.parametrize("case", [case for case in all_cases() if str(case) in FAULTS], ids=str)
+def test_two_ranks_find_a_fault_of_the_suite_and_pass_its_twin(case: Case) -> None:
+    report = check(f"{case.path}:broken", device="cuda", timeout=60)
+    first = report.findings[0]
+    assert (first.code, first.ranks) == (case.expected.code, case.expected.ranks), shown(report)
+    assert sorted(first.subjects) == sorted(case.expected.subjects), shown(report)
+    assert_healthy(check(f"{case.path}:fixed", device="cuda", timeout=60))
 
 
 @pytest.mark.parametrize("name", ["lstm", "conv_syncbn", "bfloat16_model", "transformer_tied_dropout"])

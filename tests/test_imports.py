@@ -21,7 +21,7 @@ ROOMS = """
     graph paths collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.stepping
     reference gather.session gather.shards gather.program gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    consistency program anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -31,7 +31,7 @@ EXCEPTIONS = {
 
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
-    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep
+    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin

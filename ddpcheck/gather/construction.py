@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable
@@ -90,4 +91,4 @@ def spelled_option(value: object) -> str:
         return f"tensor {fingerprint(value):x}"
     if isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype):
         return repr(value)
-    return type(value).__name__
+    return repr(value) if dataclasses.is_dataclass(value) else type(value).__name__

@@ -1,7 +1,7 @@
 """A buffer is longer on one rank.
 
-The longest sequence of a shard sizes the table. The broadcast of the buffers then reads another number of bytes and
-aborts.
+The longest sequence of a shard sizes the table. Longer than rank 0's, its end is left as it was and nothing is
+raised; shorter, the broadcast of the buffers aborts the process.
 """
 
 import torch

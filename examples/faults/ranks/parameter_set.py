@@ -1,7 +1,7 @@
 """One rank has a layer that the others do not have.
 
-DDP counts the parameters when it wraps the module and stops with two numbers, on one rank only; with a count that
-agrees by chance it averages gradients of different layers.
+DDP counts the parameters when it wraps the module and stops with two numbers and no name; with a count that agrees by
+chance it averages gradients of different layers.
 """
 
 import torch
