@@ -103,7 +103,7 @@ def judge_sometimes(
             step = min(min(absence.steps) for absence in partial)
             message = _told([absence for absence in partial if step in absence.steps], step, names)
         else:
-            code = "DDP105"
+            code = "DDP513" if wrapper.static_graph else "DDP105"
             message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(absent_in)}."
             if len({absence.steps for absence in absences}) > 1:
                 message = f"{listed(subjects)} contributed in some steps only, each in steps of its own."

@@ -143,12 +143,23 @@ class StepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class WrapperFacts:
-    """What the wrapper was told; `is_ddp` is False for a wrapper that is no `DistributedDataParallel`."""
+    """What the wrapper was told.
+
+    Attributes:
+        is_ddp: False for a wrapper that is no `DistributedDataParallel`.
+        find_unused_parameters: The option of that name.
+        static_graph: Likewise.
+        ignored: Parameters that it was told to ignore.
+        delayed: Parameters named in `delay_all_reduce_named_params`.
+        comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
+    """
 
     is_ddp: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     ignored: frozenset[str] = frozenset()
+    delayed: frozenset[str] = frozenset()
+    comm_hook: str = ""
 
     @property
     def tolerates_unused(self) -> bool:
@@ -260,6 +271,7 @@ class DdpStepEvidence:
         step: Counted from 0.
         gradients: Fingerprint of each gradient after backward.
         parameters: Of each parameter after the optimizer's step.
+        computed_with: Of each parameter before it, after backward.
         buffers: Of each buffer after the step.
         state: Of each unregistered tensor that was there before the first step.
         optimizer: Of each tensor or number in the optimizer's state.
@@ -272,6 +284,7 @@ class DdpStepEvidence:
     step: int
     gradients: Mapping[str, int] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
+    computed_with: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
@@ -334,3 +347,21 @@ class SingleStep:
     again: tuple[int, ...]
     draws: bool
     double_trouble: str
+
+
+# What may differ between ranks without DDP noticing
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What went into one reduction when every rank had the same samples and random numbers.
+
+    Attributes:
+        operation: Its name.
+        location: The line of the user's code, as "path:line"; may be empty.
+        values: In memory order; empty where there were too many to compare.
+    """
+
+    operation: str
+    location: str = ""
+    values: tuple[float, ...] = ()

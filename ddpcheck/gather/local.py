@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ddpcheck.findings import Location
 from ddpcheck.gather.compare import difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprints
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.stepping import (
     Gradients,
     capture_attributes,
@@ -40,7 +40,7 @@ from ddpcheck.gather.stepping import (
 from ddpcheck.graph import EngineProbe, functions_before, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
 from ddpcheck.locate import assignment_of, record_origins, relative_path
-from ddpcheck.nests import batch_size, iter_tensors, to_device
+from ddpcheck.nests import iter_tensors, to_device
 from ddpcheck.paths import Explainer
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
@@ -65,17 +65,18 @@ def begin_step(step: int, file: Path | None) -> None:
 def local_step(step: int) -> LocalStep:
     """Forward and backward of the unwrapped module on this rank's shard."""
     session = the_session()
-    batch = make_batch(session.recipe, step, seed=session.seed)
-    whole = batch_fingerprint(batch)
-    session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
     twin = session.twin
     before = named_parameters(twin)
     parameters = {name: p for name, p in before.items() if p.requires_grad and name not in session.late}
     session.outputs.clear()
     clear_gradients(twin)
     log_start = len(read_log(this_rank.current().directory, session.rank))
-    with record_origins() as late:
-        loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    with blaming_empty_shards(step):
+        batch = make_batch(session.recipe, step, seed=session.seed)
+        whole = batch_fingerprint(batch)
+        session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
+        with record_origins() as late:
+            loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
     session.late |= {name: late.of(p) for name, p in named_parameters(twin).items() if name not in before}
     walk = walk_graph([loss.total])
     probe = EngineProbe(loss.total, list(parameters.values()))
@@ -126,18 +127,12 @@ def local_step(step: int) -> LocalStep:
         loss=value,
         drew=drew,
         batch=whole,
-        samples=_samples(session.batch),
+        samples=samples_of(session.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in session.norms.values()) ** 0.5,
         blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
         buffers=own_buffers,
     )
-
-
-def _samples(batch: Any) -> int:
-    with contextlib.suppress(TargetError):
-        return batch_size(batch)
-    return 0
 
 
 def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
