@@ -38,7 +38,6 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-
 def batch(step: int) -> Tensor:
     return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
 
