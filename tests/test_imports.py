@@ -19,9 +19,9 @@ ROOMS = """
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths collectives
-    gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
-    reference gather.session gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    gather gather.randomness gather.syncbn gather.compare gather.describe gather.samples gather.hooks gather.events
+    gather.coupling gather.stepping reference analysis gather.session gather.local gather.repeat gather.ddp
+    consistency anomalous loop parity reducer causes outcome check render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -32,7 +32,7 @@ EXCEPTIONS = {
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
+    ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 

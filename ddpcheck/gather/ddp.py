@@ -13,6 +13,7 @@ from ddpcheck.evidence import (
 )
 from ddpcheck.gather.compare import dense, difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
+from ddpcheck.gather.events import recorded
 from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
 from ddpcheck.gather.stepping import (
     clear_gradients,
@@ -28,20 +29,22 @@ def ddp_step(step: int) -> DdpStepEvidence:
     session.calls.clear()
     session.optimizer.zero_grad()
     clear_gradients(session.module)
-    loss = compute_loss(
-        session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
-    )
-    this_rank.set_place(f"step {step}: DDP backward")
-    loss.total.backward()
-    del loss
-    this_rank.set_place(f"step {step}: DDP comparison")
-    owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
-    differences = tuple(
-        _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
-    )
-    gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
-    this_rank.set_place(f"step {step}: optimizer")
-    session.optimizer.step()
+    assert session.wrapper is not None
+    with recorded(session.module, session.wrapper) as recorder:
+        loss = compute_loss(
+            session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
+        )
+        this_rank.set_place(f"step {step}: DDP backward")
+        loss.total.backward()
+        del loss
+        this_rank.set_place(f"step {step}: DDP comparison")
+        owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
+        differences = tuple(
+            _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
+        )
+        gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
+        this_rank.set_place(f"step {step}: optimizer")
+        session.optimizer.step()
     return DdpStepEvidence(
         rank=session.rank,
         step=step,
@@ -53,6 +56,8 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_local=differences,
         wrapper_calls=session.calls.get("wrapper", 0),
         inner_calls=session.calls.get("inner", 0),
+        events=tuple(recorder.events),
+        before=recorder.values,
     )
 
 

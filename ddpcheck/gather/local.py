@@ -17,17 +17,17 @@ from ddpcheck import rank as this_rank
 from ddpcheck.collectives import read_log, unlogged
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
-    Difference,
     LocalStep,
     PathEnd,
     StepEvidence,
     Unregistered,
 )
-from ddpcheck.gather.compare import difference, eps_of, norm
-from ddpcheck.gather.describe import fingerprints
+from ddpcheck.gather.compare import norm
+from ddpcheck.gather.describe import fingerprint, fingerprints
+from ddpcheck.gather.events import counted_backwards
+from ddpcheck.gather.samples import sample_fingerprints
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
 from ddpcheck.gather.stepping import (
-    Gradients,
     capture_attributes,
     capture_state,
     clear_gradients,
@@ -70,7 +70,9 @@ def local_step(step: int) -> LocalStep:
     session.outputs.clear()
     clear_gradients(twin)
     log_start = len(read_log(this_rank.current().directory, session.rank))
-    loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    with counted_backwards() as backwards:
+        loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    generator = fingerprint(torch.get_rng_state()) if "torch" in loss.drew else 0
     walk = walk_graph([loss.total])
     probe = EngineProbe(loss.total, list(parameters.values()))
     visible, opaque = visible_tensors(session.outputs)
@@ -122,8 +124,12 @@ def local_step(step: int) -> LocalStep:
         samples=_samples(session.batch),
         calls=len(calls),
         norm=sum(size**2 for size in session.norms.values()) ** 0.5,
-        blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
+        forward_calls=tuple(dict.fromkeys(forward_calls)),
         buffers=own_buffers,
+        rows=sample_fingerprints(session.batch),
+        all_rows=sample_fingerprints(batch) if session.rank == 0 else (),
+        backwards=backwards[0] + 1,
+        generator=generator,
     )
 
 
@@ -259,25 +265,6 @@ def quiet_step(step: int) -> str:
         session.before.restore(session.twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     return ""
-
-
-def repeat_step(step: int) -> tuple[Difference, ...]:
-    """The local step once more, from the same state and seed: how far it is from itself."""
-    session = the_session()
-    assert session.before is not None
-    runs: list[Gradients] = []
-    for _ in range(2):
-        session.before.restore(session.twin)
-        gradients, _loss = compute_gradients(
-            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="repeating, "
-        )
-        runs.append(gradients)
-    session.before.restore(session.twin)
-    first, second = runs
-    return tuple(
-        difference(name, second.get(name), gradient, scale=norm(gradient), tolerance=1e3 * eps_of(gradient.dtype))
-        for name, gradient in first.items()
-    )
 
 
 def wake(names: Sequence[str], step: int) -> list[str]:

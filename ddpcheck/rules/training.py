@@ -230,4 +230,16 @@ RULES = (
         ),
         fix="all_reduce sums and counts over the ranks, then divide.",
     ),
+    Rule(
+        code="DDP519",
+        name="samples-left-out",
+        severity=WARNING,
+        summary="Samples of the global batch are on no rank.",
+        why=(
+            "What no shard holds is not trained on. A remainder that is cut off shrinks the batch by up to world size "
+            "- 1 samples; a split by fixed sizes loses the same samples in every step. (PyTorch docs, "
+            "DistributedSampler, drop_last.)"
+        ),
+        fix="Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.",
+    ),
 )

@@ -10,7 +10,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP304", "subjects": ["centre"], "ranks": [], "severity": "warning", "cause": "batch_centred.py:33"}
+EXPECT = {"code": "DDP304", "subjects": ["centre"], "ranks": [], "severity": "warning", "cause": "batch_centred.py:31"}
 
 
 class LocalCentre(nn.Module):

@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["all_reduce"],
     "ranks": [],
     "severity": "error",
-    "cause": "blind_all_reduce.py:25",
+    "cause": "blind_all_reduce.py:24",
 }
 
 

@@ -14,7 +14,7 @@ EXPECT = {
     "subjects": ["scale"],
     "ranks": [],
     "severity": "error",
-    "cause": "buffer_broadcast_between_forwards.py:27",
+    "cause": "buffer_broadcast_between_forwards.py:25",
 }
 
 

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["body.weight", "body.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "clip_in_autograd_function.py:21",
+    "cause": "clip_in_autograd_function.py:25",
 }
 
 

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["0.weight", "0.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "clip_in_backward_hook.py:21",
+    "cause": "clip_in_backward_hook.py:27",
 }
 
 

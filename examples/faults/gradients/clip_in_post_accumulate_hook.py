@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["0.weight", "0.bias", "2.weight", "2.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "clip_in_post_accumulate_hook.py:23",
+    "cause": "clip_in_post_accumulate_hook.py:27",
 }
 
 

@@ -16,7 +16,7 @@ EXPECT = {
     "subjects": ["all_gather"],
     "ranks": [],
     "severity": "error",
-    "cause": "contrastive_gather_without_gradient.py:38",
+    "cause": "contrastive_gather_without_gradient.py:35",
 }
 
 

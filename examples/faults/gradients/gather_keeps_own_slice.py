@@ -16,7 +16,7 @@ EXPECT = {
     "subjects": ["all_gather"],
     "ranks": [],
     "severity": "error",
-    "cause": "gather_keeps_own_slice.py:38",
+    "cause": "gather_keeps_own_slice.py:35",
 }
 
 

@@ -14,7 +14,7 @@ EXPECT = {
     "subjects": ["0.weight", "0.bias", "2.weight", "2.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "noise_in_hook.py:23",
+    "cause": "noise_in_hook.py:24",
 }
 
 

@@ -1,6 +1,6 @@
 """The loss is a sum over the batch.
 
-DDP averages the ranks' gradients, so a sum comes out divided by the world size: the learning rate falls with every rank.
+DDP averages the ranks' gradients, so a sum comes out divided by the world size: the more ranks, the smaller the step.
 """
 
 import torch

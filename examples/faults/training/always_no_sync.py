@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["no_sync"],
     "ranks": [],
     "severity": "error",
-    "cause": "always_no_sync.py:27",
+    "cause": "always_no_sync.py:35",
 }
 
 

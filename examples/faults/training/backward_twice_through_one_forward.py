@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["backward"],
     "ranks": [],
     "severity": "error",
-    "cause": "backward_twice_through_one_forward.py:26",
+    "cause": "backward_twice_through_one_forward.py:30",
 }
 
 

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["zero_grad"],
     "ranks": [],
     "severity": "error",
-    "cause": "gradients_zeroed_before_step.py:23",
+    "cause": "gradients_zeroed_before_step.py:22",
 }
 
 

@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["zero_grad"],
     "ranks": [],
     "severity": "error",
-    "cause": "micro_gradients_discarded.py:32",
+    "cause": "micro_gradients_discarded.py:35",
 }
 
 

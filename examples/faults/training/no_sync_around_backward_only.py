@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["no_sync"],
     "ranks": [],
     "severity": "warning",
-    "cause": "no_sync_around_backward_only.py:44",
+    "cause": "no_sync_around_backward_only.py:48",
 }
 
 

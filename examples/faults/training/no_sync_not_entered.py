@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["no_sync"],
     "ranks": [],
     "severity": "warning",
-    "cause": "no_sync_not_entered.py:28",
+    "cause": "no_sync_not_entered.py:35",
 }
 
 

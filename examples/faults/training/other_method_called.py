@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["forward"],
     "ranks": [],
     "severity": "error",
-    "cause": "never calls the wrapper",
+    "cause": "calls the wrapped module and not the wrapper",
 }
 
 

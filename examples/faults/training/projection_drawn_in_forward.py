@@ -21,9 +21,7 @@ class Net(nn.Module):
     def __init__(self, *, late: bool) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.projection = None
-        if not late:
-            self.register_buffer("projection", torch.randn(8, 8))
+        self.projection = None if late else torch.randn(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.projection is None:

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["backward"],
     "ranks": [],
     "severity": "error",
-    "cause": "second_backward_not_reduced.py:30",
+    "cause": "second_backward_not_reduced.py:35",
 }
 
 
