@@ -37,6 +37,11 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
         What could be measured: where a shard cannot be run here, only what the global batch tells.
     """
     own: SingleProcess = this_rank.state["single"]
+    with own.aside():
+        return _analyse(own, step, gradient_file, world_size)
+
+
+def _analyse(own: SingleProcess, step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
     compared = {name: averaged[name] for name in own.gradients if name in averaged}
     global_ratio, global_residual = fit(compared, [own.gradients])
@@ -88,8 +93,7 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
 
 def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> tuple[list[Gradients], float]:
     """The gradients of each term of the loss on one shard, with zeros where there is none, and the loss."""
-    assert own.state is not None
-    own.state.restore(own.module)
+    own.rewind(own.module)
     clear_gradients(own.module)
     found: list[Gradients] = []
     with _hushed(own), counted_backwards() as backwards:
@@ -189,12 +193,10 @@ def _named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> dict[str, Any]:
     """The first module whose output for a sample of `shard` depends on the other samples, and the line that does it."""
-    assert own.state is not None
-    state = own.state
 
     def run(part: Any) -> Callable[[], None]:
         def forward() -> None:
-            state.restore(own.module)
+            own.rewind(own.module)
             with quiet_modules(own.module), QuietRandomness():
                 compute_loss(own.recipe, own.module, part, step=step, seed=step_seed(own.seed, step))
 

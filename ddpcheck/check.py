@@ -244,6 +244,8 @@ class _Check:
                 self.outcome.add_single(step, result)
                 if not draws or self._quieten(step, averaged):
                     doubtful |= self._compare_with_single(step, averaged)
+            if self.outcome.draws_alike() and step == 0:
+                self.outcome.add_draws(self._all("draws.draws", step))
             if doubtful and not self.outcome.withheld:
                 self.outcome.add_repeat(step, self._all("repeat.repeat_step", step))
         for file in (state, averaged):

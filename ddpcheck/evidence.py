@@ -351,6 +351,7 @@ class DdpStepEvidence:
         parameters: Of each parameter after the optimizer's step.
         buffers: Of each buffer after the step.
         state: Of each unregistered tensor that was there before the first step.
+        late_state: Of each that a step has made.
         optimizer: Of each tensor or number in the optimizer's state.
         against_local: Differences from the average of the ranks' own gradients.
         wrapper_calls: How often the wrapper's forward ran.
@@ -365,6 +366,7 @@ class DdpStepEvidence:
     parameters: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
+    late_state: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
     against_local: tuple[Difference, ...] = ()
     wrapper_calls: int = 1

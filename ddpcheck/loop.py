@@ -94,7 +94,7 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
     shared = [
         calls[0]
         for calls in zip(*draws, strict=False)
-        if len({(call.operation, call.module) for call in calls}) == 1 and len({c.fingerprint for c in calls}) == 1
+        if len({(call.operation, call.module, call.fingerprint) for call in calls}) == 1
     ]
     if not shared or len(draws) < 2:
         return []
@@ -282,8 +282,8 @@ def judge_departure(
         names: Of the parameters that differ.
     """
     told = [name for name in names if all(name in item.before for item in first)]
-    if not told:
-        return "DDP306", (), ""
+    if not told or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in told):
+        return "DDP306", (), ""  # they differed before the step
     if any(len({item.before[name] for item in first}) > 1 for name in told):
         moved = [
             item.rank

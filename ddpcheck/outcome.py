@@ -200,6 +200,15 @@ class Outcome:
         """What the shards tell, of the step under way."""
         self.analysis, self._analysed = analysis, self.local
 
+    def draws_alike(self) -> bool:
+        """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""
+        states = {item.generator for item in self.local}
+        return len(self.local) > 1 and len(states) == 1 and 0 not in states
+
+    def add_draws(self, draws: Sequence[Sequence[SharedDraw]]) -> None:
+        """What the ranks drew for their samples, by rank."""
+        self._draws = draws
+
     def add_repeat(self, step: int, repeated: Sequence[Repeated]) -> None:
         """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
         differences = [item.differences for item in repeated]
@@ -242,6 +251,7 @@ class Outcome:
             hooks=tuple(dict.fromkeys(hook for item in self._repeated for hook in item.hooks)),
             backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
             loss_location=self.wrapped[0].loss_location if self.wrapped else None,
+            differs=any(self._differs(step) for step in self._single),
         )
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
@@ -259,12 +269,11 @@ class Outcome:
             single = {step: self._widened(differences) for step, differences in self._single.items()}
             reducer = judge_reducer(ddp, known) if ddp else []
             found += reducer
-            differing = any(item.bad for items in single.values() for item in items)
-            found += judge_samples(self._first_local, differs=differing) if self._first_local else []
+            found += judge_samples(self._first_local, differs=known.differs) if self._first_local else []
             found += judge_draws(self._draws)
             found += self._comparable(judge_single_process(single, self.analysis, known))
             if self._ddp:
-                start = self.wrapped[0].parameters
+                start = [item.parameters for item in self.wrapped]
                 found += judge_state(self._ddp, known, gradients_differ=bool(reducer), start=start)
                 found += judge_loop(self._ddp, unequal=bool(reducer)) if known.wrapper.is_ddp else []
                 found += judge_optimizer(self.wrapped, self._ddp, self.names)
@@ -282,6 +291,9 @@ class Outcome:
             "whether samples are coupled is not known"
         )
         return [finding for finding in found if finding.code != "DDP304"]
+
+    def _differs(self, step: int) -> bool:
+        return any(difference.bad for difference in self._widened(self._single[step]))
 
     def _widened(self, differences: Sequence[Difference]) -> tuple[Difference, ...]:
         """The same with room for what the step differs from itself (kernels that add up in no fixed order)."""

@@ -34,6 +34,7 @@ class Circumstances:
         hooks: What the user's code puts in the way of gradients.
         backwards: Backward passes in a step, of the single process and of a rank.
         loss_location: The line that defines the loss.
+        differs: Whether the ranks' average is another gradient than the global batch's.
     """
 
     names: Names
@@ -51,6 +52,7 @@ class Circumstances:
     hooks: tuple[GradientHook, ...] = ()
     backwards: tuple[int, int] = (1, 1)
     loss_location: Location | None = None
+    differs: bool = False
 
 
 LOOSEST_FIT = 0.05

@@ -158,7 +158,7 @@ def judge_state(
     known: Circumstances,
     *,
     gradients_differ: bool,
-    start: Mapping[str, int] | None = None,
+    start: Sequence[Mapping[str, int]] = (),
 ) -> list[Finding]:
     """DDP306 (508, 515), 214, 215 and 216: parameters, buffers and the rest after the steps.
 
@@ -166,9 +166,8 @@ def judge_state(
         evidence: Of every rank and step.
         known: What else is known.
         gradients_differ: Whether a finding says so already.
-        start: Fingerprints of the parameters before the first step.
+        start: By rank, fingerprints of the parameters before the first step.
     """
-    start = start or {}
     by_step: dict[int, list[DdpStepEvidence]] = {}
     for item in evidence:
         by_step.setdefault(item.step, []).append(item)
@@ -190,7 +189,7 @@ def judge_state(
         first = min(diverged.values())
         parted = [name for name in names if diverged[name] == first]
         previous = by_step.get(first - 1, ())
-        before = {item.rank: item.parameters for item in previous} or dict.fromkeys(range(known.world_size), start)
+        before = {item.rank: item.parameters for item in previous} or dict(enumerate(start))
         code, ranks, how = judge_departure(by_step[first], before, parted)
         findings.append(
             make_finding(
@@ -223,6 +222,18 @@ def judge_state(
                 severity=Severity.WARNING,
             )
         )
+    late = _lasting(by_step) if known.differs else []
+    if late:
+        findings.append(
+            make_finding(
+                "DDP216",
+                late,
+                f"{listed(late)} is made in the forward pass, on each rank with other values, and kept without being "
+                "registered; DDP never synchronises it.",
+                evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
+                severity=Severity.ERROR,
+            )
+        )
     if state:
         findings.append(
             make_finding(
@@ -234,6 +245,22 @@ def judge_state(
             )
         )
     return findings
+
+
+def _lasting(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[str]:
+    """Unregistered tensors that the first step has made, that stay as they are, and that differ between ranks."""
+    first, *others = by_step.values()
+    names = differing_names([item.late_state for item in first])
+    return [
+        name
+        for name in names
+        if others
+        and all(
+            item.late_state.get(name) == made.late_state[name]
+            for items in others
+            for item, made in zip(items, first, strict=True)
+        )
+    ]
 
 
 _WRAPPER_ERRORS = (

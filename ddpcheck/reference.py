@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ddpcheck.evidence import Difference, SingleStep
 from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
 from ddpcheck.gather.events import counted_backwards
+from ddpcheck.gather.program import Program, Undo, put_back
 from ddpcheck.gather.randomness import mixed_seed, seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
@@ -77,11 +78,29 @@ class SingleProcess:
     double_trouble: str = ""
     state: ModuleState | None = None
     after: ModuleState | None = None
+    program: Program | None = None
+    started: list[Undo] = field(default_factory=list)
     loss: float = 0.0
     gradients: Gradients = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     tolerance: dict[str, float] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def rewind(self, module: nn.Module) -> None:
+        """Bring `module`, and what the recipe keeps outside of it, to what they were when the step began."""
+        assert self.state is not None
+        self.state.restore(module)
+        put_back(self.started)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block that runs the step again: what the recipe keeps is afterwards what it is now."""
+        assert self.program is not None
+        now = self.program.capture()
+        try:
+            yield
+        finally:
+            put_back(now)
 
 
 def start(target: str | Recipe, seed: int) -> None:
@@ -139,6 +158,10 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
         ModuleState(saved).restore(own.module)
     own.state = capture_state(own.module, into=own.state)
+    if own.program is None:
+        functions = (own.recipe.loss, own.recipe.shard, own.recipe.optimizer)
+        own.program = Program(functions, own.module, [id(own.module), id(own.double)])
+    own.started = own.program.capture()
     batch = make_batch(own.recipe, step, seed=own.seed)
     again = batch_fingerprint(make_batch(own.recipe, step, seed=own.seed)) if step == 0 else ()
     on_device = to_device(batch, own.device)
@@ -146,12 +169,13 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         gradients, loss = _gradients(own, own.module, on_device, step)
     if loss.drew and not own.draws:
         own.draws = True
-        own.state.restore(own.module)
+        own.rewind(own.module)
         gradients, loss = _gradients(own, own.module, on_device, step)
     own.after = capture_attributes(own.module, buffers=False)
     own.loss = value = loss.value
     del loss
-    noise = _rounding(own, on_device, step, gradients)
+    with own.aside():
+        noise = _rounding(own, on_device, step, gradients)
     own.gradients = gradients
     own.scale = scales(gradients)
     own.tolerance = tolerances(gradients, own.scale, noise)
@@ -168,8 +192,7 @@ def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -
     """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known."""
     if own.double is None:
         return None if own.double_trouble else dict.fromkeys(gradients, 0.0)
-    assert own.state is not None
-    own.state.restore(own.double)
+    own.rewind(own.double)
     try:
         exact, _ = _gradients(own, own.double, upcast(batch), step)
     except Exception as error:  # a model that insists on its dtype: there is no yardstick then

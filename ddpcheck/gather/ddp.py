@@ -14,6 +14,7 @@ from ddpcheck.evidence import (
 from ddpcheck.gather.compare import dense, difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import recorded
+from ddpcheck.gather.program import put_back
 from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
 from ddpcheck.gather.stepping import (
     clear_gradients,
@@ -27,10 +28,11 @@ def ddp_step(step: int) -> DdpStepEvidence:
     session = the_session()
     assert session.wrapped is not None and session.optimizer is not None
     session.calls.clear()
+    put_back(session.started)
     session.optimizer.zero_grad()
     clear_gradients(session.module)
     assert session.wrapper is not None
-    with recorded(session.module, session.wrapper) as recorder:
+    with recorded(session.module, session.wrapper, session.optimizer) as recorder:
         loss = compute_loss(
             session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
         )
@@ -45,13 +47,15 @@ def ddp_step(step: int) -> DdpStepEvidence:
         gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
         this_rank.set_place(f"step {step}: optimizer")
         session.optimizer.step()
+    held = fingerprints(plain_state(session.module))
     return DdpStepEvidence(
         rank=session.rank,
         step=step,
         gradients=gradients,
         parameters=fingerprints(session.module.named_parameters()),
         buffers=fingerprints(session.module.named_buffers()),
-        state={name: fingerprint(tensor) for name, tensor in plain_state(session.module) if name in session.own_state},
+        state={name: value for name, value in held.items() if name in session.own_state},
+        late_state={name: value for name, value in held.items() if name not in session.own_state},
         optimizer=_optimizer_state(session),
         against_local=differences,
         wrapper_calls=session.calls.get("wrapper", 0),

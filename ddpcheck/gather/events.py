@@ -27,7 +27,8 @@ class Recorder:
         values: Fingerprints of the parameters, by name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self.events: list[LoopEvent] = []
         self.values: dict[str, int] = {}
         self._parameters = named_parameters(module)
@@ -64,14 +65,15 @@ class Recorder:
         """Note which gradients go before an optimizer has used them; that may be all, some or none."""
         fresh = {n: p for n, p in self._parameters.items() if p.grad is not None and bool(p.grad.count_nonzero())}
         lost = [name for name, p in fresh.items() if self.values.get(name) == fingerprint(p)]
-        if lost and len(lost) == len(fresh) and not self._feeds_others:
+        resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # a warm-up
+        if lost and len(lost) == len(fresh) and not self._feeds_others and not resting:
             self.note("zero_grad", lost=tuple(lost))
 
 
 @contextlib.contextmanager
-def recorded(module: nn.Module, wrapper: nn.Module) -> Iterator[Recorder]:
-    """Record what happens to `module` and its `wrapper` while the block runs."""
-    recorder = Recorder(module)
+def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Recorder]:
+    """Record what happens to `module`, its `wrapper` and its `optimizer` while the block runs."""
+    recorder = Recorder(module, optimizer)
 
     def before_forward(_module: nn.Module, _inputs: Any) -> None:
         if torch.is_grad_enabled():
@@ -105,14 +107,14 @@ def recorded(module: nn.Module, wrapper: nn.Module) -> Iterator[Recorder]:
         return Context(no_sync(self))
 
     handle = wrapper.register_forward_pre_hook(before_forward)
-    optimizer: Any = torch.optim.Optimizer
+    optimizers: Any = torch.optim.Optimizer
     with contextlib.ExitStack() as stack:
         stack.callback(handle.remove)
         stack.enter_context(backward_through(recorder.backward))
         for owner, name, patched in (
             (_DDP, "no_sync", noted_no_sync),
             (nn.Module, "zero_grad", zeroing(nn.Module.zero_grad)),
-            (optimizer, "zero_grad", zeroing(optimizer.zero_grad)),
+            (optimizers, "zero_grad", zeroing(optimizers.zero_grad)),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, patched)

@@ -46,7 +46,11 @@ def _recording(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 def _name_of(hook: Any) -> str:
     inner = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(inner, "__qualname__", type(inner).__qualname__)).rpartition("<locals>.")[2].replace("<lambda>", "a lambda")
+    return (
+        str(getattr(inner, "__qualname__", type(inner).__qualname__))
+        .rpartition("<locals>.")[2]
+        .replace("<lambda>", "a lambda")
+    )
 
 
 def recorded_hooks() -> tuple[GradientHook, ...]:

@@ -26,7 +26,7 @@ from ddpcheck.gather.compare import norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import counted_backwards
 from ddpcheck.gather.samples import sample_fingerprints
-from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.session import Session, broadcasts_buffers, rewound, seed_of, the_session
 from ddpcheck.gather.stepping import (
     capture_attributes,
     capture_state,
@@ -55,6 +55,8 @@ def begin_step(step: int, file: Path | None) -> None:
             for name, _ in session.module.named_buffers():
                 dist.broadcast(session.before.tensors[name], src=0, group=session.group)
     session.before.restore(session.twin)
+    assert session.program is not None
+    session.started = session.program.capture()
     if session.rank == 0 and file is not None:
         torch.save(session.before.tensors, file)
 
@@ -153,6 +155,7 @@ def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: Eng
     return states
 
 
+@rewound
 def explain(step: int) -> dict[str, PathEnd]:
     """Replay the forward pass of the step to say why gradients are missing on this rank.
 
@@ -246,6 +249,7 @@ def average(step: int, file: Path | None) -> None:
         torch.save({k: v for k, v in session.averaged.items() if v is not None}, file)
 
 
+@rewound
 def quiet_step(step: int) -> str:
     """The local step again with every random operation silenced, for the comparison with the global batch.
 

@@ -11,7 +11,8 @@ from ddpcheck.evidence import Difference, Repeated
 from ddpcheck.gather.compare import difference, eps_of, norm
 from ddpcheck.gather.events import backward_through
 from ddpcheck.gather.hooks import own_functions, recorded_hooks
-from ddpcheck.gather.session import Session, seed_of, the_session
+from ddpcheck.gather.program import put_back
+from ddpcheck.gather.session import Session, rewound, seed_of, the_session
 from ddpcheck.gather.stepping import Gradients, clear_gradients, compute_loss, gradients_of
 from ddpcheck.graph import walk_graph
 
@@ -26,6 +27,7 @@ class _Run:
     feeds_others: bool = False
 
 
+@rewound
 def repeat_step(step: int) -> Repeated:
     """The local step three times more from the same state and seed, the third time with twice the gradient put in."""
     session = the_session()
@@ -33,6 +35,7 @@ def repeat_step(step: int) -> Repeated:
     runs = []
     for factor in (1.0, 1.0, _FACTOR):
         session.before.restore(session.twin)
+        put_back(session.started)
         runs.append(_run(session, step, factor))
     session.before.restore(session.twin)
     first, second, doubled = runs

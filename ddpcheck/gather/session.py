@@ -10,9 +10,9 @@ import copy
 import datetime
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ddpcheck.evidence import (
 from ddpcheck.findings import Location
 from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
 from ddpcheck.gather.hooks import record_hooks
+from ddpcheck.gather.program import Program, Undo, put_back
 from ddpcheck.gather.randomness import seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
@@ -45,6 +46,8 @@ from ddpcheck.reference import HANDOVER, model_seed, step_seed
 from ddpcheck.target import load_target
 from ddpcheck.worlds import wire
 
+Result = TypeVar("Result")
+
 
 @dataclass(slots=True)
 class Session:
@@ -55,6 +58,8 @@ class Session:
         twin: A second one, built alike and never wrapped, on which the Local steps run.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
+        program: The state that the recipe keeps outside of its modules.
+        started: What puts that back to what it was when the step began.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
 
@@ -74,6 +79,8 @@ class Session:
     twin_optimizer: torch.optim.Optimizer | None = None
     batch: Any = None
     before: ModuleState | None = None
+    program: Program | None = None
+    started: list[Undo] = field(default_factory=list)
     after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
@@ -210,6 +217,11 @@ def wrap() -> Wrapped:
     session.own_state = frozenset(name for name, _ in plain_state(session.module))
     _count_calls(session)
     _watch_twin(session)
+    ours = (session.wrapped, session.wrapper, session.module, session.twin, session.optimizer)
+    recipe = session.recipe
+    session.program = Program(
+        (recipe.loss, recipe.shard, recipe.optimizer), session.twin, [id(thing) for thing in ours]
+    )
     return Wrapped(
         facts=session.facts,
         options=options,
@@ -247,6 +259,23 @@ def _hand_over(module: nn.Module) -> str:
     except Exception as error:  # what a module holds may be anything
         return summary(error)
     return ""
+
+
+def rewound(function: Callable[[int], Result]) -> Callable[[int], Result]:
+    """A phase that runs the step under way again: the recipe's own state is what it was, and afterwards what it is."""
+
+    @functools.wraps(function)
+    def phase(step: int) -> Result:
+        session = the_session()
+        assert session.program is not None
+        now = session.program.capture()
+        put_back(session.started)
+        try:
+            return function(step)
+        finally:
+            put_back(now)
+
+    return phase
 
 
 def find_ddp(wrapped: nn.Module) -> nn.Module:

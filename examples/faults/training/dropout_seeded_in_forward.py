@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["1"],
     "ranks": [],
     "severity": "warning",
-    "cause": "dropout_seeded_in_forward.py:23",
+    "cause": "dropout_seeded_in_forward.py:27",
 }
 
 

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["projection"],
     "ranks": [],
     "severity": "error",
-    "cause": "projection_drawn_in_forward.py:29",
+    "cause": "made in the forward pass",
 }
 
 
@@ -21,7 +21,10 @@ class Net(nn.Module):
     def __init__(self, *, late: bool) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.projection = None if late else torch.randn(8, 8)
+        if late:
+            self.projection = None
+        else:
+            self.register_buffer("projection", torch.randn(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.projection is None:
