@@ -314,7 +314,7 @@ class _Check:
         return self.world.run(_on_rank, f"gather.{function}", *args)
 
     def _start_single(self, function: str, *args: Any) -> Pending:
-        self._last_single = (function, args)
+        self._last_single = (function, *args)
         return self.single.start(_on_rank, function, *args)
 
     def _settle_single(self, pending: Pending) -> Any:
@@ -342,14 +342,12 @@ class _Check:
         """Models that insist on a process group get one of a single rank."""
         self._alone_in_group = True
         self.outcome.notes.append("the single process has a process group of one, since the model does not run without")
-        function, args = self._last_single
+        last = self._last_single
         self.single = self._worlds.enter_context(self._make_world(1, group=False))
-        for earlier, arguments in (("reference.join_alone", ()), *self._earlier):
-            if self._settle_single(self._start_single(earlier, *arguments)) is None and self.outcome.single_skipped:
+        for earlier in (("reference.join_alone",), *self._earlier):
+            if self._settle_single(self._start_single(*earlier)) is None and self.outcome.single_skipped:
                 return None
-        return (
-            None if (function, args) == self._earlier[-1] else self._settle_single(self._start_single(function, *args))
-        )
+        return None if last == self._earlier[-1] else self._settle_single(self._start_single(*last))
 
     def _logs(self) -> list[list[Call]]:
         return [read_log(self.world.directory, rank) for rank in range(self.asked.world_size)]

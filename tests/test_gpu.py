@@ -13,6 +13,8 @@ from ddpcheck.check import check  # noqa: E402
 from ddpcheck.errors import UsageError  # noqa: E402
 from ddpcheck.findings import Report, Severity  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
+from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
+from tests.faultsuite.cases import read_case  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,10 +30,11 @@ HEALTHY = (
 )
 BROKEN = (
     *("unused", "detached", "item_path", "numpy_path", "unused_on_rank1", "python_list_layers", "times_zero"),
-    *("shape_differs", "dtype_differs", "names_differ", "structure_differs", "buffer_value", "bypass", "sum_loss"),
-    *("unequal_counts", "batchnorm", "optimizer_lr_differs", "comm_hook_forgets_division", "raises_on_rank1"),
+    *("shape_differs", "dtype_differs", "names_differ", "structure_differs", "buffer_value"),
+    *("optimizer_lr_differs", "comm_hook_forgets_division", "raises_on_rank1"),
     *("reentrant_twice", "kills_itself"),
 )
+FAULTS = ("gradients/summed_loss", "gradients/batchnorm", "gradients/dice_loss", "training/inner_module_called")
 NOTE_OF_SHARING = "several ranks share one GPU"
 
 
@@ -66,6 +69,14 @@ def test_two_ranks_of_a_healthy_recipe_are_clean(name: str) -> None:
     report = on_gpu(f"healthy/{name}")
     assert_healthy(report)
     assert {entry.reference for entry in report.parity} == {"local", "single-process"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_two_ranks_of_a_fault_and_of_its_twin(name: str) -> None:
+    case = read_case(FOLDER / f"{name}.py")
+    first = check(f"{case.path}:broken", device="cuda", timeout=60).findings[0]
+    assert (first.code, sorted(first.subjects)) == (case.expected.code, sorted(case.expected.subjects))
+    assert_healthy(check(f"{case.path}:fixed", device="cuda", timeout=60))
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -195,6 +206,6 @@ def test_a_world_can_be_made_after_this_process_has_used_the_gpu() -> None:
 
 
 def test_the_same_recipe_gets_the_same_verdict_on_both_devices() -> None:
-    for name in ("broken/unused", "broken/sum_loss", "healthy/lstm"):
+    for name in ("broken/unused", "broken/dtype_dependent_sum", "healthy/lstm"):
         reports = [on_gpu(name), check(str(ZOO / f"{name}.py"), timeout=60)]
         assert len({tuple((f.code, f.subjects, f.ranks) for f in report.findings) for report in reports}) == 1

@@ -20,7 +20,8 @@ ROOMS = """
     rank worlds.forkserver harness
     graph paths collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.samples gather.hooks gather.events
-    gather.coupling gather.stepping gather.program reference analysis gather.session gather.local gather.repeat gather.draws gather.ddp
+    gather.coupling gather.stepping gather.program reference analysis
+    gather.session gather.local gather.repeat gather.draws gather.ddp
     consistency anomalous loop parity reducer causes outcome check render cli __main__ pytest_plugin
 """.split()
 

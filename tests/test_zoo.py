@@ -13,13 +13,13 @@ from ddpcheck.findings import Report, Severity
 ZOO = Path(__file__).parent / "zoo"
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
 BROKEN = sorted((ZOO / "broken").glob("*.py"))
-WAITS_FOR_EVER = {"hangs_on_rank1", "bypass_on_rank1"}
+WAITS_FOR_EVER = {"hangs_on_rank1"}
 IN_OTHER_WORLDS = {
     *("allgather_contrastive", "conv_syncbn", "dropout_rnn", "nested_losses", "own_shard", "sparse_embedding"),
     *("transformer_tied_dropout", "uneven_batch_weighted"),
 }
 TWICE = {
-    *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/batchnorm"),
+    *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/sum_and_bn"),
     *("broken/unused_on_rank1", "broken/skips_collective", "broken/raises_on_rank1"),
 }
 
