@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,17 +75,30 @@ def first_coupling(module: nn.Module, whole: Callable[[], None], part: Callable[
         part: Runs it on a part.
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
-    name = ""
-    for key, outputs in of_part.outputs.items():
-        if any(_depends(full, alone) for full, alone in zip(of_whole.outputs.get(key, ()), outputs, strict=False)):
-            name = key[0]
-            break
-    for (line, full), (other, alone) in zip(of_whole.operations, of_part.operations, strict=False):
-        if line != other:
-            break  # the two passes have taken different ways
-        if any(_depends(f, a) or _pairs(f, a) for f, a in zip(full, alone, strict=False)):
-            return Coupling(name, line)
-    return Coupling(name)
+    modules: dict[str, list[torch.Tensor]] = {}
+    for (name, _), outputs in of_whole.outputs.items():
+        modules.setdefault(name, []).extend(outputs)
+    lines: dict[Location, list[torch.Tensor]] = {}
+    for line, outputs in of_whole.operations:
+        lines.setdefault(line, []).extend(outputs)
+    return Coupling(
+        next((name for (name, _), part in of_part.outputs.items() if _meet(modules.get(name, ()), part)), ""),
+        next((line for line, part in of_part.operations if _meet(lines.get(line, ()), part, pairs=True)), None),
+    )
+
+
+def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, pairs: bool = False) -> bool:
+    """Whether samples depend on each other in one of `part`: its rows are in none of `whole`, of which there may be
+    several (micro-batches); or, where `pairs` are asked for, it has an element for every pair of samples.
+    """
+    for alone in part:
+        alike = [full for full in whole if full.shape == alone.shape]  # a micro-batch of the same size
+        grown = [full for full in whole if len(_axes(full, alone)) == 1]
+        if grown and all(_depends(full, alone) for full in (*grown, *alike)):
+            return True
+        if pairs and any(_pairs(full, alone) for full in whole):
+            return True
+    return False
 
 
 def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
@@ -117,9 +130,7 @@ def _kept_outputs(module: nn.Module, seen: _Pass) -> Iterator[None]:
 
 def _depends(whole: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether rows of `part` are not among those of `whole`; they may be at other places (two views in one batch)."""
-    axes = _axes(whole, part)
-    if len(axes) != 1:
-        return False
+    axes = _axes(whole, part) or [0]
     all_rows = whole.movedim(axes[0], 0).flatten(1).double() if whole.dim() > 1 else whole[:, None].double()
     rows = part.movedim(axes[0], 0).flatten(1).double() if part.dim() > 1 else part[:, None].double()
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
