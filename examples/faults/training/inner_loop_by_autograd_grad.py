@@ -1,4 +1,4 @@
-"""An inner loop (MAML) takes its gradients by autograd.grad, and evaluates the adapted weights past the wrapper.
+"""An inner loop (MAML) by autograd.grad and functional_call runs past the wrapper.
 
 Neither autograd.grad nor functional_call on the inner module passes through DDP, so the outer gradient is local.
 """
