@@ -37,6 +37,7 @@ from ddpcheck.lockstep import (
     judge_failure,
     judge_packing,
 )
+from ddpcheck.loop import judge_values_changed
 from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.program import judge_changes, judge_options
 from ddpcheck.target import find_file, is_path, split_target
@@ -131,6 +132,7 @@ class _Check:
         self._alone_in_group = False
         self._single_hang = ""
         self._packing_checked = False
+        self._earlier: list[tuple[Any, ...]] = [("reference.start", target, asked.seed)]
 
     def run(self) -> Outcome:
         """Run all checks, whatever happens on the way."""
@@ -167,7 +169,7 @@ class _Check:
     # Phases
 
     def _run_phases(self) -> None:
-        building = self._start_single("start", self.target, self.asked.seed)
+        building = self._start_single(*self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[Built] = self._all("session.build", self.target, self.asked.seed)
             if not any(item.trainable for item in built):
@@ -206,12 +208,15 @@ class _Check:
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
         found += judge_changes([item.changed for item in wrapped])
         found += judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
+        found += judge_values_changed(wrapped)
+        changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
         found += judge_values_after_wrapping(
-            [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored} for item in wrapped],
+            [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
         self._add(found)
-        self.outcome.ranks_apart = any(finding.code == "DDP208" for finding in found)
+        self.outcome.ranks_apart = any(finding.code in ("DDP208", "DDP515") for finding in found)
+        self._hand_over(wrapped[0])
         if not wrapped[0].facts.is_ddp:
             self.outcome.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
@@ -221,6 +226,14 @@ class _Check:
             locations=self._all("session.locations", [*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
 
+    def _hand_over(self, wrapped: Wrapped) -> None:
+        """Where `wrap` has made another module of it, the single process must have that one too."""
+        if wrapped.not_handed_over:
+            self.outcome.single_skipped = f"wrap makes another module, which {wrapped.not_handed_over}"
+        elif wrapped.reshaped:
+            self._earlier.append(("reference.adopt", self.world.directory / "module.pickle"))
+            self._settle_single(self._start_single(*self._earlier[-1]))
+
     def _run_step(self, step: int) -> None:
         words = f"step {step + 1} of {self.asked.steps}"
         state = self.world.directory / f"state-{step}.pt"
@@ -228,7 +241,7 @@ class _Check:
         with self._phase("parameters", f"{words}: each rank by itself"):
             wanted = not self.outcome.single_skipped and not self.outcome.ranks_apart
             self._all("local.begin_step", step, state if wanted else None)
-            single = self._start_single("run_step", step, state) if wanted else None
+            single = self._start_single("reference.run_step", step, state) if wanted else None
             local: list[LocalStep] = self._all("local.local_step", step)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
@@ -252,8 +265,10 @@ class _Check:
                 self.outcome.add_single(step, result)
                 if not draws or self._quieten(step, averaged):
                     doubtful |= self._compare_with_single(step, averaged)
+            if self.outcome.draws_alike() and step == 0:
+                self.outcome.add_draws(self._all("draws.draws", step))
             if doubtful and not self.outcome.withheld:
-                self.outcome.add_repeat(step, self._all("local.repeat_step", step))
+                self.outcome.add_repeat(step, self._all("repeat.repeat_step", step))
         for file in (state, averaged):
             file.unlink(missing_ok=True)
 
@@ -309,12 +324,12 @@ class _Check:
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
         """The averaged gradients against the global batch's; returns whether they differ."""
         trained = list(self.outcome.local[0].evidence.states)
-        differences = self._settle_single(self._start_single("compare_with", averaged, trained))
+        differences = self._settle_single(self._start_single("reference.compare_with", averaged, trained))
         if differences is None or not self.outcome.add_single_differences(step, differences):
             return False
         if self.outcome.analysis is None:
-            analysing = self._start_single("analyse", step, averaged, self.asked.world_size)
-            self.outcome.analysis = self._settle_single(analysing)
+            analysing = self._start_single("analysis.analyse", step, averaged, self.asked.world_size)
+            self.outcome.add_analysis(self._settle_single(analysing))
             self.outcome.held = self._all("program.program_data")
         return True
 
@@ -333,8 +348,8 @@ class _Check:
         return self.world.run(_on_rank, f"gather.{function}", *args)
 
     def _start_single(self, function: str, *args: Any) -> Pending:
-        self._last_single = (function, args)
-        return self.single.start(_on_rank, f"reference.{function}", *args)
+        self._last_single = (function, *args)
+        return self.single.start(_on_rank, function, *args)
 
     def _settle_single(self, pending: Pending) -> Any:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
@@ -361,12 +376,12 @@ class _Check:
         """Models that insist on a process group get one of a single rank."""
         self._alone_in_group = True
         self.outcome.notes.append("the single process has a process group of one, since the model does not run without")
-        function, args = self._last_single
+        last = self._last_single
         self.single = self._worlds.enter_context(self._make_world(1, group=False))
-        for earlier, arguments in (("join_alone", ()), ("start", (self.target, self.asked.seed))):
-            if self._settle_single(self._start_single(earlier, *arguments)) is None and self.outcome.single_skipped:
+        for earlier in (("reference.join_alone",), *self._earlier):
+            if self._settle_single(self._start_single(*earlier)) is None and self.outcome.single_skipped:
                 return None
-        return None if function == "start" else self._settle_single(self._start_single(function, *args))
+        return None if last == self._earlier[-1] else self._settle_single(self._start_single(*last))
 
     def _logs(self) -> list[list[Call]]:
         return [read_log(self.world.directory, rank) for rank in range(self.asked.world_size)]

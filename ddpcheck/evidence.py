@@ -59,17 +59,39 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """What a rank says after wrapping."""
+    """What a rank says after wrapping.
+
+    Attributes:
+        facts: What the wrapper was told.
+        options: Of the wrapper, in words.
+        optimizer: Of the optimizer, in words.
+        parameters: Fingerprint of each parameter.
+        buffers: Of each buffer.
+        loss_location: The line that defines the loss.
+        wrapper: Its class.
+        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
+        changed: What happened to parameters since DDP was constructed, in words.
+        constructed: Fingerprint of each parameter when DDP had been constructed; empty for another wrapper.
+        reshaped: Whether `wrap` has made another module of it, with parameters of other names or shapes.
+        not_handed_over: Why the single process cannot have that module.
+        strange: How many tensors the optimizer holds that are no parameters of the module.
+        lacking: Parameters that require grad and that no group of the optimizer holds.
+    """
 
     facts: WrapperFacts
     options: Mapping[str, str]
     optimizer: Mapping[str, str]
     parameters: Mapping[str, int]
     buffers: Mapping[str, int]
-    hooked: tuple[str, ...]
+    loss_location: Location | None
     wrapper: str
     broadcasts_buffers: bool
     changed: Mapping[str, str] = field(default_factory=dict)
+    constructed: Mapping[str, int] = field(default_factory=dict)
+    reshaped: bool = False
+    not_handed_over: str = ""
+    strange: int = 0
+    lacking: tuple[str, ...] = ()
 
 
 # The forward pass and the parameters
@@ -199,7 +221,23 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """What one rank saw in its own step, without the reducer."""
+    """What one rank saw in its own step, without the reducer.
+
+    Attributes:
+        evidence: Of the parameters.
+        loss: Its value.
+        drew: The libraries from whose generators the forward pass drew random numbers.
+        batch: Fingerprint of the global batch.
+        samples: How many this rank has; 0 where that is not known.
+        calls: Collectives since the start.
+        norm: Of all gradients together.
+        forward_calls: The collectives in the forward pass.
+        buffers: Fingerprint of each buffer after the step.
+        rows: Fingerprint of each sample of this rank; empty where they cannot be told apart.
+        all_rows: Of each sample of the global batch, on rank 0.
+        backwards: The user's own backward passes in the step, and the last one.
+        generator: Fingerprint of the state in which the forward pass has left torch's global generator.
+    """
 
     evidence: StepEvidence
     loss: float
@@ -208,8 +246,12 @@ class LocalStep:
     samples: int
     calls: int
     norm: float
-    blind_calls: tuple[Call, ...]
+    forward_calls: tuple[Call, ...]
     buffers: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+    all_rows: tuple[int, ...] = ()
+    backwards: int = 1
+    generator: int = 0
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""
@@ -263,6 +305,60 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopEvent:
+    """One thing that happened in a step under the wrapper.
+
+    Attributes:
+        kind: "forward" (of the wrapper), "backward", "no_sync" (called), "enter no_sync", "leave no_sync" or
+            "zero_grad".
+        location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
+        synchronises: Of a forward: whether DDP will average the gradients of the next backward.
+        lost: Of a `zero_grad`: the parameters whose gradients go before anybody has used them.
+    """
+
+    kind: str
+    location: str = ""
+    synchronises: bool = False
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHook:
+    """A place in the user's code at which gradients may be changed on their way."""
+
+    what: str
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}{f' at {self.location}' if self.location else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What a rank found when it ran a step again.
+
+    Attributes:
+        differences: From itself, run a second time.
+        nonlinear: Parameters whose gradient does not double with the loss: something on its way changes it.
+        hooks: What the user's code has put in its way.
+    """
+
+    differences: tuple[Difference, ...] = ()
+    nonlinear: tuple[str, ...] = ()
+    hooks: tuple[GradientHook, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDraw:
+    """A random tensor with a value for each sample, for which two ranks drew the same numbers."""
+
+    operation: str
+    module: str = ""
+    location: Location | None = None
+    fingerprint: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DdpStepEvidence:
     """What one rank saw in one step under the wrapper.
 
@@ -274,10 +370,13 @@ class DdpStepEvidence:
         computed_with: Of each parameter before it, after backward.
         buffers: Of each buffer after the step.
         state: Of each unregistered tensor that was there before the first step.
+        late_state: Of each that a step has made.
         optimizer: Of each tensor or number in the optimizer's state.
         against_local: Differences from the average of the ranks' own gradients.
         wrapper_calls: How often the wrapper's forward ran.
         inner_calls: How often the wrapped module's forward ran.
+        events: What the loop did, in order.
+        before: Fingerprint of each parameter when the last backward pass had ended, before the optimizer's step.
     """
 
     rank: int
@@ -287,10 +386,13 @@ class DdpStepEvidence:
     computed_with: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
+    late_state: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
     against_local: tuple[Difference, ...] = ()
     wrapper_calls: int = 1
     inner_calls: int = 1
+    events: tuple[LoopEvent, ...] = ()
+    before: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +414,10 @@ class ShardAnalysis:
         global_loss: The loss on the global batch.
         module: The first module whose output for a sample depends on the other samples; empty if there is none.
         module_class: Its class.
+        line: The line of the user's code at which an operation couples them, where there is one.
+        summed: The terms of the loss, by position, that double when every sample is there twice.
+        count: What the loss is divided by, where it is found in the batch ("batch['labels'] != -100").
+        counts: Its value on each rank.
     """
 
     weights: tuple[float, ...] = ()
@@ -326,6 +432,10 @@ class ShardAnalysis:
     global_loss: float = 0.0
     module: str = ""
     module_class: str = ""
+    line: Location | None = None
+    summed: tuple[int, ...] = ()
+    count: str = ""
+    counts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +449,7 @@ class SingleStep:
         again: Fingerprint of the batch made a second time (first step only).
         draws: Whether the forward pass draws random numbers.
         double_trouble: Why there is no float64 run, empty when there is one.
+        backwards: The user's own backward passes in the step, and the last one.
     """
 
     loss: float
@@ -347,6 +458,7 @@ class SingleStep:
     again: tuple[int, ...]
     draws: bool
     double_trouble: str
+    backwards: int = 1
 
 
 # What may differ between ranks without DDP noticing

@@ -22,7 +22,9 @@ from ddpcheck.evidence import (
     Difference,
     LocalStep,
     PathEnd,
+    Repeated,
     ShardAnalysis,
+    SharedDraw,
     SingleStep,
     StepEvidence,
     Wrapped,
@@ -39,6 +41,7 @@ from ddpcheck.findings import (
     Severity,
     select_findings,
 )
+from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.wording import Names, listed
@@ -75,7 +78,7 @@ _HEADINGS = (
     ),
     Heading(
         "wrapping",
-        ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503"),
+        ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503", "DDP515"),
         "values, options and optimizers are the same on every rank",
     ),
     Heading(
@@ -85,12 +88,18 @@ _HEADINGS = (
     ),
     Heading(
         "reducer",
-        ("DDP301", "DDP302", "DDP111", "DDP501", "DDP306", "DDP311", "DDP515"),
+        (
+            *("DDP301", "DDP302", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
+            *("DDP515", "DDP517"),
+        ),
         "{local} equal the average of the ranks' own, and each other",
     ),
     Heading(
         "parity",
-        ("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP516"),
+        (
+            *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP505", "DDP510", "DDP514"),
+            *("DDP516", "DDP519"),
+        ),
         "{single} equal those of the global batch in a single process",
     ),
 )
@@ -137,6 +146,11 @@ class Outcome:
     _norms: dict[int, float] = field(default_factory=dict)
     _parity: list[ParityEntry] = field(default_factory=list)
     _noise: dict[str, float] = field(default_factory=dict)
+    _repeated: list[Repeated] = field(default_factory=list)
+    _draws: Sequence[Sequence[SharedDraw]] = ()
+    _first_local: Sequence[LocalStep] = ()
+    _analysed: Sequence[LocalStep] = ()
+    _single_backwards: int = 1
 
     # Gathering
 
@@ -159,6 +173,7 @@ class Outcome:
     def add_local(self, local: Sequence[LocalStep]) -> None:
         """What the ranks saw in a step by themselves."""
         self.local = local
+        self._first_local = self._first_local or local
         self._evidence += [item.evidence for item in local]
         step = local[0].evidence.step
         self._norms[step] = max(item.norm for item in local)
@@ -183,6 +198,7 @@ class Outcome:
 
     def add_single(self, step: int, result: SingleStep) -> None:
         """What the single process says of a step."""
+        self._single_backwards = result.backwards
         self._norms[step] = max(result.norm, self._norms.get(step, 0.0))
         if result.double_trouble and not any("float64" in note for note in self.notes):
             self.notes.append(f"no float64 run to measure rounding with: {result.double_trouble}")
@@ -194,8 +210,23 @@ class Outcome:
             self._note_parity(step, "single-process", difference)
         return any(difference.bad for difference in differences)
 
-    def add_repeat(self, step: int, differences: Sequence[Sequence[Difference]]) -> None:
+    def add_analysis(self, analysis: ShardAnalysis | None) -> None:
+        """What the shards tell, of the step under way."""
+        self.analysis, self._analysed = analysis, self.local
+
+    def draws_alike(self) -> bool:
+        """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""
+        states = {item.generator for item in self.local}
+        return len(self.local) > 1 and len(states) == 1 and 0 not in states
+
+    def add_draws(self, draws: Sequence[Sequence[SharedDraw]]) -> None:
+        """What the ranks drew for their samples, by rank."""
+        self._draws = draws
+
+    def add_repeat(self, step: int, repeated: Sequence[Repeated]) -> None:
         """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
+        differences = [item.differences for item in repeated]
+        self._repeated = self._repeated or list(repeated)
         for difference in (item for of_rank in differences for item in of_rank):
             self._noise[difference.name] = max(difference.error, self._noise.get(difference.name, 0.0))
         found = judge_repeat(dict(enumerate(differences)), step)
@@ -216,19 +247,27 @@ class Outcome:
         return self.wrapped[0].facts if self.wrapped else WrapperFacts()
 
     def _circumstances(self, module_locations: Mapping[str, Location] | None = None) -> Circumstances:
+        local = self._analysed or self.local
+        calls = local[0].forward_calls if local else ()
         return Circumstances(
             names=self.names,
             wrapper=self._facts,
             world_size=self.asked.world_size,
-            losses=tuple(item.loss for item in self.local),
-            shard_sizes=tuple(item.samples for item in self.local),
-            hooked=self.wrapped[0].hooked if self.wrapped else (),
-            collectives=self.local[0].blind_calls if self.local else (),
+            losses=tuple(item.loss for item in local),
+            shard_sizes=tuple(item.samples for item in local),
+            collectives=tuple(call for call in calls if not call.differentiable),
+            gathers=calls,
             module_locations=module_locations or {},
-            local_buffers=tuple(differing_names([item.buffers for item in self.local])) if self.local else (),
+            local_buffers=tuple(differing_names([item.buffers for item in local])) if local else (),
             broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
             held=self.held,
             apart=frozenset(differing_names([item.parameters for item in self.wrapped]) if self.wrapped else ()),
+            wrapper_class=self.wrapped[0].wrapper if self.wrapped else "",
+            nonlinear=tuple(dict.fromkeys(name for item in self._repeated for name in item.nonlinear)),
+            hooks=tuple(dict.fromkeys(hook for item in self._repeated for hook in item.hooks)),
+            backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
+            loss_location=self.wrapped[0].loss_location if self.wrapped else None,
+            differs=any(self._differs(step) for step in self._single),
         )
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
@@ -248,9 +287,14 @@ class Outcome:
             single = {step: self._widened(differences) for step, differences in self._single.items()}
             reducer = judge_reducer(ddp, known) if ddp else []
             found += reducer
+            found += judge_samples(self._first_local, differs=known.differs) if self._first_local else []
+            found += judge_draws(self._draws)
             found += self._comparable(judge_single_process(single, self.analysis, known))
             if self._ddp:
-                found += judge_state(self._ddp, known, gradients_differ=bool(reducer))
+                start = [item.parameters for item in self.wrapped]
+                found += judge_state(self._ddp, known, gradients_differ=bool(reducer), start=start)
+                found += judge_loop(self._ddp, unequal=bool(reducer)) if known.wrapper.is_ddp else []
+                found += judge_optimizer(self.wrapped, self._ddp, self.names)
             if self.error is None:
                 found += judge_nothing_compared(self._norms)
         self.findings = merge_causes(found)
@@ -265,6 +309,9 @@ class Outcome:
             "whether samples are coupled is not known"
         )
         return [finding for finding in found if finding.code != "DDP304"]
+
+    def _differs(self, step: int) -> bool:
+        return any(difference.bad for difference in self._widened(self._single[step]))
 
     def _widened(self, differences: Sequence[Difference]) -> tuple[Difference, ...]:
         """The same with room for what the step differs from itself (kernels that add up in no fixed order)."""

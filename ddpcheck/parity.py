@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpcheck.evidence import Call, Difference, ShardAnalysis, WrapperFacts
+from ddpcheck.evidence import Call, Difference, GradientHook, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.program import judge_program_data
 from ddpcheck.wording import Names, listed, make_finding, spelled
@@ -25,13 +25,19 @@ class Circumstances:
         world_size: Number of ranks.
         losses: Of each rank.
         shard_sizes: Samples a rank, where they are known.
-        hooked: Parameters that carry the user's tensor hooks.
         collectives: What the forward pass called, without a derivative, on rank 0.
+        gathers: What it called at all.
         module_locations: The lines that made the modules.
         local_buffers: Buffers that a step by itself leaves different on the ranks.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
         held: Plain values that each rank's program holds, spelled, by name.
         apart: Parameters that differed between ranks before the first step.
+        wrapper_class: What the wrapper is.
+        nonlinear: Parameters whose gradient does not double with the loss, on a rank.
+        hooks: What the user's code puts in the way of gradients.
+        backwards: Backward passes in a step, of the single process and of a rank.
+        loss_location: The line that defines the loss.
+        differs: Whether the ranks' average is another gradient than the global batch's.
     """
 
     names: Names
@@ -39,13 +45,19 @@ class Circumstances:
     world_size: int
     losses: tuple[float, ...] = ()
     shard_sizes: tuple[int, ...] = ()
-    hooked: tuple[str, ...] = ()
     collectives: tuple[Call, ...] = ()
+    gathers: tuple[Call, ...] = ()
     module_locations: Mapping[str, Location] = field(default_factory=dict)
     local_buffers: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
     held: Sequence[Mapping[str, str]] = ()
     apart: frozenset[str] = frozenset()
+    wrapper_class: str = ""
+    nonlinear: tuple[str, ...] = ()
+    hooks: tuple[GradientHook, ...] = ()
+    backwards: tuple[int, int] = (1, 1)
+    loss_location: Location | None = None
+    differs: bool = False
 
 
 LOOSEST_FIT = 0.05
@@ -92,11 +104,28 @@ def judge_single_process(
     by_world = world_changed and _is_explained(analysis.world_ratio, analysis.world_residual, tolerance)
     blind = [call for call in known.collectives if _may_carry_the_loss(call)] if world_changed or not ran else []
     blind.sort(key=lambda call: (not call.carries_gradient, -call.elements))
-    hooked = [name for name in known.hooked if any(item.name == name for item in first)]
+    changed = _judge_changed_gradients(first, far, steps, analysis, known, facts, world_changed=world_changed)
+    if changed is not None:
+        return [changed]
+    alone, here = known.backwards
+    if scaled and alone != here and math.isclose(analysis.global_ratio, here / alone, rel_tol=1e-2):
+        return [
+            make_finding(
+                "DDP514",
+                ("loss",),
+                "The loss accumulates gradients over micro-batches and does not divide by their number, which is "
+                f"another on a rank: the gradient is {analysis.global_ratio:.4g} times the global batch's.",
+                steps=steps,
+                location=known.loss_location,
+                evidence=[f"{alone} backward passes in the single process, {here} on a rank", *facts],
+            )
+        ]
     if scaled and not by_world and (world_changed or not ran) and not any(call.elements > 1 for call in blind):
         # Shards alone give other gradients, or cannot be run alone: the loss values must tell.
         if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
             by_world, analysis = True, replace(analysis, world_ratio=analysis.global_ratio)
+        elif _are_all(known.losses, analysis.global_loss):
+            return [_judge_own_share(analysis, known, steps, facts)]
         else:
             weight = 1 / (known.world_size * analysis.global_ratio)
             return [_judge_weights(replace(analysis, weights=(weight,) * known.world_size), known, steps, facts)]
@@ -128,7 +157,7 @@ def judge_single_process(
         ]
     if blind:
         calls = list(dict.fromkeys(str(call) for call in blind))
-        path, _, line = next((call.location for call in blind if call.location), "").rpartition(":")
+        path, _, at = next((call.location for call in blind if call.location), "").rpartition(":")
         return [
             make_finding(
                 "DDP309",
@@ -136,20 +165,8 @@ def judge_single_process(
                 f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
                 f"{far:.2g} away from those of the global batch.",
                 steps=steps,
-                location=Location(path, int(line)) if path else None,
+                location=Location(path, int(at)) if path else None,
                 evidence=[*(f"called: {call}" for call in calls[1:]), *facts],
-            )
-        ]
-    if hooked and len(hooked) >= len(first) / 2:
-        return [
-            make_finding(
-                "DDP310",
-                known.names.subjects(hooked),
-                f"A hook changes the local gradient of {listed(known.names.subjects(hooked))} before it is averaged, "
-                f"and the result is {far:.2g} away from that of the global batch.",
-                steps=steps,
-                location=known.names.location(hooked),
-                evidence=facts,
             )
         ]
     if ran and not world_changed and analysis.weights_residual <= tolerance:
@@ -158,15 +175,18 @@ def judge_single_process(
             analysis = replace(analysis, weights=(weight,) * known.world_size)
         return [_judge_weights(analysis, known, steps, facts)]
     found = []
-    if not world_changed and _adds_up(analysis, known):
+    if not world_changed and analysis.summed:
+        terms = max(len(analysis.weights) // known.world_size, 1)
+        which = "The loss" if len(analysis.summed) == terms else f"Term {analysis.summed[0]} of {terms} of the loss"
         found.append(
             make_finding(
                 "DDP305",
                 ("loss",),
-                f"The loss sums over samples, and DDP averages over ranks: its gradient is about 1/{known.world_size} "
+                f"{which} sums over samples, and DDP averages over ranks: its gradient is about 1/{known.world_size} "
                 "of the global batch's.",
                 steps=steps,
-                evidence=["the losses of the ranks add up to the global batch's, and do not average to it", *facts],
+                location=known.loss_location,
+                evidence=["its gradient doubles when every sample is in the batch twice", *facts],
             )
         )
     if not ran:
@@ -182,6 +202,7 @@ def judge_single_process(
             )
         ]
     where = f"{analysis.module} ({analysis.module_class})" if analysis.module else "the loss"
+    line = analysis.line
     how = (
         f"the output of {where} for one sample depends on the other samples of the batch"
         if analysis.module
@@ -194,8 +215,8 @@ def judge_single_process(
             f"Samples are coupled through {where}, so gradients on shards are up to {far:.2g} (relative) away from "
             "those of the global batch.",
             steps=steps,
-            location=known.module_locations.get(analysis.module),
-            evidence=[how, *facts],
+            location=known.module_locations.get(analysis.module) if analysis.module else line or known.loss_location,
+            evidence=[how, *([f"samples first meet at {line}"] if line else []), *facts],
         )
     )
     return found
@@ -206,13 +227,70 @@ def _may_carry_the_loss(call: Call) -> bool:
     return not call.differentiable and call.elements > 0 and (call.elements > 1 or call.carries_gradient)
 
 
-def _adds_up(analysis: ShardAnalysis, known: Circumstances) -> bool:
-    """Whether both the losses and the gradients of the ranks are nearer to adding up than to averaging."""
-    if not known.losses or not analysis.global_loss or known.world_size < 2:
-        return False
-    share = 1 / known.world_size
-    ratio = sum(known.losses) / len(known.losses) / analysis.global_loss
-    return all(0.8 * share <= value <= 1.25 * share for value in (ratio, analysis.global_ratio))
+def _judge_changed_gradients(
+    wrong: Sequence[Difference],
+    far: float,
+    steps: tuple[int, ...],
+    analysis: ShardAnalysis,
+    known: Circumstances,
+    facts: Sequence[str],
+    *,
+    world_changed: bool,
+) -> Finding | None:
+    """DDP310: something on the way of the gradients changes them, by what they are or by the rank that they are on."""
+    names = [item.name for item in wrong]
+    nonlinear = [name for name in known.nonlinear if name in names]
+    by_rank = (
+        world_changed
+        and known.hooks
+        and not known.collectives
+        and len(analysis.shard_losses) == len(known.losses)
+        and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(analysis.shard_losses, known.losses, strict=True))
+    )
+    if not nonlinear and not by_rank:
+        return None
+    where = next((hook.location for hook in known.hooks if hook.location), None)
+    subjects = known.names.subjects(known.nonlinear if nonlinear else names)
+    said = f"{known.hooks[0].what[0].upper()}{known.hooks[0].what[1:]}" if known.hooks else "Something in backward"
+    return make_finding(
+        "DDP310",
+        subjects,
+        f"{said} changes the local gradient of {listed(subjects)} before it is averaged, and the result is {far:.2g} "
+        "away from that of the global batch.",
+        steps=steps,
+        location=where or known.names.location(names),
+        evidence=[
+            "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
+            if nonlinear
+            else "the losses are those of the same shards without a process group; only the gradients are not",
+            *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
+            *facts,
+        ],
+    )
+
+
+def _judge_own_share(
+    analysis: ShardAnalysis, known: Circumstances, steps: tuple[int, ...], facts: list[str]
+) -> Finding:
+    calls = [str(call) for call in known.gathers]
+    return make_finding(
+        "DDP303",
+        ("loss",),
+        f"Every gradient is {spelled_factor(analysis.global_ratio, known.world_size)} times the global batch's: each "
+        "rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP "
+        "averages.",
+        steps=steps,
+        location=known.loss_location,
+        evidence=[
+            f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
+            *(f"gathered by {call}" for call in calls[:2]),
+            *facts,
+        ],
+    )
+
+
+def _are_all(values: Sequence[float], wanted: float) -> bool:
+    return bool(values) and all(math.isclose(value, wanted, rel_tol=1e-3) for value in values)
 
 
 def _is_explained(ratio: float, residual: float, tolerance: float) -> bool:
@@ -247,8 +325,12 @@ def _judge_weights(analysis: ShardAnalysis, known: Circumstances, steps: tuple[i
             "the gradient of the global batch."
         )
         why = f"the global batch weighs the ranks by {spoken}; DDP weighs each by {1 / known.world_size:.4g}"
+    if analysis.count and analysis.count != "samples":
+        why = f"{analysis.count}: {' and '.join(f'{count:g}' for count in analysis.counts)} on the ranks; {why}"
     sizes = [f"samples a rank: {', '.join(map(str, known.shard_sizes))}"] if len(set(known.shard_sizes)) > 1 else []
-    return make_finding("DDP305", ("loss",), message, steps=steps, evidence=[why, *sizes, *facts])
+    return make_finding(
+        "DDP305", ("loss",), message, steps=steps, location=known.loss_location, evidence=[why, *sizes, *facts]
+    )
 
 
 def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:

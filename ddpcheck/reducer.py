@@ -12,6 +12,7 @@ from ddpcheck.consistency import differing_names
 from ddpcheck.errors import RankError
 from ddpcheck.evidence import DdpStepEvidence, Difference
 from ddpcheck.findings import Finding, Severity
+from ddpcheck.loop import judge_departure
 from ddpcheck.parity import LOOSEST_FIT, Circumstances, some_steps, spelled_factor
 from ddpcheck.wording import listed, make_finding, spelled, spelled_steps
 
@@ -43,7 +44,12 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
                 location=known.names.location(ignored),
             )
         )
-    bypassed = [item for item in evidence if item.wrapper_calls == 0 and item.inner_calls > 0]
+    unequal_in = {step for steps in unequal.values() for step in steps}
+    bypassed = [
+        item
+        for item in evidence
+        if item.wrapper_calls == 0 and (item.inner_calls or (known.wrapper.is_ddp and item.step in unequal_in))
+    ]
     names = [name for name in unequal if name not in ignored]
     steps = sorted({step for name in names for step in unequal[name]})
     facts = _said_to_the_wrapper(known, names)
@@ -54,13 +60,19 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
             make_finding(
                 "DDP501",
                 ("forward",),
-                "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step.",
+                "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
+                if any(item.inner_calls for item in bypassed)
+                else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
+                "take part in the step.",
                 ranks=ranks if len(ranks) < known.world_size else (),
                 steps=some_steps(sorted({item.step for item in bypassed}), len(by_step)),
                 evidence=[f"gradients of {len(names)} parameters differ between ranks", *facts] if names else facts,
             )
         )
     elif names:
+        whose = []
+        if not known.wrapper.is_ddp:
+            whose = [f"the wrapper is a {known.wrapper_class}, which is no DistributedDataParallel"]
         every = len(names) == len(evidence[0].gradients)
         findings.append(
             make_finding(
@@ -70,7 +82,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
                 f"differ between ranks after backward, from {spelled_steps(steps[:1])} on.",
                 steps=some_steps(steps, len(by_step)),
                 location=known.names.location(names),
-                evidence=facts,
+                evidence=[*whose, *facts],
             )
         )
     told = set(unequal)
@@ -145,8 +157,31 @@ def _constant_ratio(differences: Sequence[Difference]) -> float | None:
     return middle if spread <= 0.01 * abs(middle) and middle != 0.0 else None
 
 
-def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gradients_differ: bool) -> list[Finding]:
-    """DDP306, 214, 215 and 216: parameters, buffers and the rest after the steps."""
+_DEPARTURES = {
+    "DDP306": "{count} parameter(s) differ between ranks after the optimizer's step {step}, although their gradients "
+    "were equal.",
+    "DDP508": "{ranks} skipped the optimizer's step {step} that the others made: {count} parameter(s) differ from "
+    "there on.",
+    "DDP515": "The values of {count} parameter(s) were changed on {ranks} in step {step}, by something else than the "
+    "optimizer.",
+}
+
+
+def judge_state(
+    evidence: Sequence[DdpStepEvidence],
+    known: Circumstances,
+    *,
+    gradients_differ: bool,
+    start: Sequence[Mapping[str, int]] = (),
+) -> list[Finding]:
+    """DDP306 (508, 515), 214, 215 and 216: parameters, buffers and the rest after the steps.
+
+    Args:
+        evidence: Of every rank and step.
+        known: What else is known.
+        gradients_differ: Whether a finding says so already.
+        start: By rank, fingerprints of the parameters before the first step.
+    """
     by_step: dict[int, list[DdpStepEvidence]] = {}
     for item in evidence:
         by_step.setdefault(item.step, []).append(item)
@@ -167,15 +202,22 @@ def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gr
     if diverged and not gradients_differ:
         names = [name for name in diverged if not name.startswith("optimizer ")] or list(diverged)
         first = min(diverged.values())
+        parted = [name for name in names if diverged[name] == first]
+        previous = by_step.get(first - 1, ())
+        before = {item.rank: item.parameters for item in previous} or dict(enumerate(start))
+        code, ranks, how = judge_departure(by_step[first], before, parted)
         findings.append(
             make_finding(
-                "DDP306",
+                code,
                 known.names.subjects(names),
-                f"{len(names)} parameter(s) differ between ranks after the optimizer's step {first}, although their "
-                "gradients were equal.",
+                _DEPARTURES[code].format(count=len(names), step=first, ranks=spelled(ranks) if ranks else ""),
+                ranks=ranks,
                 steps=some_steps(range(first, len(by_step)), len(by_step)),
                 location=known.names.location(names),
-                evidence=[f"optimizer state: {name}" for name in diverged if name.startswith("optimizer ")][:3],
+                evidence=[
+                    *([how] if how else []),
+                    *[f"optimizer state: {name}" for name in diverged if name.startswith("optimizer ")][:3],
+                ],
             )
         )
     if drifted:
@@ -193,6 +235,18 @@ def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gr
                 f"{len(names)} buffer(s) differ between ranks after step {min(drifted.values())}: {consequence}.",
                 location=known.names.location(names),
                 severity=Severity.WARNING,
+            )
+        )
+    late = _lasting(by_step) if known.differs else []
+    if late:
+        findings.append(
+            make_finding(
+                "DDP216",
+                late,
+                f"{listed(late)} is made in the forward pass, on each rank with other values, and kept without being "
+                "registered; DDP never synchronises it.",
+                evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
+                severity=Severity.ERROR,
             )
         )
     if state:
@@ -224,6 +278,22 @@ def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], kno
             steps=some_steps((first,), len(by_step)),
             location=known.names.location(names),
             evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
+        )
+    ]
+
+
+def _lasting(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[str]:
+    """Unregistered tensors that the first step has made, that stay as they are, and that differ between ranks."""
+    first, *others = by_step.values()
+    names = differing_names([item.late_state for item in first])
+    return [
+        name
+        for name in names
+        if others
+        and all(
+            item.late_state.get(name) == made.late_state[name]
+            for items in others
+            for item, made in zip(items, first, strict=True)
         )
     ]
 

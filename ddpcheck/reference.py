@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,30 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
-from ddpcheck.evidence import Difference, ShardAnalysis, SingleStep
+from ddpcheck.evidence import Difference, SingleStep
 from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
-from ddpcheck.gather.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything, settle_device
+from ddpcheck.gather.events import counted_backwards
+from ddpcheck.gather.randomness import mixed_seed, seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
     ModuleState,
     capture_attributes,
     capture_state,
-    clear_gradients,
     compute_gradients,
-    compute_loss,
-    gradients_of,
 )
+from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.graph import named_parameters
 from ddpcheck.nests import iter_tensors, to_device, upcast
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.target import load_target
+from ddpcheck.worlds import wire
+
+HANDOVER = "module.pickle"
+"""The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
 _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
-_MOST_ELEMENTS = 1 << 28  # of the gradients of all shards together
-_MOST_TERMS = 8
 
 
 def model_seed(seed: int) -> int:
@@ -78,11 +78,29 @@ class SingleProcess:
     double_trouble: str = ""
     state: ModuleState | None = None
     after: ModuleState | None = None
+    surroundings: Surroundings | None = None
+    started: list[Undo] = field(default_factory=list)
     loss: float = 0.0
     gradients: Gradients = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     tolerance: dict[str, float] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def rewind(self, module: nn.Module) -> None:
+        """Bring `module`, and what the recipe keeps outside of it, to what they were when the step began."""
+        assert self.state is not None
+        self.state.restore(module)
+        put_back(self.started)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block that runs the step again: what the recipe keeps is afterwards what it is now."""
+        assert self.surroundings is not None
+        now = self.surroundings.capture()
+        try:
+            yield
+        finally:
+            put_back(now)
 
 
 def start(target: str | Recipe, seed: int) -> None:
@@ -118,6 +136,14 @@ def join_alone() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
+def adopt(module_file: Path) -> None:
+    """Go on with the module that `wrap` has made on rank 0, and a copy of it in float64."""
+    own: SingleProcess = this_rank.state["single"]
+    own.module = wire.loads(module_file.read_bytes()).to(own.device)
+    own.double = copy.deepcopy(own.module).double() if own.double is not None else None
+    own.after = None
+
+
 def run_step(step: int, state_file: Path | None) -> SingleStep:
     """Compute the gradients of the global batch of `step`, in the module's dtype and in float64.
 
@@ -132,23 +158,29 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
         ModuleState(saved).restore(own.module)
     own.state = capture_state(own.module, into=own.state)
+    if own.surroundings is None:
+        functions = (own.recipe.loss, own.recipe.shard, own.recipe.optimizer)
+        own.surroundings = Surroundings(functions, own.module, [id(own.module), id(own.double)])
+    own.started = own.surroundings.capture()
     batch = make_batch(own.recipe, step, seed=own.seed)
     again = batch_fingerprint(make_batch(own.recipe, step, seed=own.seed)) if step == 0 else ()
     on_device = to_device(batch, own.device)
-    gradients, loss = _gradients(own, own.module, on_device, step)
+    with counted_backwards() as backwards:
+        gradients, loss = _gradients(own, own.module, on_device, step)
     if loss.drew and not own.draws:
         own.draws = True
-        own.state.restore(own.module)
+        own.rewind(own.module)
         gradients, loss = _gradients(own, own.module, on_device, step)
     own.after = capture_attributes(own.module, buffers=False)
     own.loss = value = loss.value
     del loss
-    noise = _rounding(own, on_device, step, gradients)
+    with own.aside():
+        noise = _rounding(own, on_device, step, gradients)
     own.gradients = gradients
     own.scale = scales(gradients)
     own.tolerance = tolerances(gradients, own.scale, noise)
     total = sum(norm(gradient) ** 2 for gradient in gradients.values()) ** 0.5
-    return SingleStep(value, total, batch_fingerprint(batch), again, own.draws, own.double_trouble)
+    return SingleStep(value, total, batch_fingerprint(batch), again, own.draws, own.double_trouble, backwards[0])
 
 
 def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Any]:
@@ -160,8 +192,7 @@ def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -
     """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known."""
     if own.double is None:
         return None if own.double_trouble else dict.fromkeys(gradients, 0.0)
-    assert own.state is not None
-    own.state.restore(own.double)
+    own.rewind(own.double)
     try:
         exact, _ = _gradients(own, own.double, upcast(batch), step)
     except Exception as error:  # a model that insists on its dtype: there is no yardstick then
@@ -200,140 +231,3 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
         )
         for name in names
     )
-
-
-# Why it differs
-
-
-def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
-    """Run the shards one by one without a process group, to tell coupling from normalisation and from the world.
-
-    Returns:
-        What could be measured: where a shard cannot be run here, only what the global batch tells.
-    """
-    own: SingleProcess = this_rank.state["single"]
-    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
-    compared = {name: averaged[name] for name in own.gradients if name in averaged}
-    global_ratio, global_residual = fit(compared, [own.gradients])
-    found = ShardAnalysis(global_ratio=global_ratio[0], global_residual=global_residual, global_loss=own.loss)
-    size = sum(gradient.numel() for gradient in own.gradients.values())
-    if own.state is None or world_size * size > _MOST_ELEMENTS:
-        return found
-    batch = to_device(make_batch(own.recipe, step, seed=own.seed), own.device)
-    try:
-        shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
-        parts, losses = [], []
-        for shard in shards:
-            own.state.restore(own.module)
-            gradients, value = _gradients_by_part(own, shard, step)
-            parts.append(gradients)
-            losses.append(value)
-    except Exception:  # a model that insists on its batch size, say
-        return found
-    terms = [term for of_shard in parts for term in of_shard]
-    mean: Gradients = {}
-    for name in own.gradients:
-        mean[name] = torch.stack([term[name] for term in terms]).sum(0) / world_size
-    world_ratio, world_residual = fit({name: averaged[name] for name in compared}, [mean])
-    weights, weights_residual = fit(own.gradients, terms)
-    summed = [{name: torch.stack([t[name] for t in part]).sum(0) for name in own.gradients} for part in parts]
-    rank_weights, rank_residual = fit(compared, summed)
-    name, kind = "", ""
-    with contextlib.suppress(Exception):  # what a forward returns may be anything
-        name, kind = _first_coupled_module(own, batch, shards[0], step, world_size)
-    own.state.restore(own.module)
-    return replace(
-        found,
-        weights=tuple(weights),
-        weights_residual=weights_residual,
-        world_ratio=world_ratio[0],
-        world_residual=world_residual,
-        rank_weights=tuple(rank_weights),
-        rank_residual=rank_residual,
-        shard_losses=tuple(losses),
-        module=name,
-        module_class=kind,
-    )
-
-
-def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> tuple[list[Gradients], float]:
-    """The gradients of each term of the loss on one shard, with zeros where there is none, and the loss."""
-    clear_gradients(own.module)
-    found: list[Gradients] = []
-    with _hushed(own):
-        seed = step_seed(own.seed, step)
-        loss = compute_loss(own.recipe, own.module, shard, step=step, seed=seed, place="shard by shard, ")
-        terms = [part for part in loss.parts if part.requires_grad]
-        for term in terms if len(terms) <= _MOST_TERMS else [loss.total]:
-            clear_gradients(own.module)
-            term.backward(retain_graph=True)
-            gradients = gradients_of(named_parameters(own.module))
-            found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
-    return found, loss.value
-
-
-@contextlib.contextmanager
-def _hushed(own: SingleProcess) -> Iterator[None]:
-    if not own.draws:
-        yield
-        return
-    with quiet_modules(own.module), QuietRandomness():
-        yield
-
-
-def _first_coupled_module(own: SingleProcess, batch: Any, shard: Any, step: int, world_size: int) -> tuple[str, str]:
-    """The first module, in order of execution, whose output for rank 0's samples depends on the others."""
-    assert own.state is not None
-    whole = _outputs(own, batch, step)
-    part = _outputs(own, shard, step)
-    calls = [key for key in part if key in whole]
-    coupled: list[str] = []
-    for key in calls:
-        if any(_depends(full, alone, world_size) for full, alone in zip(whole[key], part[key], strict=False)):
-            coupled.append(key[0])
-            break
-    if not coupled:
-        return "", ""
-    return coupled[0], type(own.module.get_submodule(coupled[0])).__name__
-
-
-def _outputs(own: SingleProcess, batch: Any, step: int) -> dict[tuple[str, int], list[torch.Tensor]]:
-    """The outputs of every call of every submodule, in the order in which the calls ended."""
-    found: dict[tuple[str, int], list[torch.Tensor]] = {}
-    counts: dict[str, int] = {}
-
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            counts[name] = counts.get(name, 0) + 1
-            found[name, counts[name]] = [t.detach().clone() for t in iter_tensors(output) if t.is_floating_point()]
-
-        return hook
-
-    assert own.state is not None
-    own.state.restore(own.module)
-    handles = [module.register_forward_hook(keep(name)) for name, module in own.module.named_modules() if name]
-    try:
-        with quiet_modules(own.module), QuietRandomness():
-            _forward_only(own, batch, step)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def _forward_only(own: SingleProcess, batch: Any, step: int) -> None:
-    seed_everything(step_seed(own.seed, step))
-    own.recipe.loss(own.module, batch)
-
-
-def _depends(whole: torch.Tensor, part: torch.Tensor, world_size: int) -> bool:
-    """Whether the rows of `part` (rank 0's) are other numbers in `whole`."""
-    if whole.dim() != part.dim() or whole.dim() == 0:
-        return False
-    axes = [axis for axis in range(whole.dim()) if whole.shape[axis] != part.shape[axis]]
-    if len(axes) != 1:
-        return False
-    rows = whole.narrow(axes[0], 0, part.shape[axes[0]])
-    scale = float(torch.linalg.vector_norm(rows, dtype=torch.float64))
-    gap = float(torch.linalg.vector_norm(rows.double() - part.double()))
-    return gap > 1e3 * float(torch.finfo(part.dtype).eps) * scale if scale else gap > 0.0

@@ -13,7 +13,8 @@ from ddpcheck.errors import UsageError  # noqa: E402
 from ddpcheck.findings import Report, Severity  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
 from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
-from tests.faultsuite.cases import Case, all_cases
+from tests.faultsuite.cases import Case, all_cases  # noqa: E402
+from tests.faultsuite.runs import faults_in  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +29,7 @@ HEALTHY = (
     *("channels_last_everywhere", "allgather_contrastive", "two_forwards_one_backward", "vae"),
 )
 FAULTS = {
+    *("gradients/summed_loss", "gradients/batchnorm", "gradients/dice_loss", "training/inner_module_called"),
     *("parameters/unused", "parameters/detach", "parameters/item", "parameters/unused_on_one_rank"),
     *("parameters/layers_in_a_list", "parameters/times_zero"),
     *("ranks/parameter_shape", "ranks/dtype_double", "ranks/parameter_names_differ", "ranks/activation_differs"),

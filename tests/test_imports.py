@@ -19,9 +19,10 @@ ROOMS = """
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths zeros collectives lockstep
-    gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.stepping
-    reference gather.session gather.shards gather.program gather.local gather.ddp
-    consistency program absences anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
+    gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
+    gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
+    consistency program absences anomalous loop parity reducer causes outcome check render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -33,7 +34,7 @@ LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
+    ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 

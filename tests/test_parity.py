@@ -7,7 +7,7 @@ import pytest
 
 from ddpcheck.causes import merge_causes
 from ddpcheck.errors import RankError, RankFailure
-from ddpcheck.evidence import Call, DdpStepEvidence, Difference, ShardAnalysis, WrapperFacts
+from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
@@ -86,6 +86,15 @@ def test_a_bypassed_wrapper_is_the_cause_with_its_ranks_and_steps() -> None:
     assert (finding.code, finding.ranks, finding.steps) == ("DDP501", (1,), ())
     finding = only(judge_reducer([*two_ranks(1), ddp_step(0, 1, **bypass), ddp_step(1, 1, **bypass)], KNOWN))
     assert (finding.ranks, finding.steps) == ((), (1,))
+
+
+def test_a_wrapper_that_is_never_called_is_bypassed_where_gradients_differ() -> None:
+    parts = {"wrapper_calls": 0, "inner_calls": 0, "gradients": {"a": 7, "b": 8, "c": 9}}
+    finding = only(judge_reducer([ddp_step(0, **{**parts, "gradients": {"a": 1}}), ddp_step(1, **parts)], KNOWN))
+    assert finding.code == "DDP501" and "never calls the wrapper" in finding.message
+    own = replace(KNOWN, wrapper=WrapperFacts(is_ddp=False), wrapper_class="Averaging")
+    finding = only(judge_reducer(two_ranks(gradients={"a": 7, "b": 8, "c": 9}), own))
+    assert finding.code == "DDP301" and "Averaging, which is no DistributedDataParallel" in finding.evidence[0]
 
 
 def test_a_wrapper_that_calls_the_module_twice_is_no_bypass() -> None:
@@ -193,10 +202,53 @@ def test_a_collective_without_a_gradient_is_to_blame_where_shards_alone_give_som
     assert only(judge_single(off("a"), known=seen, world_ratio=0.7, world_residual=0.4)).code == "DDP304"
 
 
-def test_a_hook_on_most_of_the_wrong_gradients_is_to_blame() -> None:
-    known = replace(KNOWN, hooked=("a", "b"))
-    assert only(judge_single(off("a"), off("b"), good("c"), known=known)).code == "DDP310"
-    assert only(judge_single(off("a"), off("b"), known=replace(KNOWN, hooked=("c",)))).code == "DDP304"
+HOOK = GradientHook("a tensor hook (clip)", Location("model.py", 7))
+
+
+def test_a_hook_is_to_blame_where_gradients_do_not_double_with_the_loss() -> None:
+    known = replace(KNOWN, nonlinear=("a", "b"), hooks=(HOOK,))
+    finding = only(judge_single(off("a"), off("b"), good("c"), known=known))
+    assert (finding.code, finding.subjects, finding.location) == ("DDP310", ("a", "b"), Location("model.py", 7))
+    assert only(judge_single(off("c"), known=known)).code == "DDP304"
+    assert only(judge_single(off("a"), known=replace(KNOWN, hooks=(HOOK,)))).code == "DDP304"
+
+
+def test_a_hook_that_knows_the_rank_is_to_blame_where_the_losses_are_what_they_should_be() -> None:
+    known = replace(KNOWN, hooks=(HOOK,), losses=(1.0, 2.0))
+    weighed = {"world_residual": 0.4, "rank_weights": (0.25, 0.75), "rank_residual": 1e-9}
+    assert only(judge_single(off("a"), known=known, shard_losses=(1.0, 2.0), **weighed)).code == "DDP310"
+    assert only(judge_single(off("a"), known=known, shard_losses=(2.0, 1.0), **weighed)).code == "DDP303"
+
+
+def test_every_rank_with_the_loss_of_the_whole_batch_and_the_gradient_of_its_own_part() -> None:
+    scale = {"global_ratio": 0.5, "global_residual": 1e-9, "world_residual": 0.4, "shard_losses": (1.0, 2.0)}
+    own = only(judge_single(scaled("a", 0.5), known=replace(KNOWN, losses=(1.5, 1.5)), global_loss=1.5, **scale))
+    assert own.code == "DDP303" and "own samples only" in own.message
+    summed = only(judge_single(scaled("a", 0.5), known=replace(KNOWN, losses=(1.0, 2.0)), global_loss=3.0, **scale))
+    assert summed.code == "DDP305"
+
+
+def test_micro_batches_that_are_not_divided_by_their_number() -> None:
+    scale = {"global_ratio": 0.5, "global_residual": 1e-9, "weights": (1.0, 1.0), "weights_residual": 1e-9}
+    assert only(judge_single(scaled("a", 0.5), known=replace(KNOWN, backwards=(4, 2)), **scale)).code == "DDP514"
+    assert only(judge_single(scaled("a", 0.5), known=replace(KNOWN, backwards=(4, 4)), **scale)).code == "DDP305"
+
+
+def test_a_term_that_doubles_with_the_batch_is_a_sum_whatever_couples_the_samples() -> None:
+    summed, coupled = judge_single(off("a"), summed=(0,))
+    assert (summed.code, coupled.code) == ("DDP305", "DDP304") and "The loss sums" in summed.message
+
+
+def test_the_count_that_a_loss_divides_by_is_named() -> None:
+    weights = {"weights": (0.75, 0.25), "weights_residual": 1e-9}
+    finding = only(judge_single(off("a"), count="batch['mask']", counts=(9.0, 3.0), **weights))
+    assert "batch['mask']: 9 and 3 on the ranks" in finding.evidence[0]
+
+
+def test_the_line_at_which_samples_meet_is_told() -> None:
+    line = Location("loss.py", 3)
+    finding = only(judge_single(off("a"), line=line))
+    assert finding.location == line and "samples first meet at loss.py:3" in finding.evidence
 
 
 def test_steps_are_told_where_not_all_differ() -> None:
@@ -226,6 +278,35 @@ def test_parameters_that_diverge_although_gradients_were_equal() -> None:
     finding = only(judge_after(evidence))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP306", ("b",), Severity.ERROR)
     assert judge_after(evidence, gradients_differ=True) == []
+
+
+START = [dict.fromkeys(NAMES, -1)] * 2
+
+
+def moved(rank: int, before: int, after: int) -> DdpStepEvidence:
+    return ddp_step(rank, before={**START[0], "a": before}, parameters={"a": after, "b": 1, "c": 2})
+
+
+def test_a_rank_that_skips_the_step_a_change_by_hand_and_a_change_in_forward_are_told_apart() -> None:
+    def judged(*evidence: DdpStepEvidence) -> tuple[str, tuple[int, ...]]:
+        finding = only(judge_state(evidence, KNOWN, gradients_differ=False, start=START))
+        return finding.code, finding.ranks
+
+    assert judged(moved(0, -1, 5), moved(1, -1, -1)) == ("DDP508", (1,))
+    assert judged(moved(0, 7, 5), moved(1, -1, 6)) == ("DDP515", (0,))
+    assert judged(moved(0, 7, 5), moved(1, 8, 6)) == ("DDP306", ())
+    assert judged(moved(0, -1, 5), moved(1, -1, 6)) == ("DDP306", ())
+
+
+def test_a_tensor_that_the_first_step_makes_and_keeps_differs_between_ranks() -> None:
+    def steps(*values: int) -> list[DdpStepEvidence]:
+        return [ddp_step(r, s, late_state={"cache": v + 10 * r}) for s, v in enumerate(values) for r in (0, 1)]
+
+    known = replace(KNOWN, differs=True)
+    finding = only(judge_state(steps(1, 1), known, gradients_differ=False))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP216", ("cache",), Severity.ERROR)
+    for evidence, circumstances in ((steps(1, 2), known), (steps(1), known), (steps(1, 1), KNOWN)):
+        assert judge_state(evidence, circumstances, gradients_differ=False) == []
 
 
 @pytest.mark.parametrize(("broadcasts", "code"), [(True, "DDP215"), (False, "DDP214")])

@@ -13,13 +13,12 @@ from tests.reports import assert_healthy, comparable, shown
 ZOO = Path(__file__).parent / "zoo"
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
 BROKEN = sorted((ZOO / "broken").glob("*.py"))
-WAITS_FOR_EVER = {"bypass_on_rank1"}
 IN_OTHER_WORLDS = {
     *("allgather_contrastive", "conv_syncbn", "dropout_rnn", "nested_losses", "own_shard", "sparse_embedding"),
     *("transformer_tied_dropout", "uneven_batch_weighted"),
 }
 TWICE = {
-    *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/batchnorm"),
+    *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/sum_and_bn"),
     "broken/gather_object_unused_on_rank1",
 }
 
@@ -37,7 +36,7 @@ def expected_of(path: Path) -> dict[str, Any]:
 
 
 def report_on(path: Path, world_size: int = 2) -> Report:
-    return check(str(path), world_size=world_size, timeout=5 if path.stem in WAITS_FOR_EVER else 20)
+    return check(str(path), world_size=world_size, timeout=20)
 
 
 @pytest.mark.parametrize("path", HEALTHY, ids=name_of)
@@ -71,7 +70,6 @@ def test_a_broken_recipe_gets_its_code_and_no_other(path: Path) -> None:
 
 def test_the_recipes_named_here_exist() -> None:
     assert IN_OTHER_WORLDS <= {path.stem for path in HEALTHY}
-    assert WAITS_FOR_EVER <= {path.stem for path in BROKEN}
     assert all((ZOO / f"{name}.py").exists() for name in TWICE)
 
 

@@ -13,11 +13,13 @@ from ddpcheck.evidence import (
 )
 from ddpcheck.gather.compare import dense, difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
+from ddpcheck.gather.events import recorded
 from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
 from ddpcheck.gather.stepping import (
     clear_gradients,
     compute_loss,
 )
+from ddpcheck.gather.surroundings import put_back
 from ddpcheck.graph import named_parameters
 
 
@@ -26,24 +28,27 @@ def ddp_step(step: int) -> DdpStepEvidence:
     session = the_session()
     assert session.wrapped is not None and session.optimizer is not None
     session.calls.clear()
-    this_rank.set_place(f"step {step}: zero_grad")
+    put_back(session.started)
     session.optimizer.zero_grad()
     clear_gradients(session.module)
-    loss = compute_loss(
-        session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
-    )
-    this_rank.set_place(f"step {step}: DDP backward")
-    loss.total.backward()
-    del loss
-    this_rank.set_place(f"step {step}: DDP comparison")
-    owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
-    differences = tuple(
-        _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
-    )
-    gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
-    computed_with = fingerprints(session.module.named_parameters())
-    this_rank.set_place(f"step {step}: optimizer")
-    session.optimizer.step()
+    assert session.wrapper is not None
+    with recorded(session.module, session.wrapper, session.optimizer) as recorder:
+        loss = compute_loss(
+            session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
+        )
+        this_rank.set_place(f"step {step}: DDP backward")
+        loss.total.backward()
+        del loss
+        this_rank.set_place(f"step {step}: DDP comparison")
+        owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
+        differences = tuple(
+            _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
+        )
+        gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
+        computed_with = fingerprints(session.module.named_parameters())
+        this_rank.set_place(f"step {step}: optimizer")
+        session.optimizer.step()
+    held = fingerprints(plain_state(session.module))
     return DdpStepEvidence(
         rank=session.rank,
         step=step,
@@ -51,11 +56,14 @@ def ddp_step(step: int) -> DdpStepEvidence:
         parameters=fingerprints(session.module.named_parameters()),
         computed_with=computed_with,
         buffers=fingerprints(session.module.named_buffers()),
-        state={name: fingerprint(tensor) for name, tensor in plain_state(session.module) if name in session.own_state},
+        state={name: value for name, value in held.items() if name in session.own_state},
+        late_state={name: value for name, value in held.items() if name not in session.own_state},
         optimizer=_optimizer_state(session),
         against_local=differences,
         wrapper_calls=session.calls.get("wrapper", 0),
         inner_calls=session.calls.get("inner", 0),
+        events=tuple(recorder.events),
+        before=recorder.values,
     )
 
 

@@ -16,19 +16,19 @@ from ddpcheck import rank as this_rank
 from ddpcheck.collectives import read_log, unlogged
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
-    Difference,
     LocalStep,
     PathEnd,
     StepEvidence,
     Unregistered,
 )
 from ddpcheck.findings import Location
-from ddpcheck.gather.compare import difference, eps_of, norm
-from ddpcheck.gather.describe import fingerprints
-from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.compare import norm
+from ddpcheck.gather.describe import fingerprint, fingerprints
+from ddpcheck.gather.events import counted_backwards
+from ddpcheck.gather.samples import sample_fingerprints
+from ddpcheck.gather.session import Session, broadcasts_buffers, rewound, seed_of, the_session
 from ddpcheck.gather.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.stepping import (
-    Gradients,
     capture_attributes,
     capture_state,
     clear_gradients,
@@ -58,6 +58,8 @@ def begin_step(step: int, file: Path | None) -> None:
             for name, _ in session.module.named_buffers():
                 dist.broadcast(session.before.tensors[name], src=0, group=session.group)
     session.before.restore(session.twin)
+    assert session.surroundings is not None
+    session.started = session.surroundings.capture()
     if session.rank == 0 and file is not None:
         torch.save(session.before.tensors, file)
 
@@ -75,9 +77,10 @@ def local_step(step: int) -> LocalStep:
         batch = make_batch(session.recipe, step, seed=session.seed)
         whole = batch_fingerprint(batch)
         session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
-        with record_origins() as late:
+        with record_origins() as late, counted_backwards() as backwards:
             loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
     session.late |= {name: late.of(p) for name, p in named_parameters(twin).items() if name not in before}
+    generator = fingerprint(torch.get_rng_state()) if "torch" in loss.drew else 0
     walk = walk_graph([loss.total])
     probe = EngineProbe(loss.total, list(parameters.values()))
     visible, opaque = visible_tensors(session.outputs)
@@ -130,8 +133,12 @@ def local_step(step: int) -> LocalStep:
         samples=samples_of(session.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in session.norms.values()) ** 0.5,
-        blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
+        forward_calls=tuple(dict.fromkeys(forward_calls)),
         buffers=own_buffers,
+        rows=sample_fingerprints(session.batch),
+        all_rows=sample_fingerprints(batch) if session.rank == 0 else (),
+        backwards=backwards[0] + 1,
+        generator=generator,
     )
 
 
@@ -179,6 +186,7 @@ def _late_parameters(session: Session) -> tuple[Unregistered, ...]:
     )
 
 
+@rewound
 def explain(step: int) -> dict[str, PathEnd]:
     """Replay the forward pass of the step to say why gradients are missing on this rank.
 
@@ -272,6 +280,7 @@ def average(step: int, file: Path | None) -> None:
         torch.save({k: v for k, v in session.averaged.items() if v is not None}, file)
 
 
+@rewound
 def quiet_step(step: int) -> str:
     """The local step again with every random operation silenced, for the comparison with the global batch.
 
@@ -291,25 +300,6 @@ def quiet_step(step: int) -> str:
         session.before.restore(session.twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     return ""
-
-
-def repeat_step(step: int) -> tuple[Difference, ...]:
-    """The local step once more, from the same state and seed: how far it is from itself."""
-    session = the_session()
-    assert session.before is not None
-    runs: list[Gradients] = []
-    for _ in range(2):
-        session.before.restore(session.twin)
-        gradients, _loss = compute_gradients(
-            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="repeating, "
-        )
-        runs.append(gradients)
-    session.before.restore(session.twin)
-    first, second = runs
-    return tuple(
-        difference(name, second.get(name), gradient, scale=norm(gradient), tolerance=1e3 * eps_of(gradient.dtype))
-        for name, gradient in first.items()
-    )
 
 
 def wake(names: Sequence[str], step: int) -> list[str]:

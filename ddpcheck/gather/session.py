@@ -9,14 +9,16 @@ import contextlib
 import copy
 import datetime
 import functools
+import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from ddpcheck import rank as this_rank
 from ddpcheck.collectives import record_collectives, unlogged
@@ -35,20 +37,24 @@ from ddpcheck.gather.construction import (
     spelled_option,
     wrapper_attributes,
 )
-from ddpcheck.gather.describe import describe, digest_of, fingerprints
+from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.hooks import record_hooks
 from ddpcheck.gather.randomness import seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
     ModuleState,
     differs_in_structure,
-    hooked_parameters,
 )
+from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.graph import all_names, unregistered_tensors
-from ddpcheck.locate import Origins, record_origins
-from ddpcheck.recipe import Recipe
-from ddpcheck.reference import model_seed, step_seed
+from ddpcheck.graph import all_names, gradient_node, unregistered_tensors
+from ddpcheck.locate import Origins, record_origins, relative_path
+from ddpcheck.recipe import Recipe, summary
+from ddpcheck.reference import HANDOVER, model_seed, step_seed
 from ddpcheck.target import load_target
+from ddpcheck.worlds import wire
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -61,6 +67,8 @@ class Session:
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
+        surroundings: The state that the recipe keeps outside of its modules.
+        started: What puts that back to what it was when the step began.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
 
@@ -80,6 +88,8 @@ class Session:
     twin_optimizer: torch.optim.Optimizer | None = None
     batch: Any = None
     before: ModuleState | None = None
+    surroundings: Surroundings | None = None
+    started: list[Undo] = field(default_factory=list)
     after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
@@ -109,6 +119,7 @@ def build(target: str | Recipe, seed: int) -> Built:
     this_rank.set_place("loading the target")
     stack = contextlib.ExitStack()
     syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
+    record_hooks()
     recipe = load_target(target) if isinstance(target, str) else target
     device = torch.device(context.device)
     settle_device(device)
@@ -176,9 +187,12 @@ def wrap() -> Wrapped:
         session.wrapper = session.wrapped  # a part of the model is wrapped, not the whole
     inner = getattr(session.wrapper, "module", session.wrapper)
     is_ddp = isinstance(session.wrapper, nn.parallel.DistributedDataParallel)
+    reshaped, trouble = False, ""
     if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, session.twin)):
         if differs_in_structure(inner, session.twin):
+            reshaped = _shapes(inner) != _shapes(session.twin)
             session.twin = copy.deepcopy(inner)
+            trouble = _hand_over(session.twin) if reshaped and session.rank == 0 else ""
         session.module = inner
     trainable = {name for name, p in session.module.named_parameters() if p.requires_grad}
     for name, parameter in session.twin.named_parameters():
@@ -194,20 +208,70 @@ def wrap() -> Wrapped:
         comm_hook=comm_hook_of(session.wrapper),
     )
     session.optimizer = session.recipe.build_optimizer(p for p in session.wrapped.parameters() if p.requires_grad)
+    owned = {id(p): name for name, p in session.module.named_parameters()}
+    held = {id(p) for group in session.optimizer.param_groups for p in group["params"]}
     session.own_state = frozenset(name for name, _ in plain_state(session.module))
     _count_calls(session)
     _watch_twin(session)
+    ours = (session.wrapped, session.wrapper, session.module, session.twin, session.optimizer)
+    recipe = session.recipe
+    session.surroundings = Surroundings(
+        (recipe.loss, recipe.shard, recipe.optimizer), session.twin, [id(thing) for thing in ours]
+    )
     return Wrapped(
         facts=session.facts,
         options={**construction.options, **wrapper_attributes(session.wrapper)},
         optimizer=_optimizer_options(session.optimizer, session.module),
         parameters=fingerprints(session.module.named_parameters()),
         buffers=fingerprints(session.module.named_buffers()),
-        hooked=hooked_parameters(session.twin, ours=1),
+        loss_location=_defined_at(session.recipe.loss),
         wrapper=type(session.wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(session),
         changed=_changes(construction.seen, session.module) if construction.seen else {},
+        constructed={name: parameter.value for name, parameter in construction.seen.items()},
+        reshaped=reshaped,
+        not_handed_over=trouble,
+        strange=len(held - set(owned)),
+        lacking=tuple(name for key, name in owned.items() if key not in held and name in trainable),
     )
+
+
+def _defined_at(function: Any) -> Location | None:
+    """The line that defines a function of the user's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def _hand_over(module: nn.Module) -> str:
+    """Put the module that `wrap` has made where the single process finds it; returns why that cannot be done."""
+    try:
+        (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
+    except Exception as error:  # what a module holds may be anything
+        return summary(error)
+    return ""
+
+
+def rewound(function: Callable[[int], Result]) -> Callable[[int], Result]:
+    """A phase that runs the step under way again: the recipe's own state is what it was, and afterwards what it is."""
+
+    @functools.wraps(function)
+    def phase(step: int) -> Result:
+        session = the_session()
+        assert session.surroundings is not None
+        now = session.surroundings.capture()
+        put_back(session.started)
+        try:
+            return function(step)
+        finally:
+            put_back(now)
+
+    return phase
 
 
 def find_ddp(wrapped: nn.Module) -> nn.Module:
@@ -217,12 +281,28 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
     return inside[0] if len(inside) == 1 else wrapped
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A parameter as DDP saw it: `node` is what DDP's hook sits on; a change of dtype or device makes a new one."""
+
+    identity: int
+    requires_grad: bool
+    node: Any
+    value: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Seen:
+        node = gradient_node(parameter) if parameter.requires_grad else None
+        lazy = isinstance(parameter, UninitializedParameter)
+        return cls(id(parameter), parameter.requires_grad, node, 0 if lazy else fingerprint(parameter))
+
+
 @dataclass(slots=True)
 class _Construction:
-    """What the DDP constructor was told, and identity and requires_grad of each parameter when it was done."""
+    """What the DDP constructor was told, and each parameter as it was when that was done."""
 
     options: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    seen: dict[str, _Seen] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -238,7 +318,7 @@ def _watch_construction() -> Iterator[_Construction]:
         found.options = constructor_options(original, self, *args, **kwargs)
         compare_options(found.options, number=next(count))
         original(self, *args, **kwargs)
-        found.seen.update({name: (id(p), p.requires_grad) for name, p in self.module.named_parameters()})
+        found.seen.update({name: _Seen.of(p) for name, p in self.module.named_parameters()})
 
     ddp.__init__ = constructor
     try:
@@ -247,17 +327,19 @@ def _watch_construction() -> Iterator[_Construction]:
         ddp.__init__ = original
 
 
-def _changes(seen: Mapping[str, tuple[int, bool]], module: nn.Module) -> dict[str, str]:
-    now = {name: (id(p), p.requires_grad) for name, p in module.named_parameters()}
+def _changes(seen: Mapping[str, _Seen], module: nn.Module) -> dict[str, str]:
+    now = {name: _Seen.of(p) for name, p in module.named_parameters()}
     changed = {}
     for name in dict.fromkeys((*seen, *now)):
         before, after = seen.get(name), now.get(name)
         if before is None or after is None:
             changed[name] = "added" if before is None else "removed"
-        elif before[0] != after[0]:
+        elif before.identity != after.identity:
             changed[name] = "replaced"
-        elif before[1] != after[1]:
-            changed[name] = "unfrozen" if after[1] else "frozen"
+        elif before.requires_grad != after.requires_grad:
+            changed[name] = "unfrozen" if after.requires_grad else "frozen"
+        elif before.node is not after.node:
+            changed[name] = "cast or moved"
     return changed
 
 

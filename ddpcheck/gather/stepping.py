@@ -250,10 +250,10 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
 
 
 def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
-    """Whether a wrapper has changed a module: other classes, or other names of parameters."""
-    return [(n, type(m)) for n, m in one.named_modules()] != [(n, type(m)) for n, m in other.named_modules()] or list(
-        named_parameters(one)
-    ) != list(named_parameters(other))
+    """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters."""
+    return [(n, type(m)) for n, m in one.named_modules()] != [(n, type(m)) for n, m in other.named_modules()] or [
+        (name, p.shape) for name, p in named_parameters(one).items()
+    ] != [(name, p.shape) for name, p in named_parameters(other).items()]
 
 
 def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
@@ -269,14 +269,3 @@ def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
             opaque = type(output).__qualname__
         found.extend(tensors)
     return found, opaque
-
-
-def hooked_parameters(module: nn.Module, *, ours: int = 0) -> tuple[str, ...]:
-    """The parameters on whose gradient the user has registered a hook."""
-
-    def count(parameter: nn.Parameter) -> int:
-        hooks: Mapping[Any, Any] = parameter._backward_hooks or {}
-        after: Mapping[Any, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        return len(hooks) + len(after) - ours
-
-    return tuple(name for name, parameter in module.named_parameters() if count(parameter) > 0)

@@ -20,6 +20,10 @@ RULES = (
             "call the wrapped module.)"
         ),
         fix="Call the wrapped module and loss.backward(); move what uses parameters into the module's forward.",
+        example="""\
+output = ddp.module(x)                   # right: output = ddp(x)
+output.sum().backward()
+""",
     ),
     Rule(
         code="DDP502",
@@ -36,6 +40,11 @@ RULES = (
             "Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one "
             "outside."
         ),
+        example="""\
+loss = ddp(x).sum()
+with ddp.no_sync():                      # no_sync takes effect in forward
+    loss.backward()                      # right: with ddp.no_sync(): ddp(x).sum().backward()
+""",
     ),
     Rule(
         code="DDP503",
@@ -49,6 +58,10 @@ RULES = (
             "parameters after wrapping.)"
         ),
         fix="Finish the module first, wrap it last; wrap again after any such change.",
+        example="""\
+ddp = DistributedDataParallel(model)
+model.head = nn.Linear(8, 3)             # right: replace the head first, then wrap
+""",
     ),
     Rule(
         code="DDP504",
@@ -60,6 +73,10 @@ RULES = (
             "the model does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)"
         ),
         fix="Construct the optimizer after the module has its final parameters, device and dtype.",
+        example="""\
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.head = nn.Linear(8, 3)             # right: replace the head first, then make the optimizer
+""",
     ),
     Rule(
         code="DDP505",
@@ -71,6 +88,10 @@ RULES = (
             "no DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, DistributedSampler.)"
         ),
         fix="Give the loader a DistributedSampler, or split the data by rank and world size.",
+        example="""\
+def shard(batch, rank, world_size):
+    return batch[: len(batch) // world_size]   # right: return batch[rank::world_size]
+""",
     ),
     Rule(
         code="DDP506",
@@ -105,6 +126,10 @@ RULES = (
             "averaged with another step of the others, silently, until the counts run out and the job hangs."
         ),
         fix="all_reduce the decision, so that every rank skips or none does.",
+        example="""\
+if torch.isfinite(loss):                 # right: all_reduce the decision first
+    optimizer.step()
+""",
     ),
     Rule(
         code="DDP509",
@@ -120,6 +145,11 @@ RULES = (
             "Call forward once and backward once a step; add losses up before backward; use no_grad for forwards "
             "that do not train."
         ),
+        example="""\
+one, other = ddp(a).mean(), ddp(b).mean()
+one.backward()
+other.backward()                         # right: (one + other).backward()
+""",
     ),
     Rule(
         code="DDP510",
@@ -131,6 +161,11 @@ RULES = (
             "size of the global batch suggests."
         ),
         fix="Seed model construction equally and data workers with seed + rank.",
+        example="""\
+def forward(self, x):
+    torch.manual_seed(0)                 # right: seed once, before the first step, with seed + rank
+    return self.head(self.dropout(x))
+""",
     ),
     Rule(
         code="DDP511",
@@ -180,6 +215,10 @@ RULES = (
             "does not match the last, shorter accumulation it is too small."
         ),
         fix="Divide each micro-step's loss by the number of micro-steps of this accumulation.",
+        example="""\
+for part in batch.split(4):
+    loss(ddp, part).backward()           # right: (loss(ddp, part) / len(batch.split(4))).backward()
+""",
     ),
     Rule(
         code="DDP515",
@@ -192,6 +231,11 @@ RULES = (
             "after construction.)"
         ),
         fix="Make the change on every rank from the same data, or broadcast the parameters after it.",
+        example="""\
+ddp = DistributedDataParallel(model)
+if dist.get_rank() == 0:
+    model.load_state_dict(checkpoint)    # right: load before wrapping, or on every rank
+""",
     ),
     Rule(
         code="DDP516",
@@ -218,6 +262,11 @@ RULES = (
             "computed and reduced; the model trains on a part of the batch, or not at all."
         ),
         fix="Call zero_grad right after step, or right before the first micro-step, and nowhere else.",
+        example="""\
+for part in parts:
+    optimizer.zero_grad()                # right: once, before the loop
+    loss(ddp, part).backward()
+""",
     ),
     Rule(
         code="DDP518",
@@ -229,5 +278,21 @@ RULES = (
             "from it differ between ranks. DDP reduces gradients and nothing else."
         ),
         fix="all_reduce sums and counts over the ranks, then divide.",
+    ),
+    Rule(
+        code="DDP519",
+        name="samples-left-out",
+        severity=WARNING,
+        summary="Samples of the global batch are on no rank.",
+        why=(
+            "What no shard holds is not trained on. A remainder that is cut off shrinks the batch by up to world size "
+            "- 1 samples; a split by fixed sizes loses the same samples in every step. (PyTorch docs, "
+            "DistributedSampler, drop_last.)"
+        ),
+        fix="Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.",
+        example="""\
+def shard(batch, rank, world_size):
+    return batch[5 * rank : 5 * rank + 5]   # of 12 samples two are left; right: return batch[rank::world_size]
+""",
     ),
 )

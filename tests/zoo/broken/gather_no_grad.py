@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EXPECT = {"code": "DDP309", "subjects": [], "ranks": [], "severity": "error", "also": ["DDP303"]}
+EXPECT = {"code": "DDP309", "subjects": ["all_gather"], "ranks": [], "severity": "error"}
 
 
 def gather(value: Tensor) -> Tensor:

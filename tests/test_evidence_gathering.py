@@ -1,0 +1,149 @@
+"""Samples by their rows, hooks by their lines, coupled samples by module and line, draws that end."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ddpcheck.gather.coupling import first_coupling
+from ddpcheck.gather.events import Recorder, counted_backwards, recorded
+from ddpcheck.gather.hooks import own_functions
+from ddpcheck.gather.randomness import QuietRandomness
+from ddpcheck.gather.samples import sample_fingerprints
+
+
+def test_a_sample_has_the_same_fingerprint_in_the_batch_and_in_a_shard() -> None:
+    batch = {"x": torch.randn(6, 3, 2), "y": torch.arange(6), "mask": torch.rand(6, 5) > 0.5, "lr": 0.1}
+    rows = sample_fingerprints(batch)
+    shard = {key: value[2:5] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    assert sample_fingerprints(shard) == rows[2:5] and len(set(rows)) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
+def test_any_change_in_a_row_shows(dtype: torch.dtype) -> None:
+    batch = torch.arange(30).reshape(5, 6).to(dtype)
+    changed = batch.clone()
+    changed[3, 5] = 0
+    before, after = sample_fingerprints(batch), sample_fingerprints(changed)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, True, False, True]
+
+
+def test_samples_that_cannot_be_told_apart_have_none() -> None:
+    assert sample_fingerprints((torch.zeros(3, 2), torch.zeros(4))) == ()
+    assert sample_fingerprints(torch.zeros(0, 3)) == ()
+
+
+class Mixing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Pointwise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+
+def coupling(layer: nn.Module, finish: Any) -> tuple[str, str]:
+    net = nn.Sequential(nn.Linear(3, 3), layer)
+    batch = torch.randn(8, 3)
+    part = batch[:4]
+    found = first_coupling(net, lambda: finish(net(batch)), lambda: finish(net(part)))
+    return found.module, str(found.line).rpartition("/")[2] if found.line else ""
+
+
+def test_the_first_place_at_which_samples_meet() -> None:
+    line = Mixing.forward.__code__.co_firstlineno + 1
+    assert coupling(Mixing(), torch.Tensor.mean) == ("1", f"test_evidence_gathering.py:{line}")
+    assert coupling(nn.BatchNorm1d(3), torch.Tensor.mean)[0] == "1"
+    assert coupling(Pointwise(), torch.Tensor.mean) == ("", "")
+    module, at = coupling(Pointwise(), lambda out: (out @ out.T).exp().mean())
+    assert module == "" and at.startswith("test_evidence_gathering.py:")
+
+
+def test_two_views_in_one_batch_do_not_couple() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    one, other = torch.randn(8, 3), torch.randn(8, 3)
+    found = first_coupling(net, lambda: net(torch.cat([one, other])), lambda: net(torch.cat([one[:4], other[:4]])))
+    assert (found.module, found.line) == ("", None)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1, 1)
+
+
+def test_a_function_of_the_users_is_found_among_the_nodes_of_a_graph() -> None:
+    (hook,) = own_functions({"ClippedBackward", "AddmmBackward0"})
+    assert hook.location is not None and hook.location.path.endswith("test_evidence_gathering.py")
+    assert own_functions({"AddmmBackward0"}) == ()
+
+
+def test_rejection_sampling_ends_in_silence() -> None:
+    with QuietRandomness():
+        for _ in range(100_000):
+            if torch.rand(()) < 0.1:
+                break
+        else:
+            raise AssertionError("the loop never ended")
+
+
+def recorder(net: nn.Module, rate: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    return recorded(net, net, optimizer), optimizer
+
+
+def kinds(found: Recorder) -> list[str]:
+    return [event.kind + (" lost" if event.lost else "") for event in found.events]
+
+
+def test_gradients_count_as_lost_only_where_nobody_has_used_them() -> None:
+    net = nn.Linear(2, 1)
+    block, optimizer = recorder(net)
+    with block as found:
+        net(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(torch.ones(3, 2)).sum().backward()
+        net.zero_grad()
+    assert kinds(found) == ["forward", "backward", "forward", "backward", "zero_grad lost"]
+    assert found.events[-1].location.rpartition("/")[2].startswith("test_evidence_gathering.py")
+
+
+def test_gradients_for_an_input_and_a_rate_of_zero_are_no_loss() -> None:
+    net = nn.Linear(2, 1)
+    probe = torch.ones(3, 2, requires_grad=True)
+    block, _ = recorder(net)
+    with block as found:
+        net(probe).sum().backward()
+        net.zero_grad()
+    assert kinds(found) == ["forward", "backward"]
+    block, optimizer = recorder(net, rate=0.0)
+    with block as found:
+        net(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert kinds(found) == ["forward", "backward"]
+
+
+def test_a_backward_inside_another_one_is_part_of_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with counted_backwards() as count, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.utils.checkpoint.checkpoint(lambda t: t.sin(), x, use_reentrant=True).sum().backward()
+    assert count == [1]
+
+
+def test_everything_is_put_back_after_a_step() -> None:
+    before = (torch.autograd.backward, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)
+    block, _ = recorder(nn.Linear(2, 1))
+    with pytest.raises(ZeroDivisionError), block:
+        raise ZeroDivisionError
+    assert (torch.autograd.backward, nn.Module.zero_grad, torch.optim.Optimizer.zero_grad) == before
