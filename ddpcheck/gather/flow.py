@@ -1,0 +1,267 @@
+"""What flows from module to module in a forward pass: who made each tensor, who reads it, and where gradient is lost."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddpcheck.evidence import PathEnd
+from ddpcheck.locate import user_location
+from ddpcheck.nests import iter_tensors
+from ddpcheck.paths import _LEAVES_TORCH, _function_name
+
+Place = tuple[str | None, int]
+"""A module's path (`None`: the loss function) and the part of its forward, counted by the calls that lie between."""
+
+INPUT: Place = ("input", -1)
+
+_DETACHES = frozenset({"detach", "detach_", "data"})
+
+
+@dataclass(slots=True)
+class _Made:
+    """Who made a tensor.
+
+    Attributes:
+        place: Where; `None` for what a stop made of a leaf.
+        stop: The stop that lies behind it, if one does.
+        off: Whether it was made from what requires grad while autograd was off.
+        after: The stops on its way since gradient was last recorded.
+    """
+
+    place: Place | None
+    stop: int | None = None
+    off: bool = False
+    after: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Stop:
+    """A place where a path ends, as it was met in the forward pass.
+
+    Attributes:
+        sources: The places whose results end here.
+        dead: What goes in, and requires grad (kept only when asked to).
+        alive: What comes of it later, and requires grad again (kept only when asked to).
+    """
+
+    sources: list[Place] = field(default_factory=list)
+    dead: list[torch.Tensor] = field(default_factory=list)
+    alive: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Frame:
+    module: str | None
+    part: int = 0
+
+
+class FlowRecorder(TorchFunctionMode):
+    """While active, follows every tensor from the module that made it to those that read it.
+
+    Attributes:
+        places: What was called in each place, in order of execution.
+        flows: Which place reads what another made: "gradient", "values", or "off" where autograd was switched off.
+        reads: The places that read each leaf that requires grad, by identity.
+        leaves: Those leaves.
+        stops: What was met of the `ends` it was given, by their index.
+        stop_edges: From a stop to the places that read what comes out of it.
+        calls: How often each module's forward ran.
+        owners: The module in which each node of the autograd graph was made (filled only when `keep` is set).
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        inputs: Iterable[torch.Tensor],
+        ends: Sequence[PathEnd] = (),
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Prepare to record.
+
+        Args:
+            names: Paths of modules by identity.
+            inputs: The tensors of the batch.
+            ends: Where paths are known to end.
+            keep: Keep tensors and look at their nodes; for graphs that are small enough to be walked.
+        """
+        super().__init__()
+        self.places: dict[Place, Counter[str]] = {}
+        self.flows: dict[tuple[Place, Place], set[str]] = {}
+        self.reads: dict[int, dict[Place, None]] = {}
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.stops: dict[int, Stop] = {}
+        self.stop_edges: dict[tuple[int, Place], None] = {}
+        self.calls: Counter[str] = Counter()
+        self.owners: dict[int, str | None] = {}
+        self._names = names
+        self._inputs = {id(tensor): tensor for tensor in inputs}
+        self._ends = list(ends)
+        self._ending_names = {end.reason for end in ends if end.cause == "unreachable"}
+        self._keep = keep
+        self._frames = [_Frame(None)]
+        self._made: Any = WeakIdKeyDictionary()
+        self._revived: dict[Place, None] = {}
+        self._hooks: list[Any] = []
+
+    # Modules
+
+    def __enter__(self) -> FlowRecorder:
+        from torch.nn.modules import module as hooks
+
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        self._revive()
+
+    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        name = self._names.get(id(module), self._frames[-1].module)
+        if id(module) in self._names:
+            assert name is not None
+            self.calls[name] += 1
+        self._frames.append(_Frame(name))
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        frame = self._frames.pop()
+        unseen = [tensor for tensor in iter_tensors(output) if tensor not in self._made and id(tensor) not in self.leaves]
+        unseen = [tensor for tensor in unseen if id(tensor) not in self._inputs]
+        if unseen:  # made by what no Python function shows, as in a scripted module
+            place = (frame.module, frame.part)
+            self.places.setdefault(place, Counter())
+            self._read(place, list(iter_tensors((args, kwargs))), None)
+            for tensor in unseen:
+                self._made[tensor] = _Made(place)
+        self._frames[-1].part += id(module) in self._names
+
+    # Functions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(iter_tensors((args, kwargs)))
+        required = [tensor.requires_grad for tensor in inputs]
+        result = func(*args, **kwargs)
+        if inputs:
+            self._record(_function_name(func), args, kwargs, inputs, required, result)
+        return result
+
+    def _record(
+        self, name: str, args: tuple[Any, ...], kwargs: Any, inputs: list[torch.Tensor], required: list[bool], result: Any
+    ) -> None:
+        outputs = list(iter_tensors(result))
+        if name == "__setitem__" and isinstance(args[0], torch.Tensor):
+            outputs.append(args[0])
+        outputs += iter_tensors(kwargs.get("out"))
+        if not outputs and name not in _LEAVES_TORCH:
+            return
+        frame = self._frames[-1]
+        place = (frame.module, frame.part)
+        lost = any(required) and not any(output.requires_grad for output in outputs)
+        stop = self._stop_here(name, lost, bool(outputs))
+        before = [self._made.get(tensor) for tensor in inputs]
+        after = frozenset(s for made in before if made is not None for s in made.after)
+        if stop is not None:
+            met = self.stops.setdefault(stop, Stop())
+            if self._ends[stop].cause == "unreachable":
+                met.sources, met.dead = [place], [t for t in outputs if self._keep and t.requires_grad]
+            else:
+                after |= {stop}
+                if self._keep:
+                    met.dead += [t for t, grad in zip(inputs, required, strict=True) if grad]
+        if stop is not None and name in _DETACHES:  # the stop stands for it
+            origin = next((made.place for made in before if made is not None), None)
+            for output in outputs:
+                self._made[output] = _Made(origin, stop=stop, after=after)
+            frame.part += 1
+            return
+        if outputs:
+            self.places.setdefault(place, Counter())[name.strip("_")] += 1
+        elif stop is None:
+            return
+        self._read(place, inputs, stop)
+        off = not torch.is_grad_enabled() and (any(required) or any(made is not None and made.off for made in before))
+        cut = stop if stop is not None and self._ends[stop].cause == "cut" else None
+        for output in outputs:
+            grad = output.requires_grad
+            self._made[output] = _Made(place, stop=None if grad else cut, off=off, after=frozenset() if grad else after)
+            if output._is_view() and output._base is not None and name.endswith("_"):
+                self._made[output._base] = self._made[output]
+            if self._keep and output.grad_fn is not None:
+                self.owners.setdefault(id(output.grad_fn), frame.module)
+                for index in after:
+                    self.stops[index].alive.append(output)
+        if cut is not None:
+            if not outputs:
+                met.sources += [made.place for made in before if made is not None and made.place is not None]
+            frame.part += 1
+
+    def _read(self, place: Place, tensors: Iterable[torch.Tensor], stop: int | None) -> None:
+        for tensor in tensors:
+            made = self._made.get(tensor)
+            if tensor.is_leaf and tensor.requires_grad:
+                self.leaves[id(tensor)] = tensor
+                self.reads.setdefault(id(tensor), {})[place] = None
+                if made is None:
+                    continue
+            if made is None and id(tensor) in self._inputs:
+                made = _Made(INPUT)
+            if made is None:
+                continue
+            if made.stop is not None and made.stop != stop:
+                self.stops[made.stop].sources += [] if made.place is None else [made.place]
+                self.stop_edges[made.stop, place] = None
+            elif made.place is not None and made.place != place:
+                off = made.off and not tensor.requires_grad
+                kind = "gradient" if tensor.requires_grad else "off" if off else "values"
+                self.flows.setdefault((made.place, place), set()).add(kind)
+            if made.off and made.place is not None and tensor.requires_grad:  # what a custom Function returned was made while autograd was off
+                self._revived[made.place] = None
+
+    def reached_by(self, losses: Sequence[torch.Tensor]) -> list[tuple[Place | None, int | None]]:
+        """The place that made each of `losses`, and the stop that lies behind it."""
+        made = [self._made.get(loss) for loss in losses]
+        return [(None, None) if item is None else (item.place, item.stop) for item in made]
+
+    def _revive(self) -> None:
+        pending = list(self._revived)
+        while pending:
+            place = pending.pop()
+            for (source, target), kinds in self.flows.items():
+                if target == place and "off" in kinds and "gradient" not in kinds:
+                    kinds.add("gradient")
+                    pending.append(source)
+
+    def _stop_here(self, name: str, lost: bool, has_outputs: bool) -> int | None:
+        leaves_torch = not has_outputs
+        if not self._ends or not (lost or leaves_torch or f"{name.strip('_')}()" in self._ending_names):
+            return None
+        where = user_location(sys._getframe(2))
+        for index, end in enumerate(self._ends):
+            if end.location != where or where is None:
+                continue
+            if end.cause == "cut" and (end.reason.endswith("leaves torch") == leaves_torch) and (lost or leaves_torch):
+                return index
+            if end.cause == "unreachable" and end.reason == f"{name.strip('_')}()":
+                return index
+        return None
