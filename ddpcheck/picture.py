@@ -24,7 +24,7 @@ class Node:
         key: Its identity within the picture.
         kind: `module` is what a module itself computes (one part of it, where calls of other modules lie between),
             `operation` a node of the autograd graph, `stop` the place where a path ends.
-        name: Of the operation, the parameter or the loss; of the module itself, empty for a module.
+        name: Of the operation, the parameter or the loss; empty for a module, which is known by its path.
         module: Path of the module in which it stands: "" is the model, `None` what the loss function does outside it.
         operations: What a module itself calls, with how often.
         end: Why a path ends here, for a stop.
@@ -85,6 +85,7 @@ class Picture:
         parameters: By first name.
         size: Number of nodes of the autograd graph, `None` where there are too many to count.
         stands_for: The paths that a module of the picture stands for, where it is one of several alike.
+        shown_as: The module of the picture that a module is shown as, where that is not itself.
     """
 
     detail: Detail
@@ -94,6 +95,7 @@ class Picture:
     parameters: Mapping[str, ParameterFact]
     size: int | None = None
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    shown_as: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

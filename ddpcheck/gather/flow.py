@@ -143,7 +143,9 @@ class FlowRecorder(TorchFunctionMode):
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop()
-        unseen = [tensor for tensor in iter_tensors(output) if tensor not in self._made and id(tensor) not in self.leaves]
+        unseen = [
+            tensor for tensor in iter_tensors(output) if tensor not in self._made and id(tensor) not in self.leaves
+        ]
         unseen = [tensor for tensor in unseen if id(tensor) not in self._inputs]
         if unseen:  # made by what no Python function shows, as in a scripted module
             place = (frame.module, frame.part)
@@ -167,7 +169,13 @@ class FlowRecorder(TorchFunctionMode):
         return result
 
     def _record(
-        self, name: str, args: tuple[Any, ...], kwargs: Any, inputs: list[torch.Tensor], required: list[bool], result: Any
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        inputs: list[torch.Tensor],
+        required: list[bool],
+        result: Any,
     ) -> None:
         outputs = list(iter_tensors(result))
         if name == "__setitem__" and isinstance(args[0], torch.Tensor):
@@ -235,7 +243,9 @@ class FlowRecorder(TorchFunctionMode):
                 off = made.off and not tensor.requires_grad
                 kind = "gradient" if tensor.requires_grad else "off" if off else "values"
                 self.flows.setdefault((made.place, place), set()).add(kind)
-            if made.off and made.place is not None and tensor.requires_grad:  # what a custom Function returned was made while autograd was off
+            if (
+                made.off and made.place is not None and tensor.requires_grad
+            ):  # what a custom Function returned was made while autograd was off
                 self._revived[made.place] = None
 
     def reached_by(self, losses: Sequence[torch.Tensor]) -> list[tuple[Place | None, int | None]]:

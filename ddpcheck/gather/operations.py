@@ -30,9 +30,7 @@ class Operations:
     edges: dict[tuple[int, int], None] = field(default_factory=dict)
 
 
-def read_operations(
-    roots: Sequence[torch.Tensor], parameters: Mapping[int, torch.Tensor], *, size: int
-) -> Operations:
+def read_operations(roots: Sequence[torch.Tensor], parameters: Mapping[int, torch.Tensor], *, size: int) -> Operations:
     """The autograd graph behind `roots`, as `torchviz.make_dot` sees it.
 
     What torchviz adds beside the graph (tensors that custom Functions saved, bases of views) and its nodes that only

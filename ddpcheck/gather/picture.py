@@ -63,7 +63,9 @@ def run_step() -> int | None:
     this_rank.state["path ends"] = local.explain(STEP)
     assert session.before is not None
     session.before.restore(session.twin)
-    loss = compute_loss(session.recipe, session.twin, session.batch, step=STEP, seed=seed_of(session, STEP), place="counting, ")
+    loss = compute_loss(
+        session.recipe, session.twin, session.batch, step=STEP, seed=seed_of(session, STEP), place="counting, "
+    )
     walk = walk_graph(loss.parts)
     return walk.size if walk.complete else None
 
@@ -279,9 +281,7 @@ class _Found:
             self._edges[source, target] = self._edges.get((source, target), False) or gradient
 
     def _picture(self, detail: Detail, read_by: Mapping[int, Sequence[str]], size: int | None) -> Picture:
-        ends = {
-            name: _stop_key(self.ends.index(end)) for name, end in self.path_ends.items() if end in self.ends
-        }
+        ends = {name: _stop_key(self.ends.index(end)) for name, end in self.path_ends.items() if end in self.ends}
         parameters = {}
         for key, tensor in self.tensors.items():
             names = self.names[key]
@@ -308,5 +308,3 @@ def _stop_key(index: int) -> str:
 
 def _loss_key(name: str) -> str:
     return f"loss {name}"
-
-
