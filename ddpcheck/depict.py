@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
 
 DETAILS = ("auto", "operations", "modules")
-MOST_OPERATIONS = 120
+MOST_OPERATIONS = 60
 """Nodes of the autograd graph that `auto` still draws one by one; more are drawn as modules."""
 
 MARKED = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP110", "DDP111")
 """The rules whose subjects are parameters that a picture marks."""
+
+_ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
 
 
 def require_packages() -> None:
@@ -106,11 +108,9 @@ def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *
     wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
     world.run(_prepare, target, seed, wrapping in ("passed", "failed") and not lazy, lazy)
     size: int | None = world.run(_run_step)[0]
-    if detail == "operations" and size is None:
-        raise UsageError("the graph has too many operations to draw them one by one; pass --detail modules")
     small = size is not None and size <= MOST_OPERATIONS
     chosen: Detail = "operations" if detail == "operations" or (detail == "auto" and small) else "modules"
-    picture: Picture = world.run(_trace, chosen, size, detail == "auto")[0]
+    picture: Picture = world.run(_trace, chosen, size, MOST_OPERATIONS if detail == "auto" else None)[0]
     return picture
 
 
@@ -126,10 +126,10 @@ def _run_step() -> int | None:
     return picture.run_step()
 
 
-def _trace(detail: Detail, size: int | None, or_modules: bool) -> Picture | None:
+def _trace(detail: Detail, size: int | None, most: int | None) -> Picture | None:
     from ddpcheck.gather import picture
 
-    return picture.trace(detail, size, or_modules=or_modules)
+    return picture.trace(detail, size, most=most)
 
 
 def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:
@@ -139,6 +139,7 @@ def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:
         if finding.code in MARKED:
             ranks = f"on {spelled(finding.ranks)}" if finding.ranks else ""
             steps = f"in {spelled_steps(finding.steps)}" if finding.steps else ""
+            absent = "not" if finding.code in _ABSENT and (ranks or steps) else ""
             for name in finding.subjects:
-                found.setdefault(name, Mark(name, finding.code, " ".join(filter(None, (ranks, steps)))))
+                found.setdefault(name, Mark(name, finding.code, " ".join(filter(None, (absent, ranks, steps)))))
     return tuple(found.values())

@@ -5,7 +5,7 @@ Pure functions from `Picture` to `Picture`. This module is light: it never impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpcheck.picture import Edge, Mark, Node, Picture, module_of, path_parts
@@ -264,7 +264,7 @@ def _into(picture: Picture, shown: Callable[[str], str]) -> Picture:
 
 
 def _take_together(picture: Picture, marks: Sequence[Mark]) -> Picture:
-    """The last resort, for hundreds of modules side by side that are all different: keep the ends and what is marked."""
+    """The last resort, for hundreds of modules side by side, all different: keep the ends and what is marked."""
     kept = {picture.shown_as.get(module_of(mark.parameter), "") for mark in marks}
     kept |= {node.module for node in picture.nodes if node.kind == "stop" and node.module is not None}
     plain = [node for node in picture.nodes if node.kind == "module" and node.module and node.module not in kept]

@@ -15,13 +15,13 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules config evidence wording locate nests recipe target launchers
+    errors findings rules config evidence wording picture locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
-    reference gather.session gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    reference gather.session gather.local gather.ddp gather.flow gather.operations gather.picture
+    consistency anomalous parity reducer causes outcome check depict folding render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -33,7 +33,8 @@ LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
+    ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
+    ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 
 

@@ -1,10 +1,10 @@
-"""What flows from module to module in a forward pass: who made each tensor, who reads it, and where gradient is lost."""
+"""What flows from module to module in a forward pass: who made a tensor, who reads it, and where gradient is lost."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.evidence import PathEnd
+from ddpcheck.graph import WALK_LIMIT
 from ddpcheck.locate import user_location
 from ddpcheck.nests import iter_tensors
-from ddpcheck.paths import _LEAVES_TORCH, _function_name
+from ddpcheck.paths import _LEAVES_TORCH, _cut_reason, _function_name
 
 Place = tuple[str | None, int]
 """A module's path (`None`: the loss function) and the part of its forward, counted by the calls that lie between."""
@@ -62,6 +63,7 @@ class Stop:
 @dataclass(slots=True)
 class _Frame:
     module: str | None
+    registered: str = ""  # the innermost registered module around it
     part: int = 0
 
 
@@ -76,12 +78,14 @@ class FlowRecorder(TorchFunctionMode):
         stops: What was met of the `ends` it was given, by their index.
         stop_edges: From a stop to the places that read what comes out of it.
         calls: How often each module's forward ran.
-        owners: The module in which each node of the autograd graph was made (filled only when `keep` is set).
+        owners: The module in which each node of the autograd graph was made (filled only while `keeps`).
+        keeps: Whether tensors are kept and their nodes looked at; ends when there are too many to be looked at.
     """
 
     def __init__(
         self,
         names: Mapping[int, str],
+        registered: Collection[int],
         inputs: Iterable[torch.Tensor],
         ends: Sequence[PathEnd] = (),
         *,
@@ -90,7 +94,8 @@ class FlowRecorder(TorchFunctionMode):
         """Prepare to record.
 
         Args:
-            names: Paths of modules by identity.
+            names: Paths of modules by identity, also of those that are held without being registered.
+            registered: The identities of those that are.
             inputs: The tensors of the batch.
             ends: Where paths are known to end.
             keep: Keep tensors and look at their nodes; for graphs that are small enough to be walked.
@@ -104,11 +109,12 @@ class FlowRecorder(TorchFunctionMode):
         self.stop_edges: dict[tuple[int, Place], None] = {}
         self.calls: Counter[str] = Counter()
         self.owners: dict[int, str | None] = {}
+        self.keeps = keep
         self._names = names
+        self._registered = registered
         self._inputs = {id(tensor): tensor for tensor in inputs}
         self._ends = list(ends)
         self._ending_names = {end.reason for end in ends if end.cause == "unreachable"}
-        self._keep = keep
         self._frames = [_Frame(None)]
         self._made: Any = WeakIdKeyDictionary()
         self._revived: dict[Place, None] = {}
@@ -135,11 +141,13 @@ class FlowRecorder(TorchFunctionMode):
         self._revive()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
-        name = self._names.get(id(module), self._frames[-1].module)
-        if id(module) in self._names:
-            assert name is not None
-            self.calls[name] += 1
-        self._frames.append(_Frame(name))
+        around = self._frames[-1]
+        name = self._names.get(id(module))
+        if name is None:  # what it computes counts as done by the module around it
+            self._frames.append(around)
+            return
+        self.calls[name] += 1
+        self._frames.append(_Frame(name, name if id(module) in self._registered else around.registered))
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop()
@@ -186,16 +194,16 @@ class FlowRecorder(TorchFunctionMode):
         frame = self._frames[-1]
         place = (frame.module, frame.part)
         lost = any(required) and not any(output.requires_grad for output in outputs)
-        stop = self._stop_here(name, lost, bool(outputs))
+        stop = self._stop_here(name, lost, outputs)
         before = [self._made.get(tensor) for tensor in inputs]
         after = frozenset(s for made in before if made is not None for s in made.after)
         if stop is not None:
             met = self.stops.setdefault(stop, Stop())
             if self._ends[stop].cause == "unreachable":
-                met.sources, met.dead = [place], [t for t in outputs if self._keep and t.requires_grad]
+                met.sources, met.dead = [place], [t for t in outputs if self.keeps and t.requires_grad]
             else:
                 after |= {stop}
-                if self._keep:
+                if self.keeps:
                     met.dead += [t for t, grad in zip(inputs, required, strict=True) if grad]
         if stop is not None and name in _DETACHES:  # the stop stands for it
             origin = next((made.place for made in before if made is not None), None)
@@ -215,8 +223,9 @@ class FlowRecorder(TorchFunctionMode):
             self._made[output] = _Made(place, stop=None if grad else cut, off=off, after=frozenset() if grad else after)
             if output._is_view() and output._base is not None and name.endswith("_"):
                 self._made[output._base] = self._made[output]
-            if self._keep and output.grad_fn is not None:
+            if self.keeps and output.grad_fn is not None:
                 self.owners.setdefault(id(output.grad_fn), frame.module)
+                self.keeps = len(self.owners) < WALK_LIMIT
                 for index in after:
                     self.stops[index].alive.append(output)
         if cut is not None:
@@ -236,6 +245,10 @@ class FlowRecorder(TorchFunctionMode):
                 made = _Made(INPUT)
             if made is None:
                 continue
+            if self.keeps and made.place is not None and tensor.grad_fn is not None:
+                self.owners.setdefault(
+                    id(tensor.grad_fn), made.place[0]
+                )  # of a custom Function, whose call is not seen
             if made.stop is not None and made.stop != stop:
                 self.stops[made.stop].sources += [] if made.place is None else [made.place]
                 self.stop_edges[made.stop, place] = None
@@ -262,16 +275,16 @@ class FlowRecorder(TorchFunctionMode):
                     kinds.add("gradient")
                     pending.append(source)
 
-    def _stop_here(self, name: str, lost: bool, has_outputs: bool) -> int | None:
-        leaves_torch = not has_outputs
-        if not self._ends or not (lost or leaves_torch or f"{name.strip('_')}()" in self._ending_names):
+    def _stop_here(self, name: str, lost: bool, outputs: Sequence[torch.Tensor]) -> int | None:
+        if not self._ends or not (lost or outputs == [] or f"{name.strip('_')}()" in self._ending_names):
             return None
-        where = user_location(sys._getframe(2))
+        where, module = user_location(sys._getframe(2)), self._frames[-1].registered
+        reason = f"{name.strip('_')}()"
+        if not outputs:
+            reason = f"{name.strip('_')}(), which leaves torch"
+        elif lost:
+            reason = _cut_reason(name, outputs[0])
         for index, end in enumerate(self._ends):
-            if end.location != where or where is None:
-                continue
-            if end.cause == "cut" and (end.reason.endswith("leaves torch") == leaves_torch) and (lost or leaves_torch):
-                return index
-            if end.cause == "unreachable" and end.reason == f"{name.strip('_')}()":
+            if (end.location, end.module, end.reason) == (where, module, reason) and where is not None:
                 return index
         return None

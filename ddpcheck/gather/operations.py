@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ class _Statements:
                 self.labels.setdefault(node, label["label"])
 
 
-def _make_dot():  # type: ignore[no-untyped-def]  # torchviz has no annotations
+def _make_dot() -> Any:
     try:
         from torchviz import make_dot
     except ImportError as error:  # for one, it needs distutils, which Python 3.12 gets from setuptools only

@@ -1,4 +1,4 @@
-"""The phases in which ranks gather what `ddpcheck graph` draws: the step, the size of its graph, and the graph itself."""
+"""The phases in which ranks gather what `ddpcheck graph` draws: a step, the size of its graph, the graph itself."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def run_step() -> int | None:
     return walk.size if walk.complete else None
 
 
-def trace(detail: Detail, size: int | None, *, or_modules: bool) -> Picture | None:
+def trace(detail: Detail, size: int | None, *, most: int | None) -> Picture | None:
     """Run the forward pass once more and follow what flows; every rank does, since a forward may communicate.
 
     Args:
         detail: What the nodes of the picture are.
         size: What `run_step` counted on rank 0.
-        or_modules: Whether modules will do where operations cannot be had.
+        most: Operations beyond which modules will do, also where torchviz cannot draw them; `None`: they will not.
 
     Returns:
         The picture, on rank 0.
 
     Raises:
-        UsageError: torchviz cannot draw the graph, and modules will not do.
+        UsageError: The operations cannot be drawn, and modules will not do.
     """
     session = the_session()
     assert session.before is not None
@@ -90,8 +90,8 @@ def trace(detail: Detail, size: int | None, *, or_modules: bool) -> Picture | No
     path_ends: dict[str, PathEnd] = this_rank.state["path ends"]
     ends = list(dict.fromkeys(end for end in path_ends.values() if end.cause in ("cut", "unreachable")))
     names = _module_names(session.twin)
-    keep = detail == "operations" and size is not None
-    recorder = FlowRecorder(names, iter_tensors(session.batch), ends, keep=keep)
+    registered = {id(module) for module in session.twin.modules()}
+    recorder = FlowRecorder(names, registered, iter_tensors(session.batch), ends, keep=detail == "operations")
     losses: dict[str, torch.Tensor] = {}
 
     def recorded(model: nn.Module, batch: Any) -> Any:
@@ -105,12 +105,15 @@ def trace(detail: Detail, size: int | None, *, or_modules: bool) -> Picture | No
     if session.rank != 0:
         return None
     found = _Found(session, recorder, losses, path_ends, ends, names)
-    if keep and size is not None:
+    if detail == "operations":
         try:
-            return found.operations(size)
+            picture = found.operations(size)
+            if most is None or sum(node.kind == "operation" for node in picture.nodes) <= most:
+                return picture
         except UsageError:
-            if not or_modules:
+            if most is None:
                 raise
+        found = _Found(session, recorder, losses, path_ends, ends, names)
     return found.flow(size)
 
 
@@ -129,23 +132,24 @@ def _module_names(module: nn.Module) -> dict[int, str]:
     """The path of every module, also of those that are held without being registered."""
     names = {id(submodule): name for name, submodule in module.named_modules()}
     held = {id(tensor): name for name, tensor in unregistered_tensors(module)}
-    for submodule in _unregistered_modules(module):
-        for inner, tensor in submodule.named_parameters():
-            name = held.get(id(tensor), "")
-            if name.endswith(f".{inner}"):
-                names.setdefault(id(submodule), name.removesuffix(f".{inner}"))
+    for unregistered in _unregistered_modules(module):
+        for name, tensor in unregistered.named_parameters():
+            if held.get(id(tensor), "").endswith(f".{name}"):
+                path = held[id(tensor)].removesuffix(f".{name}")
+                for inner, submodule in unregistered.named_modules():
+                    names.setdefault(id(submodule), f"{path}.{inner}" if inner else path)
                 break
     return names
 
 
 def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules in plain attributes, lists and dicts of `module`, and what is inside them."""
+    """Modules in plain attributes, lists and dicts of `module`."""
     registered = {id(submodule) for submodule in module.modules()}
     for holder in module.modules():
         for value in vars(holder).values():
             for item in iter_leaves(value):
                 if isinstance(item, nn.Module) and id(item) not in registered:
-                    yield from item.modules()
+                    yield item
 
 
 class _Found:
@@ -182,7 +186,10 @@ class _Found:
     def _module_facts(self, names: Mapping[int, str]) -> dict[str, ModuleFact]:
         twin, calls = self.session.twin, self.recorder.calls
         found = {}
-        for submodule in (*twin.modules(), *_unregistered_modules(twin)):
+        for submodule in (
+            *twin.modules(),
+            *(inner for item in _unregistered_modules(twin) for inner in item.modules()),
+        ):
             if (name := names.get(id(submodule))) is not None and name not in found:
                 elements = sum(p.numel() for p in submodule.parameters())
                 found[name] = ModuleFact(type(submodule).__name__, elements, calls[name])
@@ -223,12 +230,15 @@ class _Found:
 
     # By operations
 
-    def operations(self, size: int) -> Picture:
+    def operations(self, size: int | None) -> Picture:
         """The autograd graph as torchviz sees it, with the module in which each operation was made."""
         recorder = self.recorder
         dead = [t for stop in recorder.stops.values() for t in stop.dead if t.grad_fn is not None]
         roots = [*self.losses.values(), *({id(t): t for t in dead}.values())]
-        graph = read_operations(roots, self.tensors, size=size)
+        walk = walk_graph(roots) if recorder.keeps else None
+        if walk is None or not walk.complete:
+            raise UsageError("the graph has too many operations to draw them one by one; pass --detail modules")
+        graph = read_operations(roots, self.tensors, size=walk.size)
         keys = {node: f"operation {number}" for number, node in enumerate(graph.names)}
         parameters = {id(t) for t in self.tensors.values()}
         owners = self._owners(graph.names, graph.edges)

@@ -8,17 +8,18 @@ This module is light: it never imports torch, and graphviz only to write dot sou
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings import Report
 from ddpcheck.picture import Mark, Node, ParameterFact, Picture, module_of, path_parts
+from ddpcheck.render.labels import FAINT, INK, attribute, label, text_in_label
 from ddpcheck.rules import RULES
 from ddpcheck.wording import listed
 
 MOST_LINES = 6  # names in one node
+MOST_NODES = 16  # of anomalous parameters, one a module; more are put together
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ CAUSES: Mapping[str, Cause] = {
     "DDP111": Cause("ignored", "trained, but the wrapper was told to ignore it", "#5D3A9B", "#FFFFFF"),
 }
 
-_INK, _FAINT, _STOP = "#333333", "#767676", "#B00020"
+_STOP, _STOP_FILL = "#B00020", "#FFF1F0"
 _FONT = "Helvetica,Arial,sans-serif"
 
 
@@ -87,7 +88,7 @@ class _Drawing:
         for node in self.picture.nodes:
             self._draw_node(node)
         for edge in self.picture.edges:
-            self._join(edge.source, edge.target, {} if edge.gradient else {"style": "dashed", "color": _FAINT})
+            self._join(edge.source, edge.target, {} if edge.gradient else {"style": "dashed", "color": FAINT})
         self._draw_parameters()
         dot = graphviz.Digraph(
             "ddpcheck",
@@ -96,7 +97,7 @@ class _Drawing:
                 "labelloc": "t",
                 "labeljust": "l",
                 "fontname": _FONT,
-                "fontcolor": _INK,
+                "fontcolor": INK,
                 "rankdir": "TB",
                 "nodesep": "0.3",
                 "ranksep": "0.35",
@@ -107,7 +108,7 @@ class _Drawing:
             node_attr={
                 "fontname": _FONT,
                 "fontsize": "11",
-                "fontcolor": _INK,
+                "fontcolor": INK,
                 "color": "#8A8A8A",
                 "shape": "box",
                 "style": "rounded,filled",
@@ -137,32 +138,32 @@ class _Drawing:
 
     def _draw_node(self, node: Node) -> None:
         if node.kind == "input":
-            attributes = {"shape": "cds", "fillcolor": "#F4F4F4", "label": _label([(node.name, "b")])}
+            attributes = {"shape": "cds", "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
         elif node.kind == "loss":
             attributes = {
                 "shape": "doubleoctagon",
                 "fillcolor": "#F4F4F4",
-                "label": _label([(node.name, "b")]),
+                "label": label([(node.name, "b")]),
             }
         elif node.kind == "stop":
             attributes = self._stop(node)
         elif node.kind == "operation":
-            attributes = {"label": _label([(_operation(node.name), "")]), "tooltip": _escaped(node.name)}
+            attributes = {"label": label([(_operation(node.name), "")]), "tooltip": attribute(node.name)}
         else:
             attributes = self._module(node)
         self._place(node.key, node.module, attributes)
 
     def _module(self, node: Node) -> dict[str, str]:
-        called = ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in _most(node.operations))
+        called = ", ".join(name if count == 1 else f"{name} \u00d7{count}" for name, count in _most(node.operations))
         if node.name:  # many modules taken together
-            return {"label": _label([(node.name, "b")])}
+            return {"label": label([(node.name, "b")])}
         if node.module is None or node.module in self._crowded:  # what a container computes between its modules
-            return {"label": _label([(called or "computes", "small")]), "fillcolor": "#F4F4F4"}
+            return {"label": label([(called or "computes", "small")]), "fillcolor": "#F4F4F4"}
         fact = self.picture.modules.get(node.module)
         lines = [(self._called(node.module), "b")]
         if fact is not None:
             lines.append((self._about(node.module), "small"))
-        return {"label": _label(lines), "tooltip": _escaped(f"{node.module}: {called}")}
+        return {"label": label(lines), "tooltip": attribute(f"{node.module}: {called}")}
 
     def _called(self, module: str) -> str:
         """The last part of a module's path, or the range of them where it stands for several."""
@@ -179,11 +180,11 @@ class _Drawing:
         if fact is None:
             return ""
         copies = self.picture.stands_for.get(module, ())
-        words = [f"{len(copies)} × {fact.class_name}" if copies else fact.class_name]
+        words = [f"{len(copies)} \u00d7 {fact.class_name}" if copies else fact.class_name]
         if fact.elements:
             words.append(_count(fact.elements, "parameter") + (" each" if copies else ""))
         if not fact.calls and self.report and not self._is_container(module):
-            words.append("never called")
+            words.append("not called")
         elif fact.calls > 1:
             words.append(f"called {fact.calls} times")
         return " · ".join(words)
@@ -202,12 +203,12 @@ class _Drawing:
         return {
             "shape": "octagon",
             "style": "filled",
-            "fillcolor": "#FFF1F0",
+            "fillcolor": _STOP_FILL,
             "color": _STOP,
             "fontcolor": _STOP,
             "penwidth": "2",
             "margin": "0.05,0.02",
-            "label": _label(lines, colour=_STOP),
+            "label": label(lines, colour=_STOP),
         }
 
     # Parameters
@@ -218,11 +219,18 @@ class _Drawing:
                 if fact.read_by or name in self.marks:
                     self._parameter_node([name], self.marks.get(name))
             return
-        groups: dict[tuple[str, str, str | None], list[str]] = {}
-        for name, mark in self.marks.items():
-            groups.setdefault((mark.code, mark.where, self._home(name)), []).append(name)
+        groups = self._groups(lambda name: (self._home(name), self._shown_as(module_of(name))))
+        if len(groups) > MOST_NODES:
+            groups = self._groups(self._home)
         for names in groups.values():
             self._parameter_node(names, self.marks[names[0]])
+
+    def _groups(self, place: Callable[[str], Hashable]) -> dict[Hashable, list[str]]:
+        """The marked parameters that share a node: the same is wrong with them, and `place` is the same."""
+        groups: dict[Hashable, list[str]] = {}
+        for name, mark in self.marks.items():
+            groups.setdefault((mark.code, mark.where, place(name)), []).append(name)
+        return groups
 
     def _home(self, name: str) -> str | None:
         """The module in whose box the node of a parameter stands: around what reads it, else its own."""
@@ -252,16 +260,16 @@ class _Drawing:
             lines.append((mark.where, "small"))
         shown = names if len(names) <= MOST_LINES else names[: MOST_LINES - 1]
         for name, fact in zip(shown, facts, strict=False):
-            label = " = ".join(fact.names) if fact else name
-            lines.append((f"{label}  {_shape(fact)}".rstrip(), "" if cause else "small"))
+            aliases = " = ".join(fact.names) if fact else name
+            lines.append((f"{aliases}  {_shape(fact)}".rstrip(), "" if cause else "small"))
         if len(shown) < len(names):
             lines.append((f"and {len(names) - len(shown)} more", ""))
         key = f"parameter {names[0]}"
         attributes = {"style": "filled", "fillcolor": cause.fill if cause else "#E8F1F8"}
         if cause:
             attributes |= {"penwidth": "1.5", "color": "#000000"}
-        attributes |= {"label": _label(lines, colour=cause.text if cause else _INK)}
-        attributes |= {"tooltip": _escaped(", ".join(names))}
+        attributes |= {"label": label(lines, colour=cause.text if cause else INK)}
+        attributes |= {"tooltip": attribute(", ".join(names))}
         self._place(key, self._home(names[0]), attributes)
         line = {"color": "#000000", "penwidth": "1.5"} if cause else {}
         readers = dict.fromkeys(reader for fact in facts if fact for reader in fact.read_by)
@@ -290,17 +298,17 @@ class _Drawing:
             dot.node(name, **attributes)
         for inner_path, inner in cluster.inside.items():
             with dot.subgraph(name=f"cluster_{self._number(inner_path)}") as box:
-                label = _label(
+                heading = label(
                     [(self._called(inner_path), "b"), (self._about(inner_path), "small")], align="LEFT", one_line=True
                 )
                 grey = max(0xFF - 7 * depth, 0xE0)
                 box.attr(
-                    label=label,
+                    label=heading,
                     labeljust="l",
                     style="rounded,filled",
                     color="#C4C4C4",
                     fillcolor=f"#{grey:02X}{grey:02X}{min(grey + 3, 255):02X}",
-                    tooltip=_escaped(inner_path or "model"),
+                    tooltip=attribute(inner_path or "model"),
                 )
                 self._write(box, inner, inner_path, depth + 1)
 
@@ -316,36 +324,33 @@ class _Drawing:
     def _title(self) -> str:
         world = self.report.world
         size = self.picture.size
-        operations = f"{size:,} operations" if size is not None else "too many operations to count"
+        operations = f"graph of {size:,} nodes" if size is not None else "graph of more nodes than are counted"
         drawn = "" if self.by_operations else ", drawn as modules"
         facts = f"rank 0 of {world.get('world_size', 1)}, step 0 · {operations}{drawn}"
         codes = dict.fromkeys(finding.code for finding in self.report.findings)
         marked = {mark.code for mark in self.marks.values()}
         found = [f"{code} {RULES[code].name}" + ("" if code in marked else " (not drawn)") for code in codes]
-        swatches = [
-            _swatch(CAUSES[code].fill, "#000000", f"{CAUSES[code].word}: {CAUSES[code].meaning}", code)
-            for code in sorted(marked)
-        ]
-        if any(node.kind == "stop" for node in self.picture.nodes):
-            swatches.append(_swatch("#FFF1F0", _STOP, "the place where a path ends"))
         rows = [
-            f'<FONT POINT-SIZE="16"><B>{_text(self.report.target)}</B></FONT>',
-            f'<FONT COLOR="{_FAINT}">{_text(facts)}</FONT>',
-            _text("findings: " + ", ".join(found) if found else "no findings"),
+            _row(f'<FONT POINT-SIZE="16"><B>{text_in_label(self.report.target)}</B></FONT>'),
+            _row(f'<FONT COLOR="{FAINT}">{text_in_label(facts)}</FONT>'),
+            _row(text_in_label("findings: " + ", ".join(found) if found else "no findings")),
         ]
-        if swatches:
-            rows.append(f'<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="1">{"".join(swatches)}</TABLE>')
+        for code in sorted(marked):
+            cause = CAUSES[code]
+            text = f"<B>{text_in_label(cause.word)}</B> {text_in_label(f'{cause.meaning} ({code})')}"
+            rows.append(_row(f'<FONT COLOR="{cause.text}">{text}</FONT>', fill=cause.fill, border="#000000"))
+        if any(node.kind == "stop" for node in self.picture.nodes):
+            text = "<B>end of a path</B> what was computed before it gets no gradient through it"
+            rows.append(_row(f'<FONT COLOR="{_STOP}">{text}</FONT>', fill=_STOP_FILL, border=_STOP))
         if any(not edge.gradient for edge in self.picture.edges):
-            rows.append(f'<FONT COLOR="{_FAINT}">dashed arrow: data only, no gradient comes back</FONT>')
-        lines = "".join(f'<TR><TD ALIGN="LEFT">{row}</TD></TR>' for row in rows)
-        return f'<<TABLE BORDER="0" CELLSPACING="2" CELLPADDING="1">{lines}</TABLE>>'
+            rows.append(_row(f'<FONT COLOR="{FAINT}">dashed arrow: data only, no gradient comes back</FONT>'))
+        return f'<<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2">{"".join(rows)}</TABLE>>'
 
 
-def _swatch(fill: str, border: str, text: str, code: str = "") -> str:
-    """A row of the legend."""
-    box = f'<TD BGCOLOR="{fill}" BORDER="1" COLOR="{border}" WIDTH="22" HEIGHT="12" FIXEDSIZE="TRUE"></TD>'
-    more = f' <FONT COLOR="{_FAINT}">{code}</FONT>' if code else ""
-    return f'<TR>{box}<TD ALIGN="LEFT" BORDER="0">{_text(text)}{more}</TD></TR>'
+def _row(text: str, *, fill: str = "", border: str = "") -> str:
+    """A row of the title; one of the legend looks like what it explains."""
+    look = f' BGCOLOR="{fill}" BORDER="1" COLOR="{border}"' if fill else ' BORDER="0"'
+    return f'<TR><TD ALIGN="LEFT"{look}>{text}</TD></TR>'
 
 
 def _are_consecutive(names: Sequence[str]) -> bool:
@@ -363,42 +368,6 @@ def _by_first_name(marks: Iterable[Mark], parameters: Mapping[str, ParameterFact
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _label(
-    lines: Sequence[tuple[str, str]], *, colour: str = _INK, align: str = "CENTER", one_line: bool = False
-) -> str:
-    """An HTML-like label: lines with a style each: "b" for bold, "small", or ""."""
-    written = []
-    for line, style in lines:
-        if not line:
-            continue
-        text = _text(line)
-        if style == "b":
-            text = f"<B>{text}</B>"
-        elif style == "small":
-            faint = _FAINT if colour == _INK else colour
-            text = f'<FONT POINT-SIZE="9" COLOR="{faint}">{text}</FONT>'
-        written.append(text)
-    between = "  " if one_line else f'<BR ALIGN="{align}"/>'
-    return f'<<FONT COLOR="{colour}">{between.join(written)}</FONT>>'
-
-
-def _text(text: str) -> str:
-    """`text` within an HTML-like label."""
-    return html.escape(_shown(text).replace("\\", "\\\\")) or " "
-
-
-def _escaped(text: str) -> str:
-    """`text` as an ordinary attribute that dot takes literally; graphviz quotes it."""
-    import graphviz
-
-    return str(graphviz.escape(_shown(text)))
-
-
-def _shown(text: str) -> str:
-    """`text` with what cannot be printed spelled out."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def _operation(name: str) -> str:
     """A node of the autograd graph by the operation that it belongs to: "AddmmBackward0" is Addmm."""
     head, backward, number = name.rpartition("Backward")
@@ -411,7 +380,7 @@ def _most(operations: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _shape(fact: ParameterFact | None) -> str:
-    return "" if fact is None else "×".join(map(str, fact.shape)) or "scalar"
+    return "" if fact is None else "\u00d7".join(map(str, fact.shape)) or "scalar"
 
 
 def _count(number: int, noun: str) -> str:
