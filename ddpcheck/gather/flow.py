@@ -50,11 +50,13 @@ class Stop:
     """A place where a path ends, as it was met in the forward pass.
 
     Attributes:
+        module: The module that was at work.
         sources: The places whose results end here.
         dead: What goes in, and requires grad (kept only when asked to).
         alive: What comes of it later, and requires grad again (kept only when asked to).
     """
 
+    module: str | None
     sources: list[Place] = field(default_factory=list)
     dead: list[torch.Tensor] = field(default_factory=list)
     alive: list[torch.Tensor] = field(default_factory=list)
@@ -198,7 +200,7 @@ class FlowRecorder(TorchFunctionMode):
         before = [self._made.get(tensor) for tensor in inputs]
         after = frozenset(s for made in before if made is not None for s in made.after)
         if stop is not None:
-            met = self.stops.setdefault(stop, Stop())
+            met = self.stops.setdefault(stop, Stop(frame.module))
             if self._ends[stop].cause == "unreachable":
                 met.sources, met.dead = [place], [t for t in outputs if self.keeps and t.requires_grad]
             else:
@@ -261,10 +263,10 @@ class FlowRecorder(TorchFunctionMode):
             ):  # what a custom Function returned was made while autograd was off
                 self._revived[made.place] = None
 
-    def reached_by(self, losses: Sequence[torch.Tensor]) -> list[tuple[Place | None, int | None]]:
-        """The place that made each of `losses`, and the stop that lies behind it."""
-        made = [self._made.get(loss) for loss in losses]
-        return [(None, None) if item is None else (item.place, item.stop) for item in made]
+    def maker_of(self, tensor: torch.Tensor) -> Place | None:
+        """The place that made `tensor`, as far as it was seen."""
+        made = self._made.get(tensor)
+        return made.place if made is not None else None
 
     def _revive(self) -> None:
         pending = list(self._revived)

@@ -207,26 +207,23 @@ class _Found:
             self._add(Node(_place_key(place), "module", module=place[0], operations=dict(called)))
         for (source, target), kinds in recorder.flows.items():
             self._join(_place_key(source), _place_key(target), "gradient" in kinds)
-        self._add_stops(lambda place: _place_key(place))
+        self._add_stops()
+        for index, stop in recorder.stops.items():
+            for place in stop.sources:
+                self._join(_place_key(place), _stop_key(index), True)
         for index, place in recorder.stop_edges:
             self._join(_stop_key(index), _place_key(place), False)
-        for (name, _), (made, stop) in zip(
-            self.losses.items(), recorder.reached_by(list(self.losses.values())), strict=True
-        ):
+        for name, loss in self.losses.items():
             self._add(Node(_loss_key(name), "loss", name=name))
-            if stop is not None:
-                self._join(_stop_key(stop), _loss_key(name), False)
-            elif made is not None:
-                self._join(_place_key(made), _loss_key(name), True)
+            if (place := recorder.maker_of(loss)) is not None:
+                self._join(_place_key(place), _loss_key(name), True)
         read_by = {key: [_place_key(place) for place in places] for key, places in recorder.reads.items()}
         return self._picture("modules", read_by, size)
 
-    def _add_stops(self, key_of: Any) -> None:
+    def _add_stops(self) -> None:
         for index, end in enumerate(self.ends):
-            self._add(Node(_stop_key(index), "stop", module=end.module or "", end=end))
-            if (stop := self.recorder.stops.get(index)) is not None:
-                for place in stop.sources:
-                    self._join(key_of(place), _stop_key(index), True)
+            stop = self.recorder.stops.get(index)
+            self._add(Node(_stop_key(index), "stop", module=stop.module if stop else end.module, end=end))
 
     # By operations
 
@@ -256,7 +253,7 @@ class _Found:
                 read_by.setdefault(source, []).append(keys[target])
             elif source in keys and target in keys:
                 self._join(keys[source], keys[target], True)
-        self._add_stops(lambda place: "")
+        self._add_stops()
         for index, stop in recorder.stops.items():
             for tensor in stop.dead:
                 if id(tensor) in parameters:
