@@ -303,6 +303,7 @@ class _Drawing:
                 )
                 grey = max(0xFF - 7 * depth, 0xE0)
                 box.attr(
+                    "graph",
                     label=heading,
                     labeljust="l",
                     style="rounded,filled",

@@ -37,7 +37,8 @@ def attribute(text: str) -> str:
     """`text` as an ordinary attribute that dot takes literally; graphviz quotes it."""
     import graphviz
 
-    return str(graphviz.escape(_shown(text)))
+    escaped: str = graphviz.escape(_shown(text))  # of a class that keeps "<...>" from being taken for a label
+    return escaped
 
 
 def _shown(text: str) -> str:
