@@ -1,5 +1,6 @@
 """Folding: modules that are alike stand once, deep ones fold, and what is wrong stays visible."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,7 @@ def chain(*modules: tuple[str, str], loss: str = "loss") -> Picture:
     """A chain of modules, given by path and class, that ends in the loss."""
     nodes = [Node(path, "module", module=path, operations={"linear": 1}) for path, _ in modules]
     nodes.append(Node(loss, "loss", name=loss))
-    edges = [Edge(one.key, other.key) for one, other in zip(nodes[:-1], nodes[1:], strict=True)]
+    edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(nodes)]
     facts = {path: ModuleFact(name, 9, 1) for path, name in modules}
     parameters = {f"{path}.w": ParameterFact((f"{path}.w",), (9,), (path,)) for path, _ in modules}
     return Picture("modules", tuple(nodes), tuple(edges), facts, parameters)
@@ -117,9 +118,9 @@ def test_neighbours_that_are_all_different_are_taken_together_but_not_what_is_ma
 
 def test_a_loop_in_a_module_s_own_forward_stands_once() -> None:
     adds = [Node(f"add {part}", "module", module="", operations={"add": 1}) for part in range(40)]
-    edges = [Edge(one.key, other.key) for one, other in zip(adds[:-1], adds[1:], strict=True)]
+    edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(adds)]
     picture = fold(Picture("modules", (*adds, Node("loss", "loss")), (*edges, Edge("add 39", "loss")), {}, {}), ())
-    assert shown(picture) == ["add 0", "loss"] or [node.key for node in picture.nodes] == ["add 0", "loss"]
+    assert [node.key for node in picture.nodes] == ["add 0", "loss"]
     assert arrows(picture) == {("add 0", "loss")}
 
 

@@ -25,8 +25,6 @@ Place = tuple[str | None, int]
 
 INPUT: Place = ("input", -1)
 
-_DETACHES = frozenset({"detach", "detach_", "data"})
-
 
 @dataclass(slots=True)
 class _Made:
@@ -197,6 +195,7 @@ class FlowRecorder(TorchFunctionMode):
         place = (frame.module, frame.part)
         lost = any(required) and not any(output.requires_grad for output in outputs)
         stop = self._stop_here(name, lost, outputs)
+        cut = stop if stop is not None and self._ends[stop].cause == "cut" else None
         before = [self._made.get(tensor) for tensor in inputs]
         after = frozenset(s for made in before if made is not None for s in made.after)
         if stop is not None:
@@ -207,19 +206,18 @@ class FlowRecorder(TorchFunctionMode):
                 after |= {stop}
                 if self.keeps:
                     met.dead += [t for t, grad in zip(inputs, required, strict=True) if grad]
-        if stop is not None and name in _DETACHES:  # the stop stands for it
-            origin = next((made.place for made in before if made is not None), None)
-            for output in outputs:
-                self._made[output] = _Made(origin, stop=stop, after=after)
+        if cut is not None and self._ends[cut].reason.startswith((f"{name.strip('_')}()", f".{name}")):
+            met.sources += [made.place for made in before if made is not None and made.place is not None]
+            for output in outputs:  # the stop stands for the operation
+                self._made[output] = _Made(None, stop=cut, after=after)
             frame.part += 1
             return
         if outputs:
             self.places.setdefault(place, Counter())[name.strip("_")] += 1
-        elif stop is None:
+        else:
             return
         self._read(place, inputs, stop)
         off = not torch.is_grad_enabled() and (any(required) or any(made is not None and made.off for made in before))
-        cut = stop if stop is not None and self._ends[stop].cause == "cut" else None
         for output in outputs:
             grad = output.requires_grad
             self._made[output] = _Made(place, stop=None if grad else cut, off=off, after=frozenset() if grad else after)
@@ -230,10 +228,7 @@ class FlowRecorder(TorchFunctionMode):
                 self.keeps = len(self.owners) < WALK_LIMIT
                 for index in after:
                     self.stops[index].alive.append(output)
-        if cut is not None:
-            if not outputs:
-                met.sources += [made.place for made in before if made is not None and made.place is not None]
-            frame.part += 1
+        frame.part += cut is not None
 
     def _read(self, place: Place, tensors: Iterable[torch.Tensor], stop: int | None) -> None:
         for tensor in tensors:
