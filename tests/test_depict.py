@@ -72,7 +72,7 @@ def test_each_cause_is_drawn_in_its_colour(name: str, code: str, words: str) -> 
         ("detached", "detach()\nat detached.py:18", "anh", "head"),
         ("data_attribute", ".data\nat data_attribute.py:18", "anh", "head"),
         ("detached_parameter", "detach()\nat detached_parameter.py:19", "encoder.weight", ""),
-        ("argmax_path", "argmax(), which is not differentiable\nat argmax_path.py:19", "selector", "ul"),
+        ("argmax_path", "argmax(), which is not differentiable\nat argmax_path.py:19", "selector", ""),
         ("no_grad_region", "torch.no_grad()\nat no_grad_region.py:19", "encoder", ""),
         ("item_path", "item(), which leaves torch\nat item_path.py:33", "ean", None),
         ("output_not_in_loss", "linear()\nat output_not_in_loss.py:20\ndoes not reach the loss", "extra", None),
@@ -155,12 +155,11 @@ def loss(model, batch):
 """
 
 
-@pytest.mark.parametrize(("before", "after"), [(10, 25_000), (30_000, 10)])
-def test_a_graph_of_tens_of_thousands_of_nodes_is_drawn_by_modules(before: int, after: int) -> None:
-    dot = draw(recipe(DEEP.format(before=before, after=after)), "--steps", "1")
+def test_a_detached_graph_too_deep_to_be_walked_is_drawn_by_modules() -> None:
+    dot = draw(recipe(DEEP.format(before=50_000, after=10)), "--steps", "1")
     assert len(dot.nodes) < 12
-    assert dot.joined(f"mul \u00d7{before + 1}", "detach()")
-    assert dot.joined("detach()", f"mul \u00d7{after + 1}")
+    assert dot.joined("mul \u00d750001", "detach()")
+    assert dot.joined("detach()", "mul \u00d711")
 
 
 def test_operations_are_drawn_beyond_the_recursion_limit_when_asked_for() -> None:
@@ -169,7 +168,7 @@ def test_operations_are_drawn_beyond_the_recursion_limit_when_asked_for() -> Non
 
 
 def test_too_many_operations_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    target = recipe(DEEP.format(before=10, after=20_000))
+    target = recipe(DEEP.format(before=10, after=20_500))
     code = cli.main(["graph", target, "-o", "graph.dot", "--detail", "operations", "--steps", "1", "--timeout", "60"])
     assert (code, Path("graph.dot").exists()) == (2, False)
     assert "too many operations to draw them one by one; pass --detail modules" in capsys.readouterr().err
@@ -183,14 +182,14 @@ class Block(nn.Module):
     def __init__(self, number):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
-        if number == 100:
+        if number == 30:
             self.idle = nn.Linear(4, 4)
     def forward(self, x):
         return x + 1e-3 * self.linear(self.norm(x)).relu()
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(number) for number in range(200)))
+        self.blocks = nn.Sequential(*(Block(number) for number in range(60)))
     def forward(self, x):
         return self.blocks(x)
 def loss(model, batch):
@@ -199,9 +198,9 @@ def loss(model, batch):
         )
     )
     titles = [label.split("  ")[0] for label in dot.clusters.values()]
-    assert titles == ["model", "blocks", "0 \u2026 99", "100", "idle", "101 \u2026 199"]
-    assert "100 \u00d7 Block" in dot.clusters[list(dot.clusters)[2]]
-    assert dot.clusters_of(dot.node("blocks.100.idle.weight"))[-1].startswith("idle")
+    assert titles == ["model", "blocks", "0 \u2026 29", "30", "idle", "31 \u2026 59"]
+    assert "30 \u00d7 Block" in dot.clusters[list(dot.clusters)[2]]
+    assert dot.clusters_of(dot.node("blocks.30.idle.weight"))[-1].startswith("idle")
 
 
 def test_layers_in_a_list_have_their_place() -> None:

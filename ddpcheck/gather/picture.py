@@ -215,8 +215,8 @@ class _Found:
             self._join(_stop_key(index), _place_key(place), False)
         for name, loss in self.losses.items():
             self._add(Node(_loss_key(name), "loss", name=name))
-            if (place := recorder.maker_of(loss)) is not None:
-                self._join(_place_key(place), _loss_key(name), True)
+            if (maker := recorder.maker_of(loss)) is not None:
+                self._join(_place_key(maker), _loss_key(name), True)
         read_by = {key: [_place_key(place) for place in places] for key, places in recorder.reads.items()}
         return self._picture("modules", read_by, size)
 
