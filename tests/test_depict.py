@@ -155,6 +155,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_a_detached_graph_too_deep_to_be_walked_is_drawn_by_modules() -> None:
     dot = draw(recipe(DEEP.format(before=50_000, after=10)), "--steps", "1")
     assert len(dot.nodes) < 12
