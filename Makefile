@@ -6,10 +6,11 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 HEALTHY ?= examples/digits/healthy.py
 BROKEN ?= examples/digits/unused_head.py
+PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format faults steady bench test-gpu clean
+.PHONY: help report test lint types format faults steady bench pictures test-gpu clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +54,11 @@ steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under lo
 
 bench: $(READY) ## what a world costs beside torch.multiprocessing.spawn
 	$(BIN)/python benchmarks/worlds.py
+
+# A test holds docs/graph.dot to what ddpcheck draws; docs/graph.svg, laid out by Graphviz, is made of it.
+pictures: $(READY) ## draw the pictures of the documentation afresh; needs Graphviz
+	$(BIN)/ddpcheck graph $(PICTURE) -o docs/graph.dot
+	$(BIN)/ddpcheck graph $(PICTURE) -o docs/graph.svg
 
 # For a machine with one GPU, no network and a torch of its own: no virtual environment, nothing is installed. Only files
 # that hold GPU tests are read, so that what the others need may be missing.

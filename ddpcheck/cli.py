@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import NoReturn, Self, TextIO
 
 from ddpcheck import __version__
 from ddpcheck.config import load_settings
 from ddpcheck.errors import EXIT_CLEAN, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
 from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.render.layout import lay_out, picture_format
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -89,20 +90,23 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     report = command("report", _report, "check a recipe on real processes and print a report")
-    report.add_argument("target", metavar="TARGET", help=TARGET_HELP)
-    what = report.add_argument_group("what is checked")
-    what.add_argument("--steps", metavar="N", help="training steps (default 3)")
-    what.add_argument("--world-size", metavar="N", help="ranks (default 2)")
-    what.add_argument("--backend", metavar="NAME", help="gloo or nccl (default: by device)")
-    what.add_argument("--device", metavar="NAME", help="cpu or cuda (default cpu)")
-    what.add_argument("--timeout", metavar="SECONDS", help="after which a run counts as a hang (default 30)")
-    what.add_argument("--seed", metavar="N", help="of all random numbers (default 0)")
+    what = _add_target(report)
     rules = "rules by code, prefix or name; comma separated or repeated"
     what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
     what.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
     how = report.add_argument_group("what comes of it")
     how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
     _add_output(how)
+
+    graph = command("graph", _graph, "check a recipe and draw its loss's graph, with anomalous parameters in colour")
+    how = _add_target(graph)
+    how.add_argument("--detail", default="auto", metavar="NAME", help="operations, modules or auto (by size; default)")
+    how.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output",
+    )
 
     explain = command("explain", _explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
@@ -113,6 +117,18 @@ def _parser() -> argparse.ArgumentParser:
     render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
     _add_output(render)
     return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    what = parser.add_argument_group("what is checked")
+    what.add_argument("--steps", metavar="N", help="training steps (default 3)")
+    what.add_argument("--world-size", metavar="N", help="ranks (default 2)")
+    what.add_argument("--backend", metavar="NAME", help="gloo or nccl (default: by device)")
+    what.add_argument("--device", metavar="NAME", help="cpu or cuda (default cpu)")
+    what.add_argument("--timeout", metavar="SECONDS", help="after which a run counts as a hang (default 30)")
+    what.add_argument("--seed", metavar="N", help="of all random numbers (default 0)")
+    return what
 
 
 def _add_output(parser: argparse._ActionsContainer) -> None:
@@ -145,8 +161,42 @@ def _report(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
         progress.clear()
-        output.write(report)
+        output.show(report)
     return report.exit_code(settings.fail_on)
+
+
+def _graph(arguments: argparse.Namespace) -> int:
+    names = ("world_size", "backend", "device", "steps", "timeout", "seed")
+    settings = load_settings({name: getattr(arguments, name) for name in names})
+    path = None if arguments.output in (None, "-") else arguments.output
+    form = picture_format(path)
+    with _File(path) as file, _Progress(sys.stderr) as progress:
+        from ddpcheck.depict import depict
+        from ddpcheck.folding import fold
+        from ddpcheck.render.drawing import draw, summary
+
+        report, picture, marks = depict(
+            arguments.target,
+            detail=arguments.detail,
+            world_size=settings.world_size,
+            backend=settings.backend,
+            device=settings.device,
+            steps=settings.steps,
+            timeout=settings.timeout,
+            seed=settings.seed,
+            progress=progress,
+        )
+        progress("laying out the picture")
+        source = draw(fold(picture, marks), marks, report)
+        drawn = lay_out(source, form, timeout=settings.timeout)
+        progress.clear()
+        if path is None:
+            _print(source.removesuffix("\n"))
+        else:
+            file.write(drawn)
+        where = f", written to {path}" if path is not None else ""
+        print(f"ddpcheck: {summary(picture, marks)}{where}", file=sys.stderr)
+    return EXIT_CLEAN
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -162,7 +212,7 @@ def _render(arguments: argparse.Namespace) -> int:
     except (ValueError, TypeError) as error:
         raise UsageError(f"{name} is not a report: {error}") from error
     with _Output(arguments) as output:
-        output.write(report)
+        output.show(report)
     return EXIT_CLEAN
 
 
@@ -201,17 +251,15 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_USAGE)
 
 
-class _Output:
-    """Where a report goes. Entering finds out whether that can be written, before any work is done."""
+class _File:
+    """A file to write. Entering finds out whether that can be done, before any work is."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._path: str | None = None if arguments.output in (None, "-") else arguments.output
-        self._medium = Medium.of(sys.stdout) if self._path is None else Medium()
-        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium)
+    def __init__(self, path: str | None) -> None:
+        self._path = path
         self._made = False
         self._written = False
 
-    def __enter__(self) -> _Output:
+    def __enter__(self) -> Self:
         if self._path is not None:
             self._made = not os.path.lexists(self._path)
             try:
@@ -225,17 +273,30 @@ class _Output:
         if self._path is not None and self._made and not self._written:
             os.unlink(self._path)
 
-    def write(self, report: Report) -> None:
+    def write(self, content: bytes) -> None:
+        assert self._path is not None
+        try:
+            with open(self._path, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {_reason(error)}") from error
+        self._written = True
+
+
+class _Output(_File):
+    """Where a report goes: a file, or standard output."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(None if arguments.output in (None, "-") else arguments.output)
+        self._medium = Medium.of(sys.stdout) if self._path is None else Medium()
+        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium)
+
+    def show(self, report: Report) -> None:
         text = self._renderer.render(report)
         if self._path is None:
             _print(text.removesuffix("\n"))
             return
-        try:
-            with open(self._path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-                file.write(text)
-        except OSError as error:
-            raise UsageError(f"cannot write {self._path}: {_reason(error)}") from error
-        self._written = True
+        self.write(text.encode("utf-8", "backslashreplace"))
         findings = len(report.findings)
         verdict = f"{findings} finding{'' if findings == 1 else 's'}" if findings else report.status
         print(f"ddpcheck: {verdict}, written to {self._path}", file=sys.stderr)

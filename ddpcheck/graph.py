@@ -100,11 +100,13 @@ class GraphWalk:
         leaves: The tensors into which backward accumulates.
         node_names: Names of the node classes, for example "AddmmBackward0".
         complete: False when the walk stopped at its limit.
+        size: Number of nodes that it met.
     """
 
     leaves: tuple[torch.Tensor, ...]
     node_names: frozenset[str]
     complete: bool
+    size: int
 
 
 def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> GraphWalk:
@@ -122,10 +124,10 @@ def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> Gra
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 if len(seen) >= limit:
-                    return GraphWalk(tuple(leaves.values()), frozenset(names), False)
+                    return GraphWalk(tuple(leaves.values()), frozenset(names), False, len(seen))
                 seen.add(following)
                 pending.append(following)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), True)
+    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen))
 
 
 def functions_before(

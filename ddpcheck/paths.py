@@ -132,7 +132,7 @@ class PathRecorder(TorchFunctionMode):
         entry = self._taints.get(tensor)
         if entry is not None:
             known, required_grad = entry
-            revived = tensor.grad_fn is not None and not required_grad  # the output of a custom Function
+            revived = not tensor.is_leaf and not required_grad  # the output of a custom Function
             taint = {index: None if revived else event for index, event in known.items()}
         for index, event in self._written.get(_storage_key(tensor), {}).items():
             taint.setdefault(index, event)

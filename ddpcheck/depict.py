@@ -1,0 +1,145 @@
+"""`depict(target)`: checks a recipe on real ranks and gathers the graph of its loss, with the parameters to mark in it.
+
+This module is light: torch is only imported on the ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddpcheck.check import check
+from ddpcheck.collectives import DeadlockWatch
+from ddpcheck.errors import EXIT_HANG, EXIT_TARGET, DdpcheckError, HangError, RankError, TargetError, UsageError
+from ddpcheck.findings import Finding, Report
+from ddpcheck.harness import World
+from ddpcheck.picture import Detail, Mark, Picture
+from ddpcheck.wording import spelled, spelled_steps
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe import Recipe
+
+DETAILS = ("auto", "operations", "modules")
+MOST_OPERATIONS = 60
+"""Nodes of the autograd graph that `auto` still draws one by one; more are drawn as modules."""
+
+MARKED = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP110", "DDP111")
+"""The rules whose subjects are parameters that a picture marks."""
+
+_ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
+
+
+def require_packages() -> None:
+    """Raise a `UsageError` where the packages that draw are not installed."""
+    missing = [name for name in ("graphviz", "torchviz") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"drawing needs the Python package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}: "
+            "pip install 'ddpcheck[graph]'"
+        )
+
+
+def depict(
+    target: Recipe | str,
+    *,
+    detail: Literal["auto", "operations", "modules"] = "auto",
+    world_size: int = 2,
+    backend: str | None = None,
+    device: str = "cpu",
+    steps: int = 3,
+    timeout: float = 30.0,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> tuple[Report, Picture, tuple[Mark, ...]]:
+    """Check a recipe, and gather the graph of rank 0's loss in the first step.
+
+    Args:
+        target: As for `ddpcheck.check`.
+        detail: Whether the nodes are operations or modules; "auto" decides by their number.
+        world_size: As for `ddpcheck.check`, and so are the following.
+        backend: "gloo" or "nccl".
+        device: "cpu" or "cuda".
+        steps: Training steps of the check; the picture shows the first.
+        timeout: Seconds that one phase may take before it counts as a hang.
+        seed: Of all random numbers.
+        progress: Called with a few words at the beginning of each phase.
+
+    Returns:
+        The report of the check, the picture, and the parameters to mark in it.
+
+    Raises:
+        TargetError: The target could not be built or run.
+        HangError: It hung.
+        UsageError: An argument is wrong, or the graph cannot be drawn in this detail.
+    """
+    if detail not in DETAILS:
+        raise UsageError(f"--detail must be {', '.join(DETAILS[:-1])} or {DETAILS[-1]}, not {detail!r}")
+    require_packages()
+    report = check(
+        target,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        steps=steps,
+        timeout=timeout,
+        seed=seed,
+        progress=progress,
+    )
+    if report.error is not None:
+        kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
+        raise kinds.get(report.error.exit_code, DdpcheckError)(report.error.message, detail=report.error.detail)
+    progress("following the loss's graph")
+    codes = {finding.code for finding in report.findings}
+    with World(
+        world_size, backend=str(report.world["backend"]), device=device, timeout=timeout, watch=DeadlockWatch()
+    ) as world:
+        try:
+            picture = _gather(world, report, target, seed, detail, lazy="DDP110" in codes)
+        except RankError as error:
+            first = error.first
+            if first is not None and isinstance(first.exception, DdpcheckError):
+                raise first.exception from error
+            raise
+    return report, picture, marks(report.findings)
+
+
+def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *, lazy: bool) -> Picture:
+    wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
+    world.run(_prepare, target, seed, wrapping in ("passed", "failed") and not lazy, lazy)
+    size: int | None = world.run(_run_step)[0]
+    small = size is not None and size <= MOST_OPERATIONS
+    chosen: Detail = "operations" if detail == "operations" or (detail == "auto" and small) else "modules"
+    picture: Picture = world.run(_trace, chosen, size, MOST_OPERATIONS if detail == "auto" else None)[0]
+    return picture
+
+
+def _prepare(target: Any, seed: int, wrapped: bool, materialise: bool) -> None:
+    from ddpcheck.gather import picture
+
+    picture.prepare(target, seed, wrapped=wrapped, materialise=materialise)
+
+
+def _run_step() -> int | None:
+    from ddpcheck.gather import picture
+
+    return picture.run_step()
+
+
+def _trace(detail: Detail, size: int | None, most: int | None) -> Picture | None:
+    from ddpcheck.gather import picture
+
+    return picture.trace(detail, size, most=most)
+
+
+def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:
+    """The parameters to mark: each once, with the first of its findings."""
+    found: dict[str, Mark] = {}
+    for finding in sorted(findings, key=Finding.sort_key):
+        if finding.code in MARKED:
+            ranks = f"on {spelled(finding.ranks)}" if finding.ranks else ""
+            steps = f"in {spelled_steps(finding.steps)}" if finding.steps else ""
+            absent = "not" if finding.code in _ABSENT and (ranks or steps) else ""
+            for name in finding.subjects:
+                found.setdefault(name, Mark(name, finding.code, " ".join(filter(None, (absent, ranks, steps)))))
+    return tuple(found.values())

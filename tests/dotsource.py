@@ -1,0 +1,122 @@
+"""A strict reader of the dot language, as far as ddpcheck writes it; what it does not know is an error."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+
+TOKEN = re.compile(
+    r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<html><)|(?P<word>[\w.#-]*\w)|(?P<mark>->|[{}\[\]=]))', re.S
+)
+
+
+@dataclass
+class Dot:
+    """Nodes by identifier with their attributes and the clusters around them, edges, and the label of each cluster."""
+
+    nodes: dict[str, dict[str, str]] = field(default_factory=dict)
+    around: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    edges: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    clusters: dict[str, str] = field(default_factory=dict)
+    title: str = ""
+
+    def labels(self) -> list[str]:
+        return [node["label"] for node in self.nodes.values()]
+
+    def node(self, words: str) -> str:
+        """The one node whose label has `words` in it."""
+        (found,) = [name for name, attributes in self.nodes.items() if words in attributes["label"]]
+        return found
+
+    def clusters_of(self, name: str) -> list[str]:
+        return [self.clusters[cluster] for cluster in self.around[name]]
+
+    def joined(self, source: str, target: str) -> bool:
+        return any((a, b) == (self.node(source), self.node(target)) for a, b, _ in self.edges)
+
+
+def tokens(text: str) -> list[tuple[str, str]]:
+    found, at = [], 0
+    while text[at:].strip():
+        match = TOKEN.match(text, at)
+        assert match and match.lastgroup, f"no token at {text[at : at + 40]!r}"
+        kind, at = match.lastgroup, match.end()
+        value = match[kind]
+        if kind == "html":
+            depth, start = 1, at
+            while depth:
+                depth += {"<": 1, ">": -1}.get(text[at], 0)
+                at += 1
+            kind, value = "string", plain(text[start : at - 1])
+        elif kind == "string":
+            value = re.sub(r'\\(["\\])', r"\1", value[1:-1])
+        found.append((kind, value))
+    return found
+
+
+def plain(markup: str) -> str:
+    """The text of an HTML-like label, which has to be well-formed; a line a break, a cell or an edge of a table."""
+    assert not re.search(r"[\x00-\x1f]", markup)
+    root = ElementTree.fromstring(f"<L>{markup}</L>")
+    for element in root.iter():
+        if element.tag in ("BR", "TR"):
+            element.text = "\n" + (element.text or "")
+    text = "".join(root.itertext())
+    assert "\\" not in text.replace("\\\\", ""), "a backslash that dot would take for an escape"
+    return text.replace("\\\\", "\\").strip("\n")
+
+
+def parse(text: str) -> Dot:
+    stream = tokens(text)
+    dot = Dot()
+    at = 0
+
+    def take(expected: str = "") -> str:
+        nonlocal at
+        value = stream[at][1]
+        assert not expected or stream[at] in (("mark", expected), ("word", expected)), (expected, stream[at : at + 3])
+        at += 1
+        return value
+
+    def attributes() -> dict[str, str]:
+        found = {}
+        take("[")
+        while stream[at] != ("mark", "]"):
+            key = take()
+            take("=")
+            found[key] = take()
+        take("]")
+        return found
+
+    def block(around: tuple[str, ...]) -> None:
+        take("{")
+        while stream[at] != ("mark", "}"):
+            name = take()
+            assert re.fullmatch(r"\w+", name), name
+            if name == "subgraph":
+                inner = take()
+                assert inner.startswith("cluster_") and inner not in dot.clusters
+                dot.clusters[inner] = ""
+                block((*around, inner))
+            elif stream[at] == ("mark", "->"):
+                take("->")
+                target = take()
+                dot.edges.append((name, target, attributes() if stream[at] == ("mark", "[") else {}))
+            else:
+                found = attributes()
+                if name == "graph" and around:
+                    dot.clusters[around[-1]] = found["label"]
+                elif name == "graph":
+                    dot.title = found["label"]
+                elif name not in ("node", "edge"):
+                    assert name not in dot.nodes
+                    dot.nodes[name], dot.around[name] = found, around
+        take("}")
+
+    take("digraph")
+    take()
+    block(())
+    assert at == len(stream)
+    assert {end for edge in dot.edges for end in edge[:2]} <= set(dot.nodes), "an edge of a node that is not there"
+    return dot

@@ -1,0 +1,315 @@
+"""`ddpcheck graph` on real ranks: what is drawn of a recipe, and what is said where it cannot be."""
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
+pytest.importorskip("torchviz", reason="torchviz, which draws operations, is not installed")
+
+from ddpcheck import cli
+from ddpcheck.render.drawing import CAUSES
+from tests.dotsource import Dot, parse
+
+ROOT = Path(__file__).parents[1]
+ZOO = ROOT / "tests" / "zoo"
+HEAD = """
+import torch
+from torch import nn
+
+def batch(step):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+def model():
+    return Net()
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def draw(target: Path | str, *options: str) -> Dot:
+    assert cli.main(["graph", str(target), "--steps", "2", "--timeout", "60", "-o", "graph.dot", *options]) == 0
+    return parse(Path("graph.dot").read_text(encoding="utf-8"))
+
+
+def recipe(text: str) -> str:
+    Path("net.py").write_text(HEAD + text, encoding="utf-8")
+    return "net.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("unused", "DDP101", "extra.weight"),
+        ("output_not_in_loss", "DDP102", "extra.weight"),
+        ("detached", "DDP103", "encoder.weight"),
+        ("unused_on_rank1", "DDP104", "not on rank 1"),
+        ("used_in_some_steps", "DDP105", "heads.1.weight"),
+        ("raw_tensor_parameter", "DDP106", "scale"),
+        ("times_zero", "DDP107", "extra.weight"),
+        ("custom_function_none", "DDP108", "scale"),
+    ],
+)
+def test_each_cause_is_drawn_in_its_colour(name: str, code: str, words: str) -> None:
+    detail = "modules" if code in ("DDP104", "DDP106", "DDP108") else "operations"  # one each: ranks take time
+    dot = draw(ZOO / "broken" / f"{name}.py", "--detail", detail)
+    assert code in dot.title
+    marked = [node for node in dot.nodes.values() if node["label"].startswith(CAUSES[code].word)]
+    assert marked and {node["fillcolor"] for node in marked} == {CAUSES[code].fill}
+    assert any(words in node["label"] for node in marked)
+
+
+@pytest.mark.parametrize("detail", ["operations", "modules"])
+@pytest.mark.parametrize(
+    ("name", "said", "before", "after"),
+    [
+        ("detached", "detach()\nat detached.py:18", "anh", "head"),
+        ("data_attribute", ".data\nat data_attribute.py:18", "anh", "head"),
+        ("detached_parameter", "detach()\nat detached_parameter.py:19", "encoder.weight", ""),
+        ("argmax_path", "argmax(), which is not differentiable\nat argmax_path.py:19", "selector", ""),
+        ("no_grad_region", "torch.no_grad()\nat no_grad_region.py:19", "encoder", ""),
+        ("item_path", "item(), which leaves torch\nat item_path.py:33", "ean", None),
+        ("output_not_in_loss", "linear()\nat output_not_in_loss.py:20\ndoes not reach the loss", "extra", None),
+    ],
+)
+def test_a_cut_stands_between_what_was_computed_and_what_would_have_gone_on(
+    name: str, said: str, before: str, after: str | None, detail: str
+) -> None:
+    dot = draw(ZOO / "broken" / f"{name}.py", "--detail", detail)
+    stop = dot.node(said)
+
+    def around(node: str) -> str:
+        return "\n".join([dot.nodes[node]["label"], *dot.clusters_of(node)])
+
+    into = [around(source) for source, target, _ in dot.edges if target == stop]
+    out = [around(target) for source, target, _ in dot.edges if source == stop]
+    assert any(before in text for text in into), into
+    assert (out == []) if after is None else any(after in text for text in out), out
+
+
+def test_the_same_recipe_gives_the_same_file() -> None:
+    for target, detail in (("broken/two_causes.py", "operations"), ("healthy/transformer_tied_dropout.py", "modules")):
+        draw(ZOO / target, "--detail", detail)
+        first = Path("graph.dot").read_bytes()
+        draw(ZOO / target, "--detail", detail)
+        assert Path("graph.dot").read_bytes() == first
+
+
+def test_a_healthy_recipe_is_drawn_without_a_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    dot = draw(ZOO / "healthy" / "reused_layer.py")
+    assert "no findings" in dot.title
+    assert re.fullmatch(
+        r"ddpcheck: \d+ operations drawn, no anomalous parameters, written to graph.dot\n", capsys.readouterr().err
+    )
+
+
+def test_several_losses_are_drawn_by_name_and_with_what_is_unused_under_find_unused() -> None:
+    dot = draw(
+        recipe(
+            """
+ddp_kwargs = {"find_unused_parameters": True}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(4))
+    def forward(self, x):
+        x = self.body(x).relu()
+        return self.a(x), self.b(x)
+def loss(model, batch):
+    a, b = model(batch)
+    return {"first<1>": a.square().mean(), "second": b.abs().mean(), "logged": a.detach().mean()}
+"""
+        )
+    )
+    octagons = [node["label"] for node in dot.nodes.values() if node.get("shape") == "doubleoctagon"]
+    assert octagons == ["first<1>", "second"]
+    assert {name.split("\n")[1].split()[0] for name in dot.labels() if name.startswith("unused")} == {
+        "c.weight",
+        "c.bias",
+    }
+
+
+DEEP = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.body, self.idle = (nn.Parameter(torch.ones(4)) for _ in range(3))
+    def forward(self, x):
+        y = x * self.gate
+        for _ in range({before}):
+            y = y * self.gate
+        y = y.detach()
+        for _ in range({after}):
+            y = y * self.body
+        return y * self.body
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=1e-9)
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.slow
+def test_a_detached_graph_too_deep_to_be_walked_is_drawn_by_modules() -> None:
+    dot = draw(recipe(DEEP.format(before=50_000, after=10)), "--steps", "1")
+    assert len(dot.nodes) < 12
+    assert dot.joined("mul \u00d750001", "detach()")
+    assert dot.joined("detach()", "mul \u00d711")
+
+
+def test_operations_are_drawn_beyond_the_recursion_limit_when_asked_for() -> None:
+    dot = draw(recipe(DEEP.format(before=10, after=1500)), "--detail", "operations", "--steps", "1")
+    assert sum(label == "Mul" for label in dot.labels()) == 1512
+
+
+def test_too_many_operations_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    target = recipe(DEEP.format(before=10, after=20_500))
+    code = cli.main(["graph", target, "-o", "graph.dot", "--detail", "operations", "--steps", "1", "--timeout", "60"])
+    assert (code, Path("graph.dot").exists()) == (2, False)
+    assert "too many operations to draw them one by one; pass --detail modules" in capsys.readouterr().err
+
+
+def test_a_stack_of_layers_is_folded_around_the_one_in_which_something_is_wrong() -> None:
+    dot = draw(
+        recipe(
+            """
+class Block(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+        if number == 30:
+            self.idle = nn.Linear(4, 4)
+    def forward(self, x):
+        return x + 1e-3 * self.linear(self.norm(x)).relu()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(number) for number in range(60)))
+    def forward(self, x):
+        return self.blocks(x)
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+        )
+    )
+    titles = [label.split("  ")[0] for label in dot.clusters.values()]
+    assert titles == ["model", "blocks", "0 \u2026 29", "30", "idle", "31 \u2026 59"]
+    assert "30 \u00d7 Block" in dot.clusters[list(dot.clusters)[2]]
+    assert dot.clusters_of(dot.node("blocks.30.idle.weight"))[-1].startswith("idle")
+
+
+def test_layers_in_a_list_have_their_place() -> None:
+    dot = draw(ZOO / "broken" / "python_list_layers.py", "--detail", "modules")
+    marked = [name for name, node in dot.nodes.items() if node["label"].startswith("unregistered")]
+    readers = {dot.nodes[target]["label"].splitlines()[0] for source, target, _ in dot.edges if source in marked}
+    assert marked and all("[" in name for name in readers)
+
+
+def test_what_a_reentrant_checkpoint_computes_carries_gradient() -> None:
+    dot = draw(ZOO / "healthy" / "checkpoint_reentrant_once.py", "--detail", "modules")
+    plain = [(s, t) for s, t, attributes in dot.edges if "style" not in attributes]
+    loss = next(name for name, node in dot.nodes.items() if node.get("shape") == "doubleoctagon")
+    reaching = {loss}
+    for _ in dot.nodes:
+        reaching |= {source for source, target in plain if target in reaching}
+    modules = {name for name in dot.nodes if "Linear" in dot.nodes[name]["label"]}
+    assert modules and modules <= reaching
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("raises_on_rank1", 3, "rank 1 raised ValueError: rank 1 does not like this batch"),
+        ("hangs_on_rank1", 4, "did not finish within 4 s"),
+    ],
+)
+def test_a_target_that_fails_is_one_sentence_and_leaves_no_file(
+    name: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["graph", str(ZOO / "broken" / f"{name}.py"), "-o", "x.dot", "--timeout", "4"]) == code
+    assert said in capsys.readouterr().err.splitlines()[0]
+    assert not Path("x.dot").exists()
+
+
+def test_a_failure_leaves_the_file_that_was_there() -> None:
+    Path("x.dot").write_text("mine", encoding="utf-8")
+    assert cli.main(["graph", str(ZOO / "broken" / "raises_everywhere.py"), "-o", "x.dot"]) == 3
+    assert Path("x.dot").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.fixture
+def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*args: object, **options: object) -> None:
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr("ddpcheck.depict.check", check)
+
+
+@pytest.mark.usefixtures("no_check")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "x.pdf"], "cannot tell a picture's format from the name 'x.pdf': use .dot, .svg or .png"),
+        (["-o", "nowhere/x.dot"], "cannot write nowhere/x.dot: No such file or directory"),
+        (["-o", "x.dot", "--detail", "all"], "--detail must be auto, operations or modules, not 'all'"),
+        (["-o", "x.dot", "--world-size", "none"], "--world-size: expected a whole number of at least 1, got 'none'"),
+    ],
+)
+def test_wrong_usage_is_said_before_any_work(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["graph", str(ZOO / "broken" / "unused.py"), *options]) == 2
+    assert capsys.readouterr().err == f"ddpcheck: error: {said}\n"
+    assert not Path("x.dot").exists()
+
+
+@pytest.mark.usefixtures("no_check")
+def test_without_dot_a_picture_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert cli.main(["graph", str(ZOO / "broken" / "unused.py"), "-o", "x.svg"]) == 2
+    said = capsys.readouterr().err
+    assert "needs the `dot` executable of Graphviz" in said and "-o graph.dot" in said and said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_check")
+def test_without_the_packages_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchviz" else find(name))
+    assert cli.main(["graph", str(ZOO / "broken" / "unused.py"), "-o", "x.dot"]) == 2
+    said = "ddpcheck: error: drawing needs the Python package torchviz: pip install 'ddpcheck[graph]'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_without_a_file_dot_source_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["graph", str(ZOO / "broken" / "unused.py"), "--steps", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert parse(out).node("extra.weight")
+    assert err == "ddpcheck: 9 operations drawn, 2 anomalous parameters (DDP101)\n"
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
+def test_a_picture_is_written_as_svg() -> None:
+    assert cli.main(["graph", str(ZOO / "broken" / "unused.py"), "--steps", "1", "-o", "x.svg"]) == 0
+    assert "extra.weight" in Path("x.svg").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_readme_is_that_of_today(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    (target,) = [
+        line.partition(":= ")[2]
+        for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+        if line.startswith("PICTURE ")
+    ]
+    fresh = tmp_path / "graph.dot"
+    assert cli.main(["graph", target, "--timeout", "60", "-o", str(fresh)]) == 0
+    committed = ROOT / "docs" / "graph.dot"
+    assert fresh.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8"), "run `make pictures`"
+    assert (ROOT / "docs" / "graph.svg").exists()

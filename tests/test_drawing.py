@@ -1,0 +1,227 @@
+"""Pictures as dot source: built from small values, without a rank and without torch."""
+
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpcheck.errors import UsageError
+from ddpcheck.evidence import PathEnd
+from ddpcheck.findings import Finding, Location, Report, Severity
+from ddpcheck.picture import Edge, Mark, ModuleFact, Node, ParameterFact, Picture
+from ddpcheck.render.layout import lay_out, picture_format
+from ddpcheck.rules import RULES
+from tests.dotsource import Dot, parse
+
+pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
+
+from ddpcheck.depict import MARKED
+from ddpcheck.render.drawing import CAUSES, draw, summary
+
+needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
+CUT = PathEnd("cut", "detach()", Location("net.py", 17), "")
+
+
+def picture(*, name: str = "encoder", parameter: str = "weight", reason: str = "detach()") -> Picture:
+    """encoder -> detach() -> head -> loss, with a module that is never called."""
+    end = PathEnd("cut", reason, Location("net.py", 17), "")
+    return Picture(
+        detail="modules",
+        nodes=(
+            Node("batch", "input", name="batch"),
+            Node("encoder", "module", module=name, operations={"linear": 1}),
+            Node("head", "module", module="head", operations={"linear": 1}),
+            Node("outside", "module", operations={"mean": 1}),
+            Node("stop", "stop", module="", end=end),
+            Node("loss", "loss", name="loss"),
+        ),
+        edges=(
+            Edge("batch", "encoder", False),
+            Edge("encoder", "stop"),
+            Edge("stop", "head", False),
+            Edge("head", "outside"),
+            Edge("outside", "loss"),
+        ),
+        modules={"": ModuleFact("Net", 3, 1), name: ModuleFact("Linear", 1, 1), "head": ModuleFact("Linear", 1, 1)}
+        | {"idle": ModuleFact("Linear", 1, 0)},
+        parameters={
+            f"{name}.{parameter}": ParameterFact((f"{name}.{parameter}",), (8, 8), ("encoder",), "stop"),
+            "head.weight": ParameterFact(("head.weight",), (1, 8), ("head",)),
+            "idle.weight": ParameterFact(("idle.weight",), (1, 8)),
+        },
+        size=9,
+    )
+
+
+def report(*codes: str, target: str = "net.py") -> Report:
+    return Report(
+        target=target,
+        world={"world_size": 2},
+        findings=tuple(Finding(code, ("x",), "It is.", Severity.ERROR) for code in codes),
+    )
+
+
+MARKS = (Mark("encoder.weight", "DDP103"), Mark("idle.weight", "DDP101"))
+
+
+def drawn() -> Dot:
+    return parse(draw(picture(), MARKS, report("DDP101", "DDP103", "DDP305")))
+
+
+def test_a_parameter_stands_at_its_module_in_the_colour_of_its_cause() -> None:
+    dot = drawn()
+    detached, unused = dot.node("detached"), dot.node("unused")
+    assert dot.nodes[detached]["fillcolor"] == CAUSES["DDP103"].fill
+    assert dot.nodes[detached]["label"] == "detached\nencoder.weight  8\u00d78"
+    assert dot.joined("detached", "encoder\nLinear")
+    assert dot.nodes[unused]["fillcolor"] == CAUSES["DDP101"].fill
+    assert dot.clusters_of(unused) == [
+        "model  Net \u00b7 3 parameters",
+        "idle  Linear \u00b7 1 parameter \u00b7 not called",
+    ]
+    assert "head.weight" not in "".join(dot.labels())
+
+
+def test_a_cut_stands_between_what_was_computed_and_where_the_path_would_have_gone_on() -> None:
+    dot = drawn()
+    stop = dot.node("detach()\nat net.py:17")
+    assert dot.nodes[stop]["shape"] == "octagon"
+    (before,) = [edge for edge in dot.edges if edge[1] == stop]
+    (after,) = [edge for edge in dot.edges if edge[0] == stop]
+    assert before[0] == dot.node("encoder\nLinear") and before[2] == {}
+    assert after[1] == dot.node("head\nLinear") and after[2]["style"] == "dashed"
+
+
+def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_there() -> None:
+    title = drawn().title
+    assert title.splitlines()[0] == "net.py"
+    assert "rank 0 of 2" in title
+    assert "DDP101 unused-parameter, DDP103 detached-parameter, DDP305 loss-normalisation (not drawn)" in title
+    assert "unused no operation of the forward pass reads it (DDP101)" in title
+    assert "zero gradient" not in title and "end of a path" in title
+    clean = parse(draw(picture(), (), report()))
+    assert "no findings" in clean.title and "DDP" not in clean.title
+
+
+def test_a_tied_parameter_is_drawn_once_with_all_its_names() -> None:
+    whole = picture()
+    tied = ParameterFact(("idle.weight", "other.weight"), (1, 8))
+    whole = Picture(whole.detail, whole.nodes, whole.edges, whole.modules, {**whole.parameters, "idle.weight": tied})
+    marks = (Mark("idle.weight", "DDP101"), Mark("other.weight", "DDP101"))
+    assert parse(draw(whole, marks, report("DDP101"))).node("idle.weight = other.weight")
+    assert summary(whole, marks) == "2 modules drawn, 1 anomalous parameter (DDP101)"
+
+
+def test_ranks_and_steps_are_said_on_the_node() -> None:
+    marks = (Mark("head.weight", "DDP104", "not on rank 1 in step 0"),)
+    assert "not on rank 1 in step 0" in parse(draw(picture(), marks, report("DDP104"))).nodes["n7"]["label"]
+
+
+def test_every_rule_on_parameters_has_a_colour_of_its_own_and_a_word() -> None:
+    assert set(CAUSES) == set(MARKED) and set(CAUSES) <= set(RULES)
+    assert (
+        len({cause.fill for cause in CAUSES.values()}) == len({cause.word for cause in CAUSES.values()}) == len(CAUSES)
+    )
+
+
+@pytest.mark.parametrize("code", CAUSES)
+def test_the_text_on_a_colour_can_be_read(code: str) -> None:
+    def luminance(colour: str) -> float:  # https://www.w3.org/TR/WCAG21/#dfn-relative-luminance
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(CAUSES[code].fill), luminance(CAUSES[code].text)), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+HARD = [
+    "[red]",
+    "a<b>",
+    "</B>",
+    'say "x"',
+    "it's &amp;",
+    "\\N",
+    "\\",
+    "a\\",
+    "two\nlines",
+    "tab\t",
+    "\x00",
+    "\ud800",
+    "ü→∑",
+    "<>",
+    "%",
+]
+
+
+def shown(name: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+
+
+def assert_survives(name: str) -> None:
+    text = draw(
+        picture(name=name, parameter=name, reason=name),
+        [Mark(f"{name}.{name}", "DDP103")],
+        report("DDP103", target=name),
+    )
+    dot = parse(text)
+    labels = "\n".join(dot.labels())
+    assert f"detached\n{shown(name)}.{shown(name)}  8\u00d78" in labels
+    assert f"{shown(name)}\nLinear" in labels and f"{shown(name)}\nat net.py:17" in labels
+    assert dot.title.startswith(shown(name))
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_name_with_markup_survives(name: str) -> None:
+    assert_survives(name)
+
+
+@given(st.text(st.characters(exclude_characters=".[]"), min_size=1, max_size=12))
+def test_any_name_survives(name: str) -> None:
+    assert_survives(name)
+
+
+@needs_dot
+def test_dot_reads_what_is_written_and_shows_names_as_they_are() -> None:
+    import html
+
+    for name in HARD:
+        source = draw(picture(name=name, parameter=name), [Mark(f"{name}.{name}", "DDP103")], report("DDP103"))
+        done = subprocess.run(["dot", "-Tsvg"], input=source.encode(), capture_output=True, timeout=60, check=True)
+        assert done.stderr == b""
+        assert f">{shown(name)}.{shown(name)}  8\u00d78<" in html.unescape(done.stdout.decode()).replace("\xa0", " ")
+
+
+def test_the_same_picture_gives_the_same_text() -> None:
+    assert draw(picture(), MARKS, report("DDP101")) == draw(picture(), MARKS, report("DDP101"))
+
+
+@pytest.mark.parametrize(("path", "form"), [(None, "dot"), ("x.dot", "dot"), ("x.GV", "dot"), ("a.b/x.DOT", "dot")])
+def test_the_extension_says_the_format(path: str | None, form: str) -> None:
+    assert picture_format(path) == form
+
+
+@pytest.mark.parametrize("path", ["x.pdf", "x", ".svg", "x.svg.txt"])
+def test_an_unknown_extension_is_said_with_the_choices(path: str) -> None:
+    with pytest.raises(UsageError, match=r"use \.dot, \.svg or \.png$"):
+        picture_format(path)
+
+
+@needs_dot
+@pytest.mark.parametrize(("form", "begins"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_dot_lays_it_out(form: str, begins: bytes) -> None:
+    assert lay_out(draw(picture(), MARKS, report()), form, timeout=60).startswith(begins)
+
+
+@needs_dot
+def test_a_failure_of_dot_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"dot failed with exit code 1: .*syntax error"):
+        lay_out("digraph {", "svg", timeout=60)
+
+
+@needs_dot
+def test_dot_has_a_deadline() -> None:
+    with pytest.raises(UsageError, match=r"within 0\.001 s.*-o graph\.dot"):
+        lay_out(draw(picture(), MARKS, report()), "svg", timeout=0.001)
