@@ -130,6 +130,21 @@ class Outcome:
     _parity: list[ParityEntry] = field(default_factory=list)
     _noise: dict[str, float] = field(default_factory=dict)
 
+    def fork(self) -> Outcome:
+        """A copy to which more can be added, and that can be judged, without changing this one."""
+        return replace(
+            self,
+            findings=list(self.findings),
+            notes=list(self.notes),
+            timing=dict(self.timing),
+            _evidence=list(self._evidence),
+            _ddp=list(self._ddp),
+            _single=dict(self._single),
+            _norms=dict(self._norms),
+            _parity=list(self._parity),
+            _noise=dict(self._noise),
+        )
+
     # Gathering
 
     @contextlib.contextmanager
@@ -193,6 +208,17 @@ class Outcome:
         found = judge_repeat(dict(enumerate(differences)), step)
         self.findings += found
         self.withheld = bool(found)
+
+    def against_local(self) -> float | None:
+        """The largest relative error of a gradient under the wrapper against the average of the ranks' own."""
+        return max((d.error for item in self._ddp for d in item.against_local), default=None)
+
+    def absent(self) -> dict[tuple[int, int], frozenset[str]]:
+        """By step and rank, the parameters that did not contribute there."""
+        return {
+            (item.step, item.rank): frozenset(name for name, state in item.states.items() if state == "missing")
+            for item in self._evidence
+        }
 
     def zero_everywhere(self) -> list[str]:
         """The parameters whose gradient was zero in every step, unless all gradients were."""

@@ -50,6 +50,7 @@ class Session:
     Attributes:
         module: The module that is wrapped.
         twin: A second one, built alike and never wrapped, on which the Local steps run.
+        watched: The twin on which hooks of ours are.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
@@ -64,6 +65,7 @@ class Session:
     module: nn.Module
     twin: nn.Module
     origins: Origins
+    watched: nn.Module | None = None
     wrapped: nn.Module | None = None
     wrapper: nn.Module | None = None
     facts: WrapperFacts = field(default_factory=WrapperFacts)
@@ -297,6 +299,9 @@ def _count_calls(session: Session) -> None:
 
 def _watch_twin(session: Session) -> None:
     """Count the gradients that arrive at each of the twin's parameters, and keep what its forward returns."""
+    if session.watched is session.twin:  # wrapped once more, with other options
+        return
+    session.watched = session.twin
     for name, parameter in session.twin.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_arrival(session, name))
