@@ -61,7 +61,9 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> list[Advice]:
         return []
     codes = list(dict.fromkeys(row.code for row in tried if row.code))
     fix = f" {RULES[own.code].fix}" if own.code in RULES else ""
-    kind = f"is not mended by any option ({listed(codes, most=5)} under all of them)" if codes else "is under all options"
+    kind = (
+        f"is not mended by any option ({listed(codes, most=5)} under all of them)" if codes else "is under all options"
+    )
     return [Advice("fault", f"The fault {kind}.{fix}")]
 
 
@@ -112,7 +114,9 @@ def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
             text = f"{row.title} is needless: every parameter contributes in every step on every rank{cost}."
             found.append(Advice("costs", text))
         elif slower and row.step_time is not None:
-            found.append(Advice("costs", f"{row.title} is right and slower: a step takes {spelled_time(row.step_time)}."))
+            found.append(
+                Advice("costs", f"{row.title} is right and slower: a step takes {spelled_time(row.step_time)}.")
+            )
     return found
 
 

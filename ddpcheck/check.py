@@ -73,9 +73,7 @@ def check(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    asked = ask(
-        target, world_size=world_size, backend=backend, device=device, steps=steps, timeout=timeout, seed=seed
-    )
+    asked = ask(target, world_size=world_size, backend=backend, device=device, steps=steps, timeout=timeout, seed=seed)
     outcome = CheckRun(target, asked, progress=progress or (lambda _text: None)).run()
     return outcome.report(select=select, ignore=ignore)
 
@@ -259,17 +257,20 @@ class CheckRun:
                     doubtful |= self._compare_with_single(step, averaged)
             if doubtful and not self.outcome.withheld:
                 self.outcome.add_repeat(step, self._all("local.repeat_step", step))
+        self._update_alone(step, words)
         for file in (state, averaged):
             file.unlink(missing_ok=True)
 
     def _train(self, step: int, words: str) -> bool:
-        """Change the weights, through the wrapper where that is possible; returns whether it needs a second look."""
+        """Go through the wrapper, where that is possible; returns whether it needs a second look."""
         self.outcome.decide_on_ddp(step)
-        if not self.outcome.ddp_skipped:
-            return self._run_ddp(step, words)
-        with self._phase("parameters", f"{words}: the optimizer"):
-            self._all("local.local_update", step)
-        return False
+        return False if self.outcome.ddp_skipped else self._run_ddp(step, words)
+
+    def _update_alone(self, step: int, words: str) -> None:
+        """Change the weights where the wrapper did not; after all that puts the step's first state back."""
+        if self.outcome.ddp_skipped:
+            with self._phase("parameters", f"{words}: the optimizer"):
+                self._all("local.local_update", step)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""

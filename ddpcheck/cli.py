@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -20,7 +20,8 @@ from ddpcheck import __version__
 from ddpcheck.config import load_settings
 from ddpcheck.errors import EXIT_CLEAN, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
-from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.matrix import Matrix, is_matrix
+from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -100,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     rules = "rules by code, prefix or name; comma separated or repeated"
     what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
     what.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
+    what.add_argument(
+        "--matrix",
+        action="store_true",
+        help="try the options of DistributedDataParallel: which are right, what they cost",
+    )
     how = report.add_argument_group("what comes of it")
     how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
     _add_output(how)
@@ -129,10 +135,14 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore", "fail_on")
     settings = load_settings({name: getattr(arguments, name) for name in names})
-    with _Output(arguments) as output, _Progress(sys.stderr) as progress:
-        from ddpcheck.check import check  # the rest of the house, only when there is work to do
+    formats = MATRIX_FORMATS if arguments.matrix else FORMATS
+    with _Output(arguments, formats) as output, _Progress(sys.stderr) as progress:
+        if arguments.matrix:  # the rest of the house, only when there is work to do
+            from ddpcheck.sweep import check_matrix as run
+        else:
+            from ddpcheck.check import check as run  # type: ignore[assignment]
 
-        report = check(
+        report = run(
             arguments.target,
             world_size=settings.world_size,
             backend=settings.backend,
@@ -155,13 +165,14 @@ def _render(arguments: argparse.Namespace) -> int:
         text = sys.stdin.read() if arguments.path == "-" else Path(arguments.path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {name}: {_reason(error)}") from error
+    saved: type[Report] | type[Matrix] = Matrix if is_matrix(text) else Report
     try:
-        report = Report.from_json(text)
+        report = saved.from_json(text)
     except KeyError as error:
         raise UsageError(f"{name} is not a complete report: {error} is missing") from error
     except (ValueError, TypeError) as error:
         raise UsageError(f"{name} is not a report: {error}") from error
-    with _Output(arguments) as output:
+    with _Output(arguments, MATRIX_FORMATS if saved is Matrix else FORMATS) as output:
         output.write(report)
     return EXIT_CLEAN
 
@@ -204,10 +215,10 @@ class _Parser(argparse.ArgumentParser):
 class _Output:
     """Where a report goes. Entering finds out whether that can be written, before any work is done."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, formats: Mapping[str, Format] = FORMATS) -> None:
         self._path: str | None = None if arguments.output in (None, "-") else arguments.output
         self._medium = Medium.of(sys.stdout) if self._path is None else Medium()
-        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium)
+        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium, formats=formats)
         self._made = False
         self._written = False
 
@@ -225,7 +236,7 @@ class _Output:
         if self._path is not None and self._made and not self._written:
             os.unlink(self._path)
 
-    def write(self, report: Report) -> None:
+    def write(self, report: Report | Matrix) -> None:
         text = self._renderer.render(report)
         if self._path is None:
             _print(text.removesuffix("\n"))
@@ -236,9 +247,7 @@ class _Output:
         except OSError as error:
             raise UsageError(f"cannot write {self._path}: {_reason(error)}") from error
         self._written = True
-        findings = len(report.findings)
-        verdict = f"{findings} finding{'' if findings == 1 else 's'}" if findings else report.status
-        print(f"ddpcheck: {verdict}, written to {self._path}", file=sys.stderr)
+        print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)
 
 
 class _Progress:

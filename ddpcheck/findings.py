@@ -167,6 +167,12 @@ class Report:
         """Whether the checks were finished and found no error."""
         return self.exit_code() == EXIT_CLEAN
 
+    @property
+    def summary(self) -> str:
+        """The status in words, with the number of findings where there are any."""
+        count = len(self.findings)
+        return f"{count} finding{'' if count == 1 else 's'}" if count else self.status
+
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
         return tuple(finding for finding in self.findings if finding.severity.reaches(threshold))

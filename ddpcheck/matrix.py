@@ -60,7 +60,7 @@ class MatrixRow:
         label: What to call the row where its options are not known; empty where they are.
         code: Of the finding that decides the verdict; empty where it is right or skipped.
         reason: Its message, or why the row was skipped or stops.
-        error: The largest relative error of a gradient against the average of the ranks' own; None if none was compared.
+        error: The largest relative error of a gradient against the average of the ranks' own, where compared.
         step_time: None where it was not measured.
         findings: All findings under these options, worst first.
         failure: Set where the row could not be finished.
@@ -213,6 +213,15 @@ class Matrix:
             error=None if data["error"] is None else ReportError(**data["error"]),
             tool=data["tool"],
         )
+
+
+def is_matrix(text: str) -> bool:
+    """Whether `text` is what `Matrix.to_json` wrote, and not a report, say."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and data.get("kind") == "matrix"
 
 
 def _row(data: Mapping[str, Any]) -> MatrixRow:

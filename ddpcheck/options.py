@@ -122,10 +122,8 @@ def further_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) 
 
 
 def _all_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) -> Iterator[Trial]:
-    view = {"gradient_as_bucket_view": True}
-    yield Trial(base.plus(**view))
-    for graph in graphs:
-        yield Trial(graph.plus(**view))
+    for graph in (base, *graphs):
+        yield Trial(graph.plus(gradient_as_bucket_view=True))
     yield from _buffer_trials(facts, base)
     yield from _bucket_trials(facts, base)
     yield Trial(base.plus(batched_grad_copy=True))
@@ -134,6 +132,8 @@ def _all_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) -> 
 
 
 def _buffer_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+    if {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
+        return
     none = "" if facts.buffers else "the model has no buffers"
     same = "" if facts.buffers_differ else "all ranks build the same buffers, so it does what forward_sync_buffers does"
     if "forward_sync_buffers" in facts.known:

@@ -117,7 +117,7 @@ class _Sweep(CheckRun):
             try:
                 self._start_worlds(stack)
                 self._prepare()
-                self._run_reference(DEFAULTS)
+                self._run_reference(None)
             except Stopped:
                 pass
             except RankError as failure:
@@ -151,7 +151,7 @@ class _Sweep(CheckRun):
     def _judge_what_is_told(self) -> list[Finding]:
         return []  # that is a matter of the recipe's own row
 
-    def _run_reference(self, options: Options) -> None:
+    def _run_reference(self, options: Options | None) -> None:
         """Go through the steps without the wrapper, and keep what each begins from and comes to."""
         with self._phase("wrapping", "wrapping the model"):
             wrapped: list[Wrapped] = self._all("rows.begin_reference", options)
@@ -165,7 +165,7 @@ class _Sweep(CheckRun):
                 by_rank: list[ModelFacts] = self._all("rows.facts")
                 same = all(facts.own == by_rank[0].own for facts in by_rank)
                 self._facts = by_rank[0] if same else replace(by_rank[0], own=None)
-                self._resisting = self._all("rows.resisting", options)[0]
+                self._resisting = self._all("rows.resisting", Options(self._facts.own or {}))[0]
         self._run_steps()
         if not self._references:
             drifted = any(item.buffers != self.outcome.local[0].buffers for item in self.outcome.local)
@@ -176,10 +176,14 @@ class _Sweep(CheckRun):
         self._references[wrapped[0].broadcasts_buffers] = self.outcome
 
     def _train(self, step: int, words: str) -> bool:
-        with self._phase("parameters", f"{words}: the optimizer"):
-            self._all("rows.keep_step", step)
-            self._all("local.local_update", step)
+        self._all("rows.keep_step", step)
         return False
+
+    def _update_alone(self, step: int, words: str) -> None:
+        with self._phase("parameters", f"{words}: the optimizer"):
+            self._all("local.local_update", step)
+            if not self.outcome.ranks_apart:
+                self._all("rows.share_parameters")  # optimizers that differ are a matter of each row
 
     def _kept_other(self, synced: bool) -> None:
         """The reference for wrappers that treat buffers in the other way, where that makes a difference."""
@@ -202,13 +206,13 @@ class _Sweep(CheckRun):
         self.world.close()
         self.world = self._worlds.enter_context(self._make_world(self.asked.world_size, group=True))
         self._all("session.build", self.target, self.asked.seed)
-        self._keep_again(DEFAULTS)
+        self._keep_again(None)
         self._kept = {self._synced}
         if self._baseline is not None:
             self._all("rows.begin_row", self._baseline)
             self._all("rows.keep_baseline")
 
-    def _keep_again(self, options: Options) -> None:
+    def _keep_again(self, options: Options | None) -> None:
         """The steps of the ranks by themselves, without what has been judged already."""
         self._all("rows.begin_reference", options)
         for step in range(self.asked.steps):
@@ -216,7 +220,7 @@ class _Sweep(CheckRun):
             self._all("local.local_step", step)
             self._all("local.average", step, None)
             self._all("rows.keep_step", step)
-            self._all("local.local_update", step)
+            self._update_alone(step, "again")
 
     # Rows
 
@@ -376,9 +380,7 @@ class _Sweep(CheckRun):
         """Seconds under baseline and row on the slowest rank, pair by pair."""
         patience = self.asked.timeout + 3 * expected
         by_rank = self.world.run(on_rank, "gather.rows.time_steps", count, timeout=patience)
-        return [
-            (max(base for base, _ in pair), max(row for _, row in pair)) for pair in zip(*by_rank, strict=True)
-        ]
+        return [(max(base for base, _ in pair), max(row for _, row in pair)) for pair in zip(*by_rank, strict=True)]
 
 
 def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:

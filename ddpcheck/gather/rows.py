@@ -80,7 +80,7 @@ def _rows() -> Rows:
 # Wrapping
 
 
-def begin_reference(options: Options) -> Wrapped:
+def begin_reference(options: Options | None) -> Wrapped:
     """Wrap a module, for the steps that each rank makes by itself; the module's hooks and structure are then known."""
     session = the_session()
     wrapped = begin_row(options)
@@ -204,6 +204,15 @@ def keep_step(step: int) -> None:
     )
     averaged = {name: None if tensor is None else tensor.clone() for name, tensor in session.averaged.items()}
     _rows().kept[step, broadcasts_buffers(session)] = KeptStep(before, session.batch, averaged, dict(session.scale))
+
+
+def share_parameters() -> None:
+    """Go on from rank 0's parameters everywhere."""
+    session = the_session()
+    if session.world_size > 1:
+        with unlogged(), torch.no_grad():
+            for parameter in session.twin.parameters():
+                dist.broadcast(parameter.detach(), src=0, group=session.group)
 
 
 def rewind(step: int, synced: bool) -> None:
