@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddpcheck.findings import Severity
 from ddpcheck.matrix import Advice, MatrixRow, StepTime
 from ddpcheck.options import DEFAULTS, FIND_UNUSED
 from ddpcheck.rules import RULES
@@ -33,7 +34,7 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
     if not fine:
         found += _on_fault(tried, own)
     elif defaults is not None and not defaults.fine:
-        found += _on_needs(defaults, fine)
+        found += _on_needs(defaults, fine, said=defaults.own)
     if fine:
         found += _on_wrong(tried, fine)
         found += _on_costs(fine, noise or 0.0)
@@ -67,13 +68,14 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> list[Advice]:
     return [Advice("fault", f"The fault {kind}.{fix}")]
 
 
-def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow]) -> list[Advice]:
+def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> list[Advice]:
     least = min(len(row.arguments) for row in fine)
     enough = [str(row.options) for row in fine if len(row.arguments) == least and not row.hook and not row.label]
     if not enough:
         return []
     does = "stops" if defaults.verdict == "stops" else "is wrong"
-    found = [Advice("needs", f"It needs {_either(enough)}: without, it {does}: {_because(defaults)}")]
+    why = "" if said else f": without, it {does}: {_because(defaults)}"
+    found = [Advice("needs", f"It needs {_either(enough)}{why or '.'}")]
     if defaults.code in _NEVER_TRAINED:
         found.append(
             Advice("needs", f"That keeps DDP going and trains nothing more. To mend it: {RULES[defaults.code].fix}")
@@ -106,7 +108,7 @@ def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
     found = []
     for row in fine:
         slower = row.step_time is not None and row.step_time.differs(noise) and row.step_time.ratio > 1
-        needless = any(finding.code == _NEEDLESS for finding in row.findings)
+        needless = _needless(row)
         if needless and row.options != FIND_UNUSED and not row.own:
             continue  # said once, of the option by itself
         if needless:
@@ -120,6 +122,10 @@ def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
     return found
 
 
+def _needless(row: MatrixRow) -> bool:
+    return any(finding.code == _NEEDLESS for finding in row.findings)
+
+
 def _on_gains(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
     found = []
     for row in sorted(fine, key=lambda row: row.step_time.ratio if row.step_time else 1.0):
@@ -131,19 +137,26 @@ def _on_gains(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
 
 
 def _on_safe(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
-    same = [
-        row.title
-        for row in fine
-        if not row.own
-        and not row.baseline
-        and not (row.step_time is not None and row.step_time.differs(noise))
-        and not any(finding.code == _NEEDLESS for finding in row.findings)
-    ]
-    measured = any(row.step_time is not None for row in fine)
-    if not same:
-        return []
-    tail = ", and without a measurable difference in step time" if measured else ""
-    return [Advice("safe", f"Safe{tail}: {'; '.join(same)}.")]
+    """What makes no difference that anybody could see, and what differs in a warning only."""
+    expected = _warnings(fine[0])
+    same, found = [], []
+    for row in fine:
+        differs = row.step_time is not None and row.step_time.differs(noise)
+        more = {code: message for code, message in _warnings(row).items() if code not in expected}
+        if row.own or row.baseline or _needless(row):
+            continue
+        if more:
+            said = " ".join(f"{code}: {message}" for code, message in more.items())
+            found.append(Advice("warns", f"{row.title} is right, with a warning: {said}"))
+        elif not differs:
+            rounding = f" (rounds gradients by up to {row.error:.1e})" if row.verdict == "lossy" and row.error else ""
+            same.append(f"{row.title}{rounding}")
+    tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
+    return [*found, Advice("safe", f"Safe{tail}: {'; '.join(same)}.")] if same else found
+
+
+def _warnings(row: MatrixRow) -> dict[str, str]:
+    return {finding.code: finding.message for finding in row.findings if finding.severity is Severity.WARNING}
 
 
 def spelled_time(time: StepTime) -> str:

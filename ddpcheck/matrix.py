@@ -102,7 +102,10 @@ class MatrixRow:
         return EXIT_FINDINGS if bad else EXIT_CLEAN
 
 
-AdviceKind = Literal["own", "needs", "fault", "wrong", "gains", "costs", "safe", "kept"]
+AdviceKind = Literal["own", "needs", "fault", "wrong", "costs", "gains", "warns", "safe"]
+"""`own`: the recipe's own options. `needs`: without which it is not right. `fault`: no option mends it. `wrong`: not
+right with these. `costs`: right and slower, or needless. `gains`: right and faster. `warns`: right, with a warning that
+the others do not have. `safe`: right, and no difference that could be measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,12 +91,12 @@ class Trial:
     Attributes:
         options: The combination.
         pointless: Why it cannot make a difference; empty where it can.
-        stops: Why DDP is known to hang under it, so that it is not run; empty where that is not known.
+        forbidden: Why the model must not be run under it, since DDP may hang; empty where it may.
     """
 
     options: Options
     pointless: str = ""
-    stops: str = ""
+    forbidden: str = ""
 
 
 def first_trials(facts: ModelFacts) -> list[Options]:
@@ -160,8 +160,11 @@ def _skip_trial(facts: ModelFacts, base: Options) -> Trial:
         first = by_rank[min(by_rank)]
         odd = [rank for rank, names in by_rank.items() if names != first]
         if odd:
-            why = f"{spelled(odd)} uses other parameters than rank {min(by_rank)} in {spelled_steps([step])}"
-            return Trial(options, stops=f"{why}: one skips an all-reduce that the other waits in")
+            why = f"{spelled(odd)} and rank {min(by_rank)} leave out different parameters in {spelled_steps([step])}"
+            return Trial(
+                options,
+                forbidden=f"{why}; one skips an all-reduce that the other waits in, once a bucket holds nothing else",
+            )
     return Trial(options)
 
 

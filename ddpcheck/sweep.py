@@ -28,9 +28,9 @@ from ddpcheck.outcome import Asked, Outcome
 if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
 
-_WARM_UP = 3
+_WARM_UP = 2
 _FEWEST_PAIRS, _MOST_PAIRS = 5, 101
-_SECONDS_A_ROW = 1.5
+_SECONDS_A_ROW = 1.0
 _EPS = {64: 2.3e-16, 32: 1.2e-7, 16: 7.9e-3}  # machine epsilon by the bits of a gradient, of the coarser dtype at 16
 
 
@@ -264,9 +264,11 @@ class _Sweep(CheckRun):
     def _try(self, trial: Trial, *, is_own: bool = False) -> None:
         """One row, whatever happens in it."""
         options = trial.options
-        if trial.pointless or trial.stops:
-            verdict: Verdict = "skipped" if trial.pointless else "stops"
-            row = MatrixRow(options.arguments, verdict, hook=options.hook, reason=trial.pointless or trial.stops)
+        if trial.pointless:
+            self._rows.append(MatrixRow(options.arguments, "skipped", hook=options.hook, reason=trial.pointless))
+            return
+        if trial.forbidden:
+            row = MatrixRow(options.arguments, "stops", hook=options.hook, code="DDP104", reason=trial.forbidden)
             self._rows.append(row)
             return
         self._words = f"options {len(self._rows) + 1} of about {self._expected}: {options}"
@@ -293,6 +295,8 @@ class _Sweep(CheckRun):
             self._rows.append(MatrixRow(options.arguments, "skipped", hook=options.hook, reason=reason))
             return
         self.outcome.judge(self._module_locations)
+        if is_own:
+            self._said += self.outcome.notes
         row = self._judged(self.outcome, options, own=is_own)
         if row.fine and self._timing:
             row = self._timed(row, None if is_own else options)
@@ -338,6 +342,10 @@ class _Sweep(CheckRun):
         elif (options.hook or self._facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self._facts.bits, 0.0):
             verdict = "lossy"
         said = outcome.error.message if outcome.error is not None else outcome.ddp_skipped or outcome.rest_skipped
+        if errors:
+            said = errors[0].message
+            if options.hook and errors[0].code == "DDP302":
+                said = f"what {options.hook} rounds away is up to {error or 0.0:.2g} of a gradient: {said}"
         return MatrixRow(
             options.arguments,
             verdict,
@@ -345,7 +353,7 @@ class _Sweep(CheckRun):
             own=own,
             label="as the recipe wraps it" if own and self._facts.own is None else "",
             code=errors[0].code if errors else "",
-            reason=errors[0].message if errors else said,
+            reason=said,
             error=error,
             findings=findings,
             failure=outcome.error,

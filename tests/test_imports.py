@@ -15,13 +15,13 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules config evidence wording locate nests recipe target launchers
+    errors findings rules config evidence wording options matrix advice locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
-    reference gather.session gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    reference gather.session gather.local gather.ddp gather.rows
+    consistency anomalous parity reducer causes outcome check sweep render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -32,7 +32,8 @@ EXCEPTIONS = {
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
+    ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.sweep ddpcheck.options
+    ddpcheck.matrix ddpcheck.advice ddpcheck.render ddpcheck.render.matrix_terminal
     ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 

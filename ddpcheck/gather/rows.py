@@ -29,6 +29,7 @@ from ddpcheck.gather import session as phases
 from ddpcheck.gather.randomness import seed_everything
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
 from ddpcheck.gather.stepping import ModuleState
+from ddpcheck.locate import record_origins
 from ddpcheck.nests import iter_tensors
 from ddpcheck.options import VARIED, ModelFacts, Options
 from ddpcheck.reference import model_seed
@@ -112,7 +113,8 @@ def begin_row(options: Options | None) -> Wrapped:
 def _build(session: Session, rows: Rows) -> nn.Module:
     this_rank.set_place("building the model")
     seed_everything(model_seed(session.seed))
-    module = session.recipe.build_model()
+    with record_origins() as session.origins:
+        module = session.recipe.build_model()
     taken = {key for key, parameter in rows.handed_out.items() if parameter() is not None}
     if taken & {id(p) for p in module.parameters()}:
         module = copy.deepcopy(module)  # model() hands out the same parameters every time

@@ -5,12 +5,13 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 
 from ddpcheck.findings import Severity
 from ddpcheck.matrix import Matrix, MatrixRow
+from ddpcheck.options import DEFAULTS, Options
 from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
 
 MARKS = {
@@ -21,15 +22,6 @@ MARKS = {
     "skipped": ("-", "skip"),
 }
 STYLES = {"right": "green", "lossy": "green", "wrong": "red", "stops": "bold red", "skipped": "dim"}
-HEADINGS = {
-    "own": "now",
-    "needs": "needs",
-    "fault": "fault",
-    "wrong": "wrong",
-    "costs": "costs",
-    "gains": "gains",
-    "safe": "safe",
-}
 MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
 
 
@@ -53,9 +45,9 @@ class MatrixTerminalRenderer(TerminalRenderer):
         table.add_column("", no_wrap=True)
         table.add_column("options", overflow="fold", ratio=3 if self._medium.width else None)
         if timed:
-            table.add_column("step time", justify="right", no_wrap=True)
+            table.add_column("step time", no_wrap=True, min_width=19)  # of figures: the others do not move
         table.add_column("verdict", overflow="fold", ratio=4 if self._medium.width else None)
-        for row in matrix.rows:
+        for row in _grouped(matrix.rows):
             mark = MARKS[row.verdict][0 if self._medium.shows("✓≈✗") else 1]
             title = (row.title, "bold") if row.own else (row.title, "dim" if row.verdict == "skipped" else "")
             cells = [_text((mark, STYLES[row.verdict])), _text(title, " (the recipe's own)" if row.own else "")]
@@ -80,7 +72,7 @@ class MatrixTerminalRenderer(TerminalRenderer):
 
     def _advice(self, matrix: Matrix) -> Iterable[RenderableType]:
         for advice in matrix.advice:
-            yield _labelled(f"{HEADINGS.get(advice.kind, advice.kind) + ':':<7}", advice.message)
+            yield _labelled(f"{'now' if advice.kind == 'own' else advice.kind}:".ljust(7), advice.message)
 
     def _verdict_on(self, matrix: Matrix) -> RenderableType:
         own = matrix.own
@@ -90,6 +82,24 @@ class MatrixTerminalRenderer(TerminalRenderer):
             return _text("nothing was run")
         style = "bold green" if own.fine else "bold red"
         return _text((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
+
+
+def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
+    """The rows with those after the others that were skipped for one reason, as one row a reason."""
+    left_out = [row for row in rows if row.verdict == "skipped"]
+    common = [
+        name
+        for name, value in (left_out[0].arguments if left_out else {}).items()
+        if all(row.arguments.get(name) == value for row in left_out)
+    ]
+    skipped: dict[str, list[str]] = {}
+    for row in left_out:
+        rest = Options({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
+        skipped.setdefault(row.reason, []).append(row.title if rest == DEFAULTS else str(rest))
+    return [
+        *(row for row in rows if row.verdict != "skipped"),
+        *(MatrixRow({}, "skipped", label="; ".join(titles), reason=reason) for reason, titles in skipped.items()),
+    ]
 
 
 def _step_time(row: MatrixRow, noise: float) -> str:
