@@ -63,7 +63,7 @@ class MatrixTerminalRenderer(TerminalRenderer):
         world = matrix.world
         where = f"{world.get('backend')} on {world.get('device')}, {_count(world.get('world_size'), 'rank')}"
         text = (
-            f"step time: relative to {base.title} ({base.step_time.seconds * 1e3:.3g} ms), median of pairs run in "
+            f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
             f"turns on this machine, {where}; '=' is no measurable difference"
         )
         if matrix.noise is not None:
@@ -109,6 +109,10 @@ def _step_time(row: MatrixRow, noise: float) -> str:
     if row.baseline:
         return "1"
     return f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})" if time.differs(noise) else "="
+
+
+def _spelled(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _verdict(row: MatrixRow) -> str:
