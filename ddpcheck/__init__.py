@@ -26,15 +26,19 @@ if TYPE_CHECKING:
     )
     from ddpcheck.findings import Finding, Location, Report, Severity
     from ddpcheck.harness import World
+    from ddpcheck.matrix import Matrix
     from ddpcheck.recipe import Recipe
+    from ddpcheck.sweep import check_matrix
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Recipe",
     "check",
+    "check_matrix",
     "World",
     "Report",
+    "Matrix",
     "Finding",
     "Severity",
     "Location",
@@ -54,6 +58,8 @@ __all__ = [
 _HOMES = {
     "Recipe": "recipe",
     "check": "check",
+    "check_matrix": "sweep",
+    "Matrix": "matrix",
     "World": "harness",
     "Report": "findings",
     "Finding": "findings",

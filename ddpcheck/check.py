@@ -83,13 +83,33 @@ def check(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
+    asked = ask(target, world_size=world_size, backend=backend, device=device, steps=steps, timeout=timeout, seed=seed)
+    outcome = CheckRun(target, asked, progress=progress or (lambda _text: None)).run()
+    return outcome.report(select=select, ignore=ignore)
+
+
+def ask(
+    target: Recipe | str,
+    *,
+    world_size: int,
+    backend: str | None,
+    device: str,
+    steps: int,
+    timeout: float,
+    seed: int,
+) -> Asked:
+    """What was asked for, with the defaults that depend on the machine filled in.
+
+    Raises:
+        UsageError: An argument is wrong, or `target` names no file.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 10_000:
         raise UsageError(f"steps must be a number from 1 to 10000, not {steps!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed must be a whole number, not {seed!r}")
     if isinstance(target, str) and is_path(place := split_target(target)[0]):
         find_file(place)
-    asked = Asked(
+    return Asked(
         target=target if isinstance(target, str) else "recipe",
         world_size=world_size,
         backend=backend or _default_backend(device, world_size),
@@ -98,8 +118,6 @@ def check(
         seed=seed,
         timeout=timeout,
     )
-    outcome = _Check(target, asked, timeout=timeout, progress=progress or (lambda _text: None)).run()
-    return outcome.report(select=select, ignore=ignore)
 
 
 def _default_backend(device: str, world_size: int) -> str:
@@ -110,23 +128,22 @@ def _default_backend(device: str, world_size: int) -> str:
     return "nccl" if isinstance(world_size, int) and 0 < world_size <= torch.cuda.device_count() else "gloo"
 
 
-def _on_rank(function: str, *args: Any) -> Any:
+def on_rank(function: str, *args: Any) -> Any:
     """Call a function of ddpcheck on a rank; named by a string, so that the caller need not import torch."""
     module, _, name = function.rpartition(".")
     return getattr(importlib.import_module(f"ddpcheck.{module}"), name)(*args)
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """The rest of the check cannot be run; the reason is in the outcome already."""
 
 
-class _Check:
+class CheckRun:
     """One check under way: sends the ranks through their phases, and keeps what they tell in an `Outcome`."""
 
-    def __init__(self, target: Recipe | str, asked: Asked, *, timeout: float, progress: Callable[[str], None]) -> None:
+    def __init__(self, target: Recipe | str, asked: Asked, *, progress: Callable[[str], None]) -> None:
         self.target = target
         self.asked = asked
-        self.timeout = timeout
         self.progress = progress
         self.outcome = Outcome(asked)
         self._alone_in_group = False
@@ -139,13 +156,9 @@ class _Check:
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             try:
-                with self.outcome.timed("start"):
-                    self.progress(f"starting {self.asked.world_size} ranks")
-                    self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
-                    self.single = stack.enter_context(self._make_world(1, group=False))
-                    self._worlds = stack
+                self._start_worlds(stack)
                 self._run_phases()
-            except _Stopped:
+            except Stopped:
                 pass
             except RankError as error:
                 self._fail(error)
@@ -155,12 +168,19 @@ class _Check:
         self.outcome.timing["total"] = time.perf_counter() - begun
         return self.outcome
 
+    def _start_worlds(self, stack: contextlib.ExitStack) -> None:
+        with self.outcome.timed("start"):
+            self.progress(f"starting {self.asked.world_size} ranks")
+            self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
+            self.single = stack.enter_context(self._make_world(1, group=False))
+            self._worlds = stack
+
     def _make_world(self, world_size: int, *, group: bool) -> World:
         return World(
             world_size,
             backend=self.asked.backend if group else "gloo",
             device=self.asked.device,
-            timeout=self.timeout,
+            timeout=self.asked.timeout,
             process_group=group,
             hash_seeds=group,
             watch=DeadlockWatch() if group else None,
@@ -169,6 +189,15 @@ class _Check:
     # Phases
 
     def _run_phases(self) -> None:
+        self._prepare()
+        with self._phase("wrapping", "wrapping the model"):
+            self.outcome.wrapped = self._wrap("session.wrap")
+            self._check_after_wrapping(self.outcome.wrapped)
+        self._run_steps()
+        self.outcome.notes += self._all("session.notes")[0]
+
+    def _prepare(self) -> None:
+        """Build the model everywhere, and compare what the ranks have built."""
         building = self._start_single(*self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[Built] = self._all("session.build", self.target, self.asked.seed)
@@ -177,13 +206,11 @@ class _Check:
             self._settle_single(building)
         with self._phase("consistency", "comparing the modules of the ranks"):
             self._check_before_wrapping(built)
-        with self._phase("wrapping", "wrapping the model"):
-            self.outcome.wrapped = self._wrap()
-            self._check_after_wrapping(self.outcome.wrapped)
+
+    def _run_steps(self) -> None:
         for step in range(self.asked.steps):
             self._run_step(step)
         self._look_again()
-        self.outcome.notes += self._all("session.notes")[0]
 
     def _check_before_wrapping(self, built: Sequence[Built]) -> None:
         found = judge_uninitialised([item.uninitialised for item in built])
@@ -194,9 +221,10 @@ class _Check:
         if stopping:
             self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
-    def _wrap(self) -> list[Wrapped]:
+    def _wrap(self, function: str, *args: Any) -> list[Wrapped]:
+        """Wrap by `function`; options of the wrapper that differ between ranks end the check before DDP hangs."""
         try:
-            return self._all("session.wrap")
+            return self._all(function, *args)
         except RankError as error:
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
@@ -252,13 +280,7 @@ class _Check:
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.drew for item in local)
             self._all("local.average", step, None if draws else averaged)
-        self.outcome.decide_on_ddp(step)
-        if self.outcome.ddp_skipped:
-            with self._phase("parameters", f"{words}: the optimizer"):
-                self._all("local.local_update", step)
-            doubtful = False
-        else:
-            doubtful = self._run_ddp(step, words)
+        doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
             if single is not None and (result := self._settle_single(single)) is not None:
                 self._check_batch([local[0].batch, result.batch, result.again], step)
@@ -269,8 +291,20 @@ class _Check:
                 self.outcome.add_draws(self._all("draws.draws", step))
             if doubtful and not self.outcome.withheld:
                 self.outcome.add_repeat(step, self._all("repeat.repeat_step", step))
+        self._update_alone(step, words)
         for file in (state, averaged):
             file.unlink(missing_ok=True)
+
+    def _train(self, step: int, words: str) -> bool:
+        """Go through the wrapper, where that is possible; returns whether it needs a second look."""
+        self.outcome.decide_on_ddp(step)
+        return False if self.outcome.ddp_skipped else self._run_ddp(step, words)
+
+    def _update_alone(self, step: int, words: str) -> None:
+        """Change the weights where the wrapper did not; after all that puts the step's first state back."""
+        if self.outcome.ddp_skipped:
+            with self._phase("parameters", f"{words}: the optimizer"):
+                self._all("local.local_update", step)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
@@ -345,11 +379,11 @@ class _Check:
     # Ranks
 
     def _all(self, function: str, *args: Any) -> list[Any]:
-        return self.world.run(_on_rank, f"gather.{function}", *args)
+        return self.world.run(on_rank, f"gather.{function}", *args)
 
     def _start_single(self, function: str, *args: Any) -> Pending:
         self._last_single = (function, *args)
-        return self.single.start(_on_rank, function, *args)
+        return self.single.start(on_rank, function, *args)
 
     def _settle_single(self, pending: Pending) -> Any:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
@@ -396,11 +430,11 @@ class _Check:
                 yield
             except TargetError as error:
                 self.outcome.error = ReportError(str(error), EXIT_TARGET, error.detail)
-                raise _Stopped from error
+                raise Stopped from error
 
     def _skip_rest(self, reason: str) -> NoReturn:
         self.outcome.rest_skipped = reason
-        raise _Stopped
+        raise Stopped
 
     def _fail(self, error: RankError) -> None:
         """A world failed: keep the root cause, and why the rest was not checked."""

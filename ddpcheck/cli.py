@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Self, TextIO
@@ -20,7 +20,8 @@ from ddpcheck import __version__
 from ddpcheck.config import load_settings
 from ddpcheck.errors import EXIT_CLEAN, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
-from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.matrix import Matrix, is_matrix
+from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
 from ddpcheck.render.layout import lay_out, picture_format
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
@@ -94,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     rules = "rules by code, prefix or name; comma separated or repeated"
     what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
     what.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
+    what.add_argument(
+        "--matrix",
+        action="store_true",
+        help="try the options of DistributedDataParallel: which are right, what they cost",
+    )
     how = report.add_argument_group("what comes of it")
     how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
     _add_output(how)
@@ -145,10 +151,14 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore", "fail_on")
     settings = load_settings({name: getattr(arguments, name) for name in names})
-    with _Output(arguments) as output, _Progress(sys.stderr) as progress:
-        from ddpcheck.check import check  # the rest of the house, only when there is work to do
+    formats = MATRIX_FORMATS if arguments.matrix else FORMATS
+    with _Output(arguments, formats) as output, _Progress(sys.stderr) as progress:
+        if arguments.matrix:  # the rest of the house, only when there is work to do
+            from ddpcheck.sweep import check_matrix as run
+        else:
+            from ddpcheck.check import check as run  # type: ignore[assignment]
 
-        report = check(
+        report = run(
             arguments.target,
             world_size=settings.world_size,
             backend=settings.backend,
@@ -205,13 +215,14 @@ def _render(arguments: argparse.Namespace) -> int:
         text = sys.stdin.read() if arguments.path == "-" else Path(arguments.path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {name}: {_reason(error)}") from error
+    saved: type[Report] | type[Matrix] = Matrix if is_matrix(text) else Report
     try:
-        report = Report.from_json(text)
+        report = saved.from_json(text)
     except KeyError as error:
         raise UsageError(f"{name} is not a complete report: {error} is missing") from error
     except (ValueError, TypeError) as error:
         raise UsageError(f"{name} is not a report: {error}") from error
-    with _Output(arguments) as output:
+    with _Output(arguments, MATRIX_FORMATS if saved is Matrix else FORMATS) as output:
         output.show(report)
     return EXIT_CLEAN
 
@@ -286,20 +297,18 @@ class _File:
 class _Output(_File):
     """Where a report goes: a file, or standard output."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, formats: Mapping[str, Format] = FORMATS) -> None:
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
         self._medium = Medium.of(sys.stdout) if self._path is None else Medium()
-        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium)
+        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium, formats=formats)
 
-    def show(self, report: Report) -> None:
+    def show(self, report: Report | Matrix) -> None:
         text = self._renderer.render(report)
         if self._path is None:
             _print(text.removesuffix("\n"))
             return
         self.write(text.encode("utf-8", "backslashreplace"))
-        findings = len(report.findings)
-        verdict = f"{findings} finding{'' if findings == 1 else 's'}" if findings else report.status
-        print(f"ddpcheck: {verdict}, written to {self._path}", file=sys.stderr)
+        print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)
 
 
 class _Progress:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpcheck.check import check
-from ddpcheck.collectives import DeadlockWatch
 from ddpcheck.errors import EXIT_HANG, EXIT_TARGET, DdpcheckError, HangError, RankError, TargetError, UsageError
 from ddpcheck.findings import Finding, Report
 from ddpcheck.harness import World
+from ddpcheck.lockstep import DeadlockWatch
 from ddpcheck.picture import Detail, Mark, Picture
 from ddpcheck.wording import spelled, spelled_steps
 

@@ -167,6 +167,12 @@ class Report:
         """Whether the checks were finished and found no error."""
         return self.exit_code() == EXIT_CLEAN
 
+    @property
+    def summary(self) -> str:
+        """The status in words, with the number of findings where there are any."""
+        count = len(self.findings)
+        return f"{count} finding{'' if count == 1 else 's'}" if count else self.status
+
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
         return tuple(finding for finding in self.findings if finding.severity.reaches(threshold))
@@ -192,14 +198,6 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `to_json` writes it."""
-        from ddpcheck.rules import RULES  # the rule table is built on this module
-
-        def finding(value: Finding) -> dict[str, Any]:
-            rule = RULES[value.code]
-            data = dataclasses.asdict(value)
-            data.update(name=rule.name, severity=value.severity.value, fix=value.fix or rule.fix)
-            return data
-
         return {
             "schema_version": SCHEMA_VERSION,
             "tool": dict(self.tool),
@@ -208,7 +206,7 @@ class Report:
             "world": dict(self.world),
             "status": self.status,
             "checks": [dataclasses.asdict(check) for check in self.checks],
-            "findings": [finding(value) for value in self.findings],
+            "findings": [finding_to_dict(value) for value in self.findings],
             "parity": [dataclasses.asdict(entry) for entry in self.parity],
             "timing": dict(self.timing),
             "error": None if self.error is None else dataclasses.asdict(self.error),
@@ -238,7 +236,7 @@ class Report:
             environment=data["environment"],
             world=data["world"],
             checks=tuple(CheckResult(**check) for check in data["checks"]),
-            findings=tuple(_finding(value) for value in data["findings"]),
+            findings=tuple(finding_from_dict(value) for value in data["findings"]),
             parity=tuple(ParityEntry(**entry) for entry in data["parity"]),
             timing=data["timing"],
             error=None if data["error"] is None else ReportError(**data["error"]),
@@ -246,7 +244,18 @@ class Report:
         )
 
 
-def _finding(data: Mapping[str, Any]) -> Finding:
+def finding_to_dict(value: Finding) -> dict[str, Any]:
+    """A finding as plain data, with the name of its rule."""
+    from ddpcheck.rules import RULES  # the rule table is built on this module
+
+    rule = RULES[value.code]
+    data = dataclasses.asdict(value)
+    data.update(name=rule.name, severity=value.severity.value, fix=value.fix or rule.fix)
+    return data
+
+
+def finding_from_dict(data: Mapping[str, Any]) -> Finding:
+    """Read what `finding_to_dict` wrote."""
     from ddpcheck.rules import RULES
 
     location, rule = data["location"], RULES.get(data["code"])

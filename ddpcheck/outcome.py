@@ -152,6 +152,21 @@ class Outcome:
     _analysed: Sequence[LocalStep] = ()
     _single_backwards: int = 1
 
+    def fork(self) -> Outcome:
+        """A copy to which more can be added, and that can be judged, without changing this one."""
+        return replace(
+            self,
+            findings=list(self.findings),
+            notes=list(self.notes),
+            timing=dict(self.timing),
+            _evidence=list(self._evidence),
+            _ddp=list(self._ddp),
+            _single=dict(self._single),
+            _norms=dict(self._norms),
+            _parity=list(self._parity),
+            _noise=dict(self._noise),
+        )
+
     # Gathering
 
     @contextlib.contextmanager
@@ -232,6 +247,17 @@ class Outcome:
         found = judge_repeat(dict(enumerate(differences)), step)
         self.findings += found
         self.withheld = bool(found)
+
+    def against_local(self) -> float | None:
+        """The largest relative error of a gradient under the wrapper against the average of the ranks' own."""
+        return max((d.error for item in self._ddp for d in item.against_local), default=None)
+
+    def absent(self) -> dict[tuple[int, int], frozenset[str]]:
+        """By step and rank, the parameters that did not contribute there."""
+        return {
+            (item.step, item.rank): frozenset(name for name, state in item.states.items() if state == "missing")
+            for item in self._evidence
+        }
 
     def zero_everywhere(self) -> list[str]:
         """The parameters whose gradient was zero in every step, unless all gradients were."""

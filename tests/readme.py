@@ -10,12 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-BLOCK = re.compile(r"<!-- (?P<kind>report|findings): (?P<target>\S+) -->\n```text\n(?P<text>.*?)```\n", re.DOTALL)
+BLOCK = re.compile(
+    r"<!-- (?P<kind>report|findings|matrix): (?P<target>\S+) -->\n```text\n(?P<text>.*?)```\n", re.DOTALL
+)
 
 
 def shown(kind: str, target: str) -> str:
-    """What the README shows of the report on `target`: all of it, or the findings alone."""
-    command = [sys.executable, "-m", "ddpcheck", "report", target]
+    """What the README shows of the report on `target`: all of it, or the findings alone; or of its matrix."""
+    flags = ["--matrix"] if kind == "matrix" else []
+    command = [sys.executable, "-m", "ddpcheck", "report", target, *flags]
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     text = done.stdout
@@ -24,7 +27,7 @@ def shown(kind: str, target: str) -> str:
         found = re.search(rf"^DDP\d{{3}} .*?{end}", text, re.DOTALL | re.MULTILINE)
         assert found, done.stdout + done.stderr
         text = found.group(0)
-    lead = f"$ ddpcheck report {target}\n" if kind == "report" else ""
+    lead = f"$ {' '.join(['ddpcheck report', target, *flags])}\n" if kind != "findings" else ""
     return lead + text.rstrip() + "\n"
 
 
@@ -35,6 +38,9 @@ def blocks() -> list[tuple[str, str, str]]:
 
 def comparable(text: str) -> str:
     """A report without what differs from run to run and from machine to machine."""
+    text = re.sub(r"^(  [✓≈] .*?)  +(1|=|\d+\.\d\d \([^)]*\))  +right", r"\1 _ right", text, flags=re.MULTILINE)
+    text = re.sub(r"^(costs|gains|safe): .*?(?=^\w|^$)", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\d+(\.\d+)? ms\)", "_ ms)", text)
     text = re.sub(r" +\d+\.\d+ s", " _ s", text)
     text = re.sub(r"python \S+", "python _", text)
     text = re.sub(r"torch \d\S+", "torch _", text)

@@ -15,16 +15,17 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules options exchange config evidence wording picture locate nests recipe target launchers
+    errors findings rules options exchange config evidence wording picture trials matrix advice
+    locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
-    gather.flow gather.operations gather.picture
+    gather.rows gather.flow gather.operations gather.picture
     consistency program absences anomalous loop parity reducer causes outcome check
-    depict folding render cli __main__ pytest_plugin
+    sweep depict folding render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -37,6 +38,7 @@ LIGHT = """
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
+    ddpcheck.sweep ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal
     ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
     ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
 """.split()

@@ -5,7 +5,7 @@ import pytest
 from tests.readme import ROOT, blocks, comparable, shown
 
 
-@pytest.mark.parametrize(("kind", "target", "text"), blocks(), ids=[target for _, target, _ in blocks()])
+@pytest.mark.parametrize(("kind", "target", "text"), blocks(), ids=[f"{kind} {target}" for kind, target, _ in blocks()])
 def test_the_readme_shows_the_report_of_today(kind: str, target: str, text: str) -> None:
     assert comparable(shown(kind, target)) == comparable(text)
 

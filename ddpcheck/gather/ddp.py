@@ -11,7 +11,7 @@ from ddpcheck.evidence import (
     DdpStepEvidence,
     Difference,
 )
-from ddpcheck.gather.compare import dense, difference, eps_of, norm
+from ddpcheck.gather.compare import dense, difference, eps_of, norm, scales
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import recorded
 from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
@@ -41,8 +41,11 @@ def ddp_step(step: int) -> DdpStepEvidence:
         del loss
         this_rank.set_place(f"step {step}: DDP comparison")
         owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
+        lossy = max(_hook_precisions(session), default=0.0)
+        floor = scales({name: t for name, t in session.averaged.items() if t is not None}) if lossy else {}
         differences = tuple(
-            _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
+            _against_local(session, name, None if p.grad is None else dense(p.grad), lossy, floor.get(name, 0.0))
+            for name, p in owners.items()
         )
         gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
         computed_with = fingerprints(session.module.named_parameters())
@@ -70,7 +73,16 @@ def ddp_step(step: int) -> DdpStepEvidence:
 _EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
 
 
-def _against_local(session: Session, name: str, got: torch.Tensor | None) -> Difference:
+def _against_local(session: Session, name: str, got: torch.Tensor | None, lossy: float, floor: float) -> Difference:
+    """One gradient against the average of the ranks' own.
+
+    Args:
+        session: Of this rank.
+        name: Of the parameter.
+        got: What the wrapper left.
+        lossy: What a communication hook loses; 0 where there is none.
+        floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
+    """
     want = session.averaged.get(name)
     if got is None and want is None:
         return Difference(name, 0.0, 0.0)
@@ -79,9 +91,9 @@ def _against_local(session: Session, name: str, got: torch.Tensor | None) -> Dif
     if want is None and got is not None:
         want = torch.zeros_like(got)  # under find_unused_parameters, what no rank used may come back as zeros
     assert want is not None
-    precision = max((eps_of(want.dtype), *_hook_precisions(session)))
-    tolerance = (8 + session.world_size) * precision
-    return difference(name, got, want, scale=session.scale.get(name) or norm(want), tolerance=tolerance)
+    tolerance = (8 + session.world_size) * max(eps_of(want.dtype), lossy)
+    scale = max(session.scale.get(name) or norm(want), floor)
+    return difference(name, got, want, scale=scale, tolerance=tolerance)
 
 
 def _hook_precisions(session: Session) -> list[float]:

@@ -10,7 +10,6 @@ import copy
 import datetime
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -64,10 +63,12 @@ class Session:
     Attributes:
         module: The module that is wrapped.
         twin: A second one, built alike and never wrapped, on which the Local steps run.
+        watched: The twin on which hooks of ours are.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
+        constructions: How many `DistributedDataParallel` this rank has made, or has begun to make.
         started: What puts that back to what it was when the step began.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
@@ -81,6 +82,7 @@ class Session:
     module: nn.Module
     twin: nn.Module
     origins: Origins
+    watched: nn.Module | None = None
     wrapped: nn.Module | None = None
     wrapper: nn.Module | None = None
     facts: WrapperFacts = field(default_factory=WrapperFacts)
@@ -89,6 +91,7 @@ class Session:
     batch: Any = None
     before: ModuleState | None = None
     surroundings: Surroundings | None = None
+    constructions: int = 0
     started: list[Undo] = field(default_factory=list)
     after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
@@ -311,12 +314,13 @@ def _watch_construction() -> Iterator[_Construction]:
     ddp: Any = nn.parallel.DistributedDataParallel
     original = ddp.__init__
     found = _Construction()
-    count = itertools.count()
+    session = the_session()
 
     @functools.wraps(original)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         found.options = constructor_options(original, self, *args, **kwargs)
-        compare_options(found.options, number=next(count))
+        compare_options(found.options, number=session.constructions)
+        session.constructions += 1
         original(self, *args, **kwargs)
         found.seen.update({name: _Seen.of(p) for name, p in self.module.named_parameters()})
 
@@ -381,6 +385,9 @@ def _count_calls(session: Session) -> None:
 
 def _watch_twin(session: Session) -> None:
     """Count the gradients that arrive at each of the twin's parameters, and keep what its forward returns."""
+    if session.watched is session.twin:  # wrapped once more, with other options
+        return
+    session.watched = session.twin
     for name, parameter in session.twin.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_arrival(session, name))

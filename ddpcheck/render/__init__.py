@@ -19,12 +19,13 @@ from typing import Protocol, TextIO
 
 from ddpcheck.errors import UsageError
 from ddpcheck.findings import Report
+from ddpcheck.matrix import Matrix
 
 
 class Renderer(Protocol):
-    """Turns a report into text."""
+    """Turns a report, or a matrix, whichever it is made for, into text."""
 
-    def render(self, report: Report) -> str:
+    def render(self, report: Report | Matrix) -> str:
         """The whole output, with a newline at its end."""
         ...
 
@@ -97,18 +98,42 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 )
 
 
-def renderer_for(name: str | None = None, *, path: str | None = None, medium: Medium | None = None) -> Renderer:
+MATRIX_FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            Format("text", "ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
+            Format("json", "ddpcheck.render.as_json:JsonRenderer", (".json",)),
+        )
+    }
+)
+"""What a `Matrix` is shown as."""
+
+
+def renderer_for(
+    name: str | None = None,
+    *,
+    path: str | None = None,
+    medium: Medium | None = None,
+    formats: Mapping[str, Format] = FORMATS,
+) -> Renderer:
     """The renderer of a format, or of the format that the extension of `path` stands for; text when both are absent.
+
+    Args:
+        name: Of the format.
+        path: Where the output goes.
+        medium: What can be shown there.
+        formats: To choose from; those of a report where absent.
 
     Raises:
         UsageError: There is no such format, or the extension stands for none.
     """
     if name is None and path is not None:
         extension = PurePath(path).suffix.lower()
-        name = next((form.name for form in FORMATS.values() if extension in form.extensions), None)
+        name = next((form.name for form in formats.values() if extension in form.extensions), None)
         if name is None:
-            known = ", ".join(ext for form in FORMATS.values() for ext in form.extensions)
+            known = ", ".join(ext for form in formats.values() for ext in form.extensions)
             raise UsageError(f"cannot tell a format from the name {path!r}: use one of {known}, or give --format")
-    if (name or "text") not in FORMATS:
-        raise UsageError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
-    return FORMATS[name or "text"].renderer(medium or Medium())
+    if (name or "text") not in formats:
+        raise UsageError(f"there is no format {name!r}; the formats are {', '.join(formats)}")
+    return formats[name or "text"].renderer(medium or Medium())

@@ -6,16 +6,17 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from ddpcheck.findings import Report
+from ddpcheck.matrix import Matrix
 from ddpcheck.render import Medium
 
 
 class JsonRenderer:
-    """Writes what `Report.from_json` reads."""
+    """Writes what `Report.from_json` or `Matrix.from_json` reads."""
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
 
-    def render(self, report: Report) -> str:
+    def render(self, report: Report | Matrix) -> str:
         """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
         text = report.to_json()
         if not self._medium.shows(text):

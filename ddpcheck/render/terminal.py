@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpcheck.findings import Finding, ParityEntry, Report, Severity
+from ddpcheck.matrix import Matrix
 from ddpcheck.render import Medium
 from ddpcheck.rules import RULES
 
@@ -40,6 +41,11 @@ class TerminalRenderer:
 
     def render(self, report: Report) -> str:
         """The report as text."""
+        sections = (self._header, self._checks, self._findings, self._parity, self._notes, self._error)
+        return self._printed([section(report) for section in sections], self._verdict(report))
+
+    def _printed(self, sections: Iterable[Iterable[RenderableType]], verdict: RenderableType) -> str:
+        """Sections with an empty line after each that is not empty, and the last line."""
         out = io.StringIO()
         console = Console(
             file=out,
@@ -53,21 +59,20 @@ class TerminalRenderer:
             legacy_windows=False,
             _environ={},  # the medium has been asked already
         )
-        sections = (self._header, self._checks, self._findings, self._parity, self._notes, self._error)
         for section in sections:
-            parts = list(section(report))
+            parts = list(section)
             for part in parts:
                 console.print(part, soft_wrap=False)
             if parts:
                 console.print()
-        console.print(self._verdict(report))
+        console.print(verdict)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
         text = "\n".join(lines) + "\n"
         return text if self._medium.shows(text) else text.encode(self._medium.encoding, "backslashreplace").decode()
 
-    def _header(self, report: Report) -> Iterable[RenderableType]:
+    def _header(self, report: Report | Matrix, what: str = "report") -> Iterable[RenderableType]:
         tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
-        yield _text((tool, "bold"), " report on ", (report.target, "bold"))
+        yield _text((tool, "bold"), f" {what} on ", (report.target, "bold"))
         world = {key: value for key, value in report.world.items() if key != "notes" and value is not None}
         phrases: dict[str, Callable[[object], str]] = {
             "world_size": lambda value: _count(value, "rank"),
@@ -162,12 +167,12 @@ class TerminalRenderer:
             )
         yield _indented(table)
 
-    def _notes(self, report: Report) -> Iterable[RenderableType]:
+    def _notes(self, report: Report | Matrix) -> Iterable[RenderableType]:
         notes = report.world.get("notes") or ()
         for note in [notes] if isinstance(notes, str) else notes:
             yield _labelled("note: ", str(note))
 
-    def _error(self, report: Report) -> Iterable[RenderableType]:
+    def _error(self, report: Report | Matrix) -> Iterable[RenderableType]:
         if report.error is None or not report.error.detail.strip():
             return
         yield _text(("what stopped the checks", "bold"))

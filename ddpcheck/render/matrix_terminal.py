@@ -1,0 +1,133 @@
+"""The matrix of DDP options as text: a table of what is right, and advice.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import RenderableType
+
+from ddpcheck.findings import Severity
+from ddpcheck.matrix import Matrix, MatrixRow
+from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
+from ddpcheck.trials import DEFAULTS, Options
+
+MARKS = {
+    "right": ("✓", "ok"),
+    "lossy": ("≈", "~"),
+    "wrong": ("✗", "FAIL"),
+    "stops": ("!", "STOP"),
+    "skipped": ("-", "skip"),
+}
+STYLES = {"right": "green", "lossy": "green", "wrong": "red", "stops": "bold red", "skipped": "dim"}
+MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
+
+
+class MatrixTerminalRenderer(TerminalRenderer):
+    """Context, one line a combination of options, how the figures are meant, advice, notes, verdict."""
+
+    def render(self, matrix: Matrix) -> str:  # type: ignore[override]
+        """The matrix as text."""
+        sections = (self._title, self._rows, self._legend, self._advice, self._notes, self._error)
+        return self._printed([section(matrix) for section in sections], self._verdict_on(matrix))
+
+    def _title(self, matrix: Matrix) -> Iterable[RenderableType]:
+        return self._header(matrix, "matrix of DDP options")
+
+    def _rows(self, matrix: Matrix) -> Iterable[RenderableType]:
+        if not matrix.rows:
+            return
+        timed = any(row.step_time is not None for row in matrix.rows)
+        table = self._table()
+        table.show_header, table.header_style = True, "dim"
+        table.add_column("", no_wrap=True)
+        table.add_column("options", overflow="fold", ratio=3 if self._medium.width else None)
+        if timed:
+            table.add_column("step time", no_wrap=True, min_width=19)  # of figures: the others do not move
+        table.add_column("verdict", overflow="fold", ratio=4 if self._medium.width else None)
+        for row in _grouped(matrix.rows):
+            mark = MARKS[row.verdict][0 if self._medium.shows("✓≈✗") else 1]
+            title = (row.title, "bold") if row.own else (row.title, "dim" if row.verdict == "skipped" else "")
+            cells = [_text((mark, STYLES[row.verdict])), _text(title, " (the recipe's own)" if row.own else "")]
+            if timed:
+                cells.append(_text(_step_time(row, matrix.noise or 0.0)))
+            table.add_row(*cells, _text(_verdict(row)))
+        yield _indented(table)
+
+    def _legend(self, matrix: Matrix) -> Iterable[RenderableType]:
+        base = next((row for row in matrix.rows if row.baseline and row.step_time is not None), None)
+        if base is None or base.step_time is None:
+            return
+        world = matrix.world
+        where = f"{world.get('backend')} on {world.get('device')}, {_count(world.get('world_size'), 'rank')}"
+        text = (
+            f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
+            f"turns on this machine, {where}; '=' is no measurable difference"
+        )
+        if matrix.noise is not None:
+            text += f" (the baseline differs from itself by up to {matrix.noise:.1%})"
+        yield _indented(_text((text, "dim")))
+
+    def _advice(self, matrix: Matrix) -> Iterable[RenderableType]:
+        for advice in matrix.advice:
+            yield _labelled(f"{'now' if advice.kind == 'own' else advice.kind}:".ljust(7), advice.message)
+
+    def _verdict_on(self, matrix: Matrix) -> RenderableType:
+        own = matrix.own
+        if matrix.error is not None:
+            return _text(("stopped: ", "bold red"), matrix.error.message)
+        if own is None:
+            return _text("nothing was run")
+        style = "bold green" if own.fine else "bold red"
+        return _text((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
+
+
+def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
+    """The rows with those after the others that were skipped for one reason, as one row a reason."""
+    left_out = [row for row in rows if row.verdict == "skipped"]
+    common = [
+        name
+        for name, value in (left_out[0].arguments if left_out else {}).items()
+        if all(row.arguments.get(name) == value for row in left_out)
+    ]
+    skipped: dict[str, list[str]] = {}
+    for row in left_out:
+        rest = Options({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
+        skipped.setdefault(row.reason, []).append(row.title if rest == DEFAULTS else str(rest))
+    return [
+        *(row for row in rows if row.verdict != "skipped"),
+        *(MatrixRow({}, "skipped", label="; ".join(titles), reason=reason) for reason, titles in skipped.items()),
+    ]
+
+
+def _step_time(row: MatrixRow, noise: float) -> str:
+    time = row.step_time
+    if time is None:
+        return ""
+    if row.baseline:
+        return "1"
+    return f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})" if time.differs(noise) else "="
+
+
+def _spelled(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _verdict(row: MatrixRow) -> str:
+    if row.verdict == "lossy" and row.error is not None:
+        text = f"right, rounded by {row.error:.1e}"
+    elif row.fine:
+        text = "right"
+    elif row.verdict == "skipped":
+        return f"skipped: {row.reason}"
+    else:
+        text = " ".join(filter(None, (row.verdict, row.code))) + f": {_shortened(row.reason)}"
+        return text
+    warned = [f.code for f in row.findings if f.severity is Severity.WARNING]
+    return f"{text}; warns of {', '.join(dict.fromkeys(warned))}" if warned else text
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_WORDS else text[:MOST_WORDS].rsplit(" ", 1)[0] + " ..."
