@@ -50,6 +50,7 @@ _SOMETIMES = Demonstration(
     "sometimes_used",
     "the names of parameters without gradient on this rank, by step, and what DDP makes of it: an error, a hang that "
     "the timeout ends, or silence where it is the last step",
+    more_steps=1,
     timeout=10,
 )
 _ZERO = Demonstration("zero_gradient", "the names of parameters whose gradient is zero in every step", all_steps=True)
@@ -143,7 +144,7 @@ def steps_for(finding: Finding, report: Report, chosen: Demonstration) -> int:
     if chosen.all_steps:
         return whole
     first = min(finding.steps) if finding.steps else 0
-    return first + 1 + chosen.more_steps
+    return max(first + 1, min(first + 1 + chosen.more_steps, whole))
 
 
 def world_size_for(finding: Finding, report: Report) -> int:

@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,11 @@ if __name__ == "__main__":
     sys.exit(verdict)
 """
 
+_ON_CPU = (
+    "    verdict = main()\n",
+    "    with synchronised_on_cpu():  # not needed on GPUs\n        verdict = main()\n",
+)
+
 
 def script_for(finding: Finding, report: Report, look: Look, name: str, beside: Iterable[str]) -> str:
     """A script that shows `finding` with the target that `look` has seen.
@@ -79,11 +85,12 @@ def script_for(finding: Finding, report: Report, look: Look, name: str, beside: 
     gap = "\n\n\n" if statements and statements[0].is_definition else "\n\n"
     middle = f"{head}{stand_in}\n\n" + (f"{title}{gap}{body}\n\n\n" if statements else "")
     before = middle.count("\n") - body.count("\n") - 3
+    ending = ENDING if "syncbn" not in flags else ENDING.replace(*_ON_CPU)
     line, said = None, ""
     for _ in range(3):  # until the docstring says its own length right
         said = _docstring(finding, report, look, chosen, name, line, theirs, beside)
         line = _new_line(finding, look, places, said.count("\n") + before)
-    return f"{said}{middle}# The training loop, and what shows the fault\n\n{loop}\n\n\n{ENDING}"
+    return f"{said}{middle}# The training loop, and what shows the fault\n\n{loop}\n\n\n{ending}"
 
 
 def _wanted(look: Look, source: Source) -> list[str]:
@@ -125,9 +132,9 @@ def _demonstration(
     theirs: Sequence[Import],
 ) -> tuple[str, list[Import]]:
     """The code after the target's own, and what it imports."""
-    text = _specialised(
-        "\n\n\n".join(_without_imports(_text(name)) for name in ("pieces", "facts", chosen.name)), chosen, look, flags
-    )
+    text = "\n\n\n".join(_without_imports(_text(name)) for name in ("pieces", "facts", chosen.name))
+    text = renamed(text, _shadowing(text, look), lambda new: new in taken or new in text)
+    text = _specialised(text, chosen, look, flags)
     imports = [item for name in ("pieces", "facts", chosen.name) for item in read_source(_text(name)).imports]
     imports += [Import("sys", "", "sys"), Import("time", "", "time"), Import("dataclasses", "", "dataclasses")]
     imports += [Import("quiet_random", name, name) for name in ("QuietRandomness", "quiet_modules")]
@@ -141,14 +148,13 @@ def _demonstration(
         constants += ["torch.cuda.set_device(DEVICE)"]
     if "syncbn" in flags:
         imports.append(Import("cpu_sync_batchnorm", "synchronised_on_cpu", "synchronised_on_cpu"))
-        constants += ["synchronised_on_cpu().__enter__()  # not needed on GPUs"]
     if look.is_function:
         constants = [f"recipe = functools.cache({look.attribute})", *constants]
     definitions = [s for s in statements if s.is_definition]
     values = [s.text for s in statements if not s.is_definition]
     parts = ["\n".join([*(v for v in values if not v.startswith("DEVICE") or "cuda" in flags), *constants])]
     out = "\n\n\n".join([*filter(None, parts), *(s.text for s in definitions)])
-    used = set(re.findall(r"(?<![.\w])\w+", out + ENDING))
+    used = set(re.findall(r"(?<![.\w])\w+", out + ENDING + _ON_CPU[1]))
     wanted = [i for i in imports if i.bound in used and i.root != "ddpcheck" and i.module != "__future__"]
     bound = {name for statement in statements for name in statement.binds}
     mine = set(theirs)
@@ -160,6 +166,18 @@ def _demonstration(
             out = renamed(out, [name], lambda new: new in everything)
     renamed_imports = [i if i not in foreign else Import(i.module, i.name or "", f"{i.bound}_") for i in wanted]
     return out, renamed_imports
+
+
+def _shadowing(text: str, look: Look) -> list[str]:
+    """The variables of the demonstrations that would hide the target from it."""
+    roots = {look.attribute.partition(".")[0]} if look.attribute else set(_ROLES)
+    own = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+    return sorted(roots & own)
 
 
 def _without_imports(text: str) -> str:
@@ -222,8 +240,8 @@ def _specialised(text: str, chosen: Demonstration, look: Look, flags: set[str]) 
     text = re.sub(r"target\.sgd\((\w+)\)", sgd, text)
     if chosen.facts:
         text = re.sub(
-            r"target\.facts\((\w+), optimizer\)",
-            rf"{chosen.facts}(\1, optimizer)" if chosen.needs_optimizer else rf"{chosen.facts}(\1)",
+            r"target\.facts\((\w+), optim\)",
+            rf"{chosen.facts}(\1, optim)" if chosen.needs_optimizer else rf"{chosen.facts}(\1)",
             text,
         )
         text = re.sub(r"target\.facts\((\w+)\)", rf"{chosen.facts}(\1)", text)

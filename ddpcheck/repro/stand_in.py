@@ -58,6 +58,6 @@ class target:
         raise NotImplementedError
 
     @staticmethod
-    def facts(module: Any, optimizer: Any = None) -> dict[str, Any]:
+    def facts(module: Any, optim: Any = None) -> dict[str, Any]:
         """Becomes the function of `facts.py` that tells what is compared between ranks."""
         raise NotImplementedError

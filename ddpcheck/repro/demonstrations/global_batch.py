@@ -52,7 +52,8 @@ def main() -> int:
     worst = max(errors, key=lambda name: errors[name])
     factor = float(got @ whole / (whole @ whole))
     print(
-        f"rank {RANK}: gradient of {worst}: relative error {errors[worst]:.2g}, allowed {TOLERANCE:g};"
+        f"rank {RANK}: gradient of {worst}: relative error {errors[worst]:.2g},"
+        f" allowed {TOLERANCE:g};"
         f" all gradients together: {factor:.4g} times those of the global batch",
         flush=True,
     )

@@ -53,7 +53,8 @@ def main() -> int:
         optim.step()
     error, name = worst
     print(
-        f"rank {RANK}: gradient of {name}: relative error {error:.2g}, allowed {TOLERANCE:g}",
+        f"rank {RANK}: gradient of {name}: relative error {error:.2g},"
+        f" allowed {TOLERANCE:g}",
         flush=True,
     )
     return 1 if error > TOLERANCE else 0

@@ -18,7 +18,7 @@ from ddpcheck.repro.stand_in import BACKEND, MODEL_SEED, STEP_SEEDS, TIMEOUT, ta
 
 
 def main() -> int:
-    """Tell what autograd leaves without gradient, without DDP, and how far DDP trains it."""
+    """Tell what autograd leaves without gradient, and what DDP then does not train."""
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
     seed_all(MODEL_SEED)
     net = target.model()
@@ -36,7 +36,8 @@ def main() -> int:
     optim.step()
     still = [n for n in missing if parameters_of(ddp)[n].equal(before[n])]
     print(
-        f"rank {RANK}: p.grad is None: {listed(missing)}; DDP did not train: {listed(still)}",
+        f"rank {RANK}: p.grad is None: {listed(missing)};"
+        f" DDP did not train: {listed(still)}",
         flush=True,
     )
     return 1 if missing else 0

@@ -61,9 +61,8 @@ def part_of_nest(batch: Any) -> Any:
 
     def cut(leaf: Any) -> Any:
         words = isinstance(leaf, (list, tuple)) and len(leaf) == size
-        return (
-            leaf[first:last] if words or (hasattr(leaf, "ndim") and leaf.ndim) else leaf
-        )
+        rows = hasattr(leaf, "ndim") and leaf.ndim
+        return leaf[first:last] if words or rows else leaf
 
     return mapped(cut, batch)
 

@@ -39,7 +39,8 @@ def main() -> int:
     errors = {name: float((first[name] - second[name]).norm()) / size for name in first}
     worst = max(errors, key=lambda name: errors[name])
     print(
-        f"rank {RANK}: the gradient of {worst} differs from itself by {errors[worst]:.2g}, allowed {TOLERANCE:g}",
+        f"rank {RANK}: gradient of {worst}: differs from itself by {errors[worst]:.2g},"
+        f" allowed {TOLERANCE:g}",
         flush=True,
     )
     return 1 if errors[worst] > TOLERANCE else 0

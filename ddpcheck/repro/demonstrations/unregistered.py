@@ -35,7 +35,7 @@ def leaves_behind(loss_value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def main() -> int:
-    """Train for two steps, and compare the gradients of tensors that both use and DDP does not know."""
+    """Find the tensors that two steps train and that DDP does not know."""
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT), backend="gloo")
     seed_all(MODEL_SEED)
