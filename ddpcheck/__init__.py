@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ddpcheck.findings import Finding, Location, Report, Severity
     from ddpcheck.harness import World
     from ddpcheck.recipe import Recipe
+    from ddpcheck.repro import write_reproduction
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "Location",
     "detect_anomalous_params",
     "check_consistency",
+    "write_reproduction",
     "DdpcheckError",
     "UsageError",
     "ConfigError",
@@ -61,6 +63,7 @@ _HOMES = {
     "Location": "findings",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",
+    "write_reproduction": "repro",
     "DdpcheckError": "errors",
     "UsageError": "errors",
     "ConfigError": "errors",

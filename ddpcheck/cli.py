@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from ddpcheck.config import load_settings
 from ddpcheck.errors import EXIT_CLEAN, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
 from ddpcheck.render import FORMATS, Medium, renderer_for
+from ddpcheck.repro import command_for, prepare, write_reproduction
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -103,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     how = report.add_argument_group("what comes of it")
     how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
     _add_output(how)
+    how.add_argument(
+        "--repro",
+        metavar="DIR",
+        help="write a script there that shows the first finding under plain torchrun, without ddpcheck; overwrites "
+        "what ddpcheck wrote there before, and nothing else",
+    )
 
     explain = command("explain", _explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
@@ -129,7 +137,11 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore", "fail_on")
     settings = load_settings({name: getattr(arguments, name) for name in names})
-    with _Output(arguments) as output, _Progress(sys.stderr) as progress:
+    with (
+        _Output(arguments) as output,
+        _Reproduction(arguments.repro) as reproduction,
+        _Progress(sys.stderr) as progress,
+    ):
         from ddpcheck.check import check  # the rest of the house, only when there is work to do
 
         report = check(
@@ -146,6 +158,7 @@ def _report(arguments: argparse.Namespace) -> int:
         )
         progress.clear()
         output.write(report)
+        reproduction.write(report, arguments.target, progress)
     return report.exit_code(settings.fail_on)
 
 
@@ -239,6 +252,35 @@ class _Output:
         findings = len(report.findings)
         verdict = f"{findings} finding{'' if findings == 1 else 's'}" if findings else report.status
         print(f"ddpcheck: {verdict}, written to {self._path}", file=sys.stderr)
+
+
+class _Reproduction:
+    """Where a reproduction goes. Entering finds out whether that can be written, before any work is done."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._made = False
+
+    def __enter__(self) -> _Reproduction:
+        if self._folder is not None:
+            self._made = prepare(self._folder)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._folder is not None and self._made:
+            with contextlib.suppress(OSError):  # not empty: something was written
+                self._folder.rmdir()
+
+    def write(self, report: Report, target: str, progress: _Progress) -> None:
+        if self._folder is None:
+            return
+        if not report.findings:
+            print(f"ddpcheck: no finding to reproduce, nothing written to {self._folder}", file=sys.stderr)
+            return
+        progress("writing a reproduction")
+        script = write_reproduction(report, target, self._folder)
+        progress.clear()
+        print(f"ddpcheck: wrote {script}; run it with: {command_for(report, script)}", file=sys.stderr)
 
 
 class _Progress:

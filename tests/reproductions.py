@@ -15,7 +15,7 @@ from typing import Self
 
 SERVER = r"""
 import json, os, runpy, signal, socket, sys, tempfile, time
-import torch, torch.distributed, torch.nn.parallel, torch.utils.checkpoint
+import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.utils.checkpoint
 torch.set_num_threads(1)
 sys.modules["ddpcheck"] = None  # importing it fails
 

@@ -21,7 +21,7 @@ ROOMS = """
     graph paths collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
     reference gather.session gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    consistency anomalous parity reducer causes outcome check render repro cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -33,7 +33,8 @@ LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
+    ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.repro ddpcheck.repro.choice ddpcheck.repro.sources
+    ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.cli ddpcheck.pytest_plugin
 """.split()
 
 

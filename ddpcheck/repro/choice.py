@@ -51,18 +51,18 @@ _SOMETIMES = Demonstration(
     "the names of parameters without gradient on this rank, by step, and what DDP makes of it: an error, a hang that "
     "the timeout ends, or silence where it is the last step",
     more_steps=1,
-    timeout=10,
+    timeout=20,
 )
 _ZERO = Demonstration("zero_gradient", "the names of parameters whose gradient is zero in every step", all_steps=True)
 _GRADIENTS = Demonstration(
-    "gradients_apart", "a gradient that should be the same on every rank after backward, and is not", timeout=10
+    "gradients_apart", "a gradient that should be the same on every rank after backward, and is not", timeout=20
 )
 _GLOBAL = Demonstration("global_batch", "how far DDP's gradient is from that of one process on the whole batch")
 _RUNNING = Demonstration(
     "running",
     "where it failed, or nothing more where it died; a rank that is stuck shows its Python stack after the timeout",
     all_steps=True,
-    timeout=10,
+    timeout=20,
 )
 _DATA = Demonstration("same_data", "whether it trains on the same samples as the other ranks")
 
@@ -123,7 +123,7 @@ DEMONSTRATIONS = {
         "gradients_apart",
         "a gradient that is not the same on every rank, or the error that DDP raises in the next step",
         more_steps=1,
-        timeout=10,
+        timeout=20,
     ),
     **dict.fromkeys(("DDP505", "DDP506", "DDP510"), _DATA),
     "DDP507": _OPTIMIZER,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from ddpcheck.repro.sources import (
     Import,
     Source,
     Statement,
+    free_names,
     joined,
     needed,
     read_source,
@@ -75,7 +76,7 @@ def script_for(finding: Finding, report: Report, look: Look, name: str, beside: 
     theirs = [*theirs, *(RECIPE_IMPORTS if recipe else ())]
     flags = _flags(report, look, chosen)
     taken = {item.bound for item in theirs}.union(*(statement.binds for statement in statements))
-    loop, ours = _demonstration(chosen, finding, report, look, flags, taken, theirs)
+    loop, ending, ours = _demonstration(chosen, finding, report, look, flags, taken, theirs)
     local = {place.partition("/")[0].removesuffix(".py") for place in beside} | {"quiet_random", "cpu_sync_batchnorm"}
     head = f"from __future__ import {', '.join(source.future)}\n\n" if source.future else ""
     head += spelled_imports(dict.fromkeys([*theirs, *ours]), local=local) + "\n"
@@ -85,7 +86,6 @@ def script_for(finding: Finding, report: Report, look: Look, name: str, beside: 
     gap = "\n\n\n" if statements and statements[0].is_definition else "\n\n"
     middle = f"{head}{stand_in}\n\n" + (f"{title}{gap}{body}\n\n\n" if statements else "")
     before = middle.count("\n") - body.count("\n") - 3
-    ending = ENDING if "syncbn" not in flags else ENDING.replace(*_ON_CPU)
     line, said = None, ""
     for _ in range(3):  # until the docstring says its own length right
         said = _docstring(finding, report, look, chosen, name, line, theirs, beside)
@@ -130,54 +130,53 @@ def _demonstration(
     flags: set[str],
     taken: set[str],
     theirs: Sequence[Import],
-) -> tuple[str, list[Import]]:
-    """The code after the target's own, and what it imports."""
-    text = "\n\n\n".join(_without_imports(_text(name)) for name in ("pieces", "facts", chosen.name))
-    text = renamed(text, _shadowing(text, look), lambda new: new in taken or new in text)
-    text = _specialised(text, chosen, look, flags)
-    imports = [item for name in ("pieces", "facts", chosen.name) for item in read_source(_text(name)).imports]
-    imports += [Import("sys", "", "sys"), Import("time", "", "time"), Import("dataclasses", "", "dataclasses")]
-    imports += [Import("quiet_random", name, name) for name in ("QuietRandomness", "quiet_modules")]
-    imports += [Import("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel")]
-    if look.is_function:
-        imports.append(Import("functools", "", "functools"))
-    source = read_source(text)
-    statements = needed(source, ["main"], ours=True)
-    constants = _constants(finding, report, look, chosen, flags, statements)
+) -> tuple[str, str, list[Import]]:
+    """The code after the target's own, its last lines, and what it imports."""
+    parts = ("pieces", "facts", chosen.name)
+    text = "\n\n\n".join(_without_imports(_text(name)) for name in parts)
+    ending = ENDING.replace(*_ON_CPU) if "syncbn" in flags else ENDING
+    imports = _imports_of(parts)
+    changes = _clashes(text, imports, look, taken, theirs)
+    text = _specialised(renamed(text, changes), changes, chosen, look, flags)
+    statements = needed(read_source(text), [changes.get("main", "main")], ours=True)
+    settings = [s.text for s in statements if not s.is_definition and ("cuda" in flags or "DEVICE" not in s.binds)]
+    settings += _constants(finding, report, look, chosen, flags, statements)
     if "cuda" in flags:
-        constants += ["torch.cuda.set_device(DEVICE)"]
-    if "syncbn" in flags:
-        imports.append(Import("cpu_sync_batchnorm", "synchronised_on_cpu", "synchronised_on_cpu"))
+        settings.append("torch.cuda.set_device(DEVICE)")
     if look.is_function:
-        constants = [f"recipe = functools.cache({look.attribute})", *constants]
-    definitions = [s for s in statements if s.is_definition]
-    values = [s.text for s in statements if not s.is_definition]
-    parts = ["\n".join([*(v for v in values if not v.startswith("DEVICE") or "cuda" in flags), *constants])]
-    out = "\n\n\n".join([*filter(None, parts), *(s.text for s in definitions)])
-    used = set(re.findall(r"(?<![.\w])\w+", out + ENDING + _ON_CPU[1]))
-    wanted = [i for i in imports if i.bound in used and i.root != "ddpcheck" and i.module != "__future__"]
-    bound = {name for statement in statements for name in statement.binds}
-    mine = set(theirs)
-    clashes = [name for name in sorted(bound | {"recipe"}) if name in taken]
-    foreign = [i for i in wanted if i.bound in taken and i not in mine]
-    everything = taken | bound | set(re.findall(r"\b\w+\b", out))
-    for name in [*clashes, *(i.bound for i in foreign)]:
-        if name != "recipe" or look.is_function:
-            out = renamed(out, [name], lambda new: new in everything)
-    renamed_imports = [i if i not in foreign else Import(i.module, i.name or "", f"{i.bound}_") for i in wanted]
-    return out, renamed_imports
+        settings.insert(0, f"{changes.get('recipe', 'recipe')} = functools.cache({look.attribute})")
+    out = "\n\n\n".join(["\n".join(settings), *(s.text for s in statements if s.is_definition)])
+    ending = renamed(ending, changes)
+    used = set(re.findall(r"(?<![.\w])\w+", out + ending))
+    wanted = [Import(i.module, i.name, changes.get(i.bound, i.bound)) for i in imports]
+    return out, ending, [item for item in wanted if item.bound in used]
 
 
-def _shadowing(text: str, look: Look) -> list[str]:
-    """The variables of the demonstrations that would hide the target from it."""
+def _imports_of(parts: Iterable[str]) -> list[Import]:
+    """Whatever a demonstration may import; what it does not use is left out later."""
+    imports = [item for name in parts for item in read_source(_text(name)).imports if item.root != "ddpcheck"]
+    imports += [Import(name, "", name) for name in ("sys", "time", "functools")]
+    imports += [Import("quiet_random", name, name) for name in ("QuietRandomness", "quiet_modules")]
+    imports += [Import("cpu_sync_batchnorm", "synchronised_on_cpu", "synchronised_on_cpu")]
+    return [*imports, Import("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel")]
+
+
+def _clashes(
+    text: str, imports: Sequence[Import], look: Look, taken: set[str], theirs: Sequence[Import]
+) -> dict[str, str]:
+    """New names for what the demonstration would otherwise take from the target, or hide from itself."""
     roots = {look.attribute.partition(".")[0]} if look.attribute else set(_ROLES)
-    own = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-    return sorted(roots & own)
+    globally, locally = {"recipe"} if look.is_function else set(), set()
+    for statement in read_source(text).statements:
+        globally |= statement.binds
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                locally.add(node.id)
+            elif isinstance(node, ast.arg):
+                locally.add(node.arg)
+    foreign = {item.bound for item in imports if item.bound in taken and item not in theirs}
+    known = taken | roots | globally | locally | {item.bound for item in imports}
+    return free_names(sorted((globally & (taken | roots)) | (locally & roots) | foreign), known.__contains__)
 
 
 def _without_imports(text: str) -> str:
@@ -207,7 +206,7 @@ def _constants(
     return [f"{name} = {value}" for name, value in values.items() if name in used]
 
 
-def _specialised(text: str, chosen: Demonstration, look: Look, flags: set[str]) -> str:
+def _specialised(text: str, changes: Mapping[str, str], chosen: Demonstration, look: Look, flags: set[str]) -> str:
     """Write what is known of the target into the demonstration."""
     lines = []
     for line in re.sub(r"  # type: ignore\[[a-z-]+\]", "", text).split("\n"):
@@ -222,7 +221,9 @@ def _specialised(text: str, chosen: Demonstration, look: Look, flags: set[str]) 
     if look.scalar_loss:
         text = re.sub(r"total\((target\.loss\([^()]*\))\)", r"\1", text)
     cuda = "cuda" in flags
-    root = "recipe()" if look.is_function else look.attribute
+    recipe = changes.get("recipe", "recipe")
+    ddp = changes.get("DistributedDataParallel", "DistributedDataParallel")
+    root = f"{recipe}()" if look.is_function else look.attribute
     call = f"{root}." if root else ""
     split = {"tensor": r"\1.tensor_split(WORLD_SIZE)[RANK]"}.get(look.batch, rf"part_of_{look.batch}(\1)")
     part = f"{call}shard(\\1, RANK, WORLD_SIZE)" if "shard" in look.given else split
@@ -233,7 +234,7 @@ def _specialised(text: str, chosen: Demonstration, look: Look, flags: set[str]) 
     device = "DEVICE" if cuda else 'torch.device("cpu")'
     options = [r"\1", *(["device_ids=[DEVICE.index]"] if cuda else [])]
     options += [f"**{call}ddp_kwargs"] if look.ddp_kwargs else []
-    wrap = rf"{call}wrap(\1, {device})" if "wrap" in look.given else f"DistributedDataParallel({', '.join(options)})"
+    wrap = rf"{call}wrap(\1, {device})" if "wrap" in look.given else f"{ddp}({', '.join(options)})"
     text = re.sub(r"target\.ddp\((target\.model\(\)|[^()]*(?:\([^()]*\))?[^()]*)\)", wrap, text)
     trained = r"(p for p in \1.parameters() if p.requires_grad)"
     sgd = f"{call}optimizer{trained}" if "optimizer" in look.given else r"torch.optim.SGD(\1.parameters(), lr=0.01)"

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import io
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _LOOKS_AT_ITSELF = {"globals", "locals", "vars", "eval", "exec", "__import__"}
@@ -325,11 +328,34 @@ def joined(statements: Sequence[Statement]) -> tuple[str, list[tuple[int, int, i
     return "\n".join(out), places
 
 
-def renamed(text: str, names: Iterable[str], taken: Callable[[str], bool]) -> str:
-    """`text` with another spelling for each of `names`; attributes and keyword arguments keep theirs."""
+def free_names(names: Iterable[str], taken: Callable[[str], bool]) -> dict[str, str]:
+    """Another spelling for each of `names`."""
+    changes: dict[str, str] = {}
     for name in names:
-        new = name
-        while taken(new):
-            new += "_"
-        text = re.sub(rf"(?<![.\w]){re.escape(name)}\b(?!=[^=])", new, text)
-    return text
+        changes[name] = f"{name}_"
+        while taken(changes[name]):
+            changes[name] += "_"
+    return changes
+
+
+def renamed(text: str, changes: Mapping[str, str]) -> str:
+    """`text` with other names; attributes, keyword arguments and words in strings keep theirs."""
+    if not changes:
+        return text
+    pattern = re.compile(rf"(?<![.\w])({'|'.join(map(re.escape, changes))})\b(?!=[^=])")
+
+    def change(code: str) -> str:
+        return pattern.sub(lambda found: changes[found[1]], code)
+
+    lines = text.splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(map(len, lines))]
+    out, at = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        literal = token.type == tokenize.STRING or tokenize.tok_name[token.type] == "FSTRING_MIDDLE"
+        if literal or token.type == tokenize.COMMENT:
+            first, last = (starts[row - 1] + column for row, column in (token.start, token.end))
+            formatted = re.match("[rR]?[fF]", token.string) and token.type == tokenize.STRING
+            inside = re.sub(r"\{[^{}]*\}", lambda found: change(found[0]), token.string)
+            out += [change(text[at:first]), inside if formatted else text[first:last]]
+            at = last
+    return "".join([*out, change(text[at:])])

@@ -41,19 +41,19 @@ def global_data(step: int) -> Any:
     return target.whole(step)
 
 
-def part_of_dict(batch: dict[str, Any]) -> dict[str, Any]:
+def part_of_dict(data: dict[str, Any]) -> dict[str, Any]:
     """Rank's part of dim 0 of every tensor."""
-    return {name: x.tensor_split(WORLD_SIZE)[RANK] for name, x in batch.items()}
+    return {name: x.tensor_split(WORLD_SIZE)[RANK] for name, x in data.items()}
 
 
-def part_of_tuple(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def part_of_tuple(data: tuple[Any, ...]) -> tuple[Any, ...]:
     """Rank's part of dim 0 of every tensor."""
-    return tuple(x.tensor_split(WORLD_SIZE)[RANK] for x in batch)
+    return tuple(x.tensor_split(WORLD_SIZE)[RANK] for x in data)
 
 
-def part_of_nest(batch: Any) -> Any:
-    """Rank's part of dim 0 of every tensor in `batch`; whatever else is in it stays."""
-    sizes = [x.shape[0] for x in leaves(batch) if hasattr(x, "ndim") and x.ndim]
+def part_of_nest(data: Any) -> Any:
+    """Rank's part of dim 0 of every tensor in `data`; whatever else is in it stays."""
+    sizes = [x.shape[0] for x in leaves(data) if hasattr(x, "ndim") and x.ndim]
     size = int(sizes[0])
     share, rest = divmod(size, WORLD_SIZE)
     first = RANK * share + min(RANK, rest)
@@ -64,12 +64,12 @@ def part_of_nest(batch: Any) -> Any:
         rows = hasattr(leaf, "ndim") and leaf.ndim
         return leaf[first:last] if words or rows else leaf
 
-    return mapped(cut, batch)
+    return mapped(cut, data)
 
 
-def to_device(batch: Any) -> Any:
-    """`batch` with its tensors on this rank's device."""
-    return mapped(lambda x: x.to(DEVICE) if isinstance(x, torch.Tensor) else x, batch)
+def to_device(data: Any) -> Any:
+    """`data` with its tensors on this rank's device."""
+    return mapped(lambda x: x.to(DEVICE) if isinstance(x, torch.Tensor) else x, data)
 
 
 def leaves(nest: Any) -> list[Any]:

@@ -28,7 +28,6 @@ from ddpcheck.repro.stand_in import (
 def main() -> int:
     """Train, and tell how far this rank comes; one that is stuck shows its stack."""
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
-    faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
     place = "building the model"
     try:
         seed_all(MODEL_SEED)
@@ -38,6 +37,7 @@ def main() -> int:
         optim = target.sgd(ddp)
         for step in range(STEPS):
             print(f"rank {RANK}: begins step {step}", flush=True)
+            faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
             place = f"forward of step {step}"
             optim.zero_grad()
             data = local_data(step)
