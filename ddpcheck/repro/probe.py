@@ -30,7 +30,7 @@ class Look:
         given: The optional functions that the recipe has.
         ddp_kwargs: Whether it has any.
         batch: "tensor", "dict" or "tuple" of tensors, or "nest".
-        scalar_loss: Whether the loss is one scalar tensor; False where it was not called.
+        loss: "scalar", "dict" or "list" of scalars that all require grad, or "nest".
         drawn: The libraries from whose generators the model, its batches or its loss draw.
         draws: Whether batches or loss do.
         loaded: Name and file of every module that was imported on the way.
@@ -46,7 +46,7 @@ class Look:
     given: tuple[str, ...]
     ddp_kwargs: bool
     batch: str
-    scalar_loss: bool
+    loss: str
     drawn: tuple[str, ...]
     draws: bool
     loaded: tuple[tuple[str, str], ...]
@@ -65,7 +65,7 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
         states = _seeded(batch_seed(seed, 0), device)
         batch = recipe.global_batch(0)
         drawn = drawn_since(states, device)
-        scalar, by_model = False, frozenset[str]()
+        kind, by_model = "nest", frozenset[str]()
         if run_loss:
             states = _seeded(model_seed(seed), device)
             net = recipe.build_model().to(device)
@@ -73,7 +73,7 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
             states = _seeded(step_seed(seed, 0), device)
             loss = recipe.loss(net, to_device(batch, device))
             drawn |= drawn_since(states, device)
-            scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0
+            kind = _kind_of_loss(loss)
         else:
             drawn |= {"torch"}  # not known
     file, module = _module_of(place)
@@ -88,7 +88,7 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
         given=tuple(name for name in ("shard", "optimizer", "wrap") if getattr(recipe, name) is not None),
         ddp_kwargs=bool(recipe.ddp_kwargs),
         batch=_kind_of(batch),
-        scalar_loss=scalar,
+        loss=kind,
         drawn=tuple(sorted(drawn | by_model)),
         draws=bool(drawn),
         loaded=tuple(
@@ -115,6 +115,17 @@ def _module_of(place: str) -> tuple[str, Any]:
     path = str(find_file(place))
     loaded = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == path]
     return path, loaded[-1]
+
+
+def _kind_of_loss(loss: Any) -> str:
+    def adds_up(values: Any) -> bool:
+        return all(isinstance(x, torch.Tensor) and x.ndim == 0 and x.requires_grad for x in values)
+
+    if isinstance(loss, torch.Tensor):
+        return "scalar" if loss.ndim == 0 else "nest"
+    if type(loss) is dict and adds_up(loss.values()):
+        return "dict"
+    return "list" if type(loss) in (list, tuple) and adds_up(loss) else "nest"
 
 
 def _kind_of(batch: Any) -> str:

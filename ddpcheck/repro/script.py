@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent / "demonstrations"
 _ROLES = ("model", "batch", "loss", "shard", "optimizer", "wrap", "ddp_kwargs")
+_SUMS = {"scalar": r"\1", "dict": r"sum(\1.values())", "list": r"sum(\1)"}
 _WIDTH = 88
 
 ENDING = """\
@@ -218,8 +219,8 @@ def _specialised(text: str, changes: Mapping[str, str], chosen: Demonstration, l
         text = re.sub(r"def seed_all.*?\n\n\n", "", text, flags=re.DOTALL).replace("seed_all(", "torch.manual_seed(")
     if "quiet" in flags:
         text = re.sub(r"(?<!_)(?<!\.)(?<!def )\bbackward\(", "quiet_backward(", text)
-    if look.scalar_loss:
-        text = re.sub(r"total\((target\.loss\([^()]*\))\)", r"\1", text)
+    if look.loss in _SUMS:
+        text = re.sub(r"total\((target\.loss\([^()]*\))\)", _SUMS[look.loss], text)
     cuda = "cuda" in flags
     recipe = changes.get("recipe", "recipe")
     ddp = changes.get("DistributedDataParallel", "DistributedDataParallel")

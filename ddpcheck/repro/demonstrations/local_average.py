@@ -12,6 +12,7 @@ from ddpcheck.repro.demonstrations.pieces import (
     WORLD_SIZE,
     gathered,
     gradients_of,
+    in_short,
     local_data,
     seed_all,
     total,
@@ -36,25 +37,29 @@ def main() -> int:
     seed_all(MODEL_SEED)
     net = target.model()
     optim = target.sgd(ddp)
-    worst = (0.0, "none")
+    worst, where = 0.0, "every parameter"
     for step in range(STEPS):
         net.load_state_dict(ddp.module.state_dict())
         for module in (net, ddp):
             module.zero_grad()
             data = local_data(step)
             seed_all(STEP_SEEDS[step][RANK])  # only: draws
-            total(target.loss(module, data)).backward()
+            try:
+                total(target.loss(module, data)).backward()
+            except RuntimeError as error:
+                print(f"rank {RANK}: DDP says: {in_short(error)}", flush=True)
+                return 1
         own = gradients_of(net)
         for name, got in gradients_of(ddp).items():
-            everyone = gathered(own.get(name, torch.zeros_like(got)), group)
-            want = torch.stack([x.to(got) for x in everyone]).sum(0) / WORLD_SIZE
-            error = float((got - want).norm() / want.norm().clamp(min=1e-30))
-            worst = max(worst, (error, name))
+            everyone = gathered(own.get(name, torch.zeros_like(got)).cpu(), group)
+            want = torch.stack(everyone).sum(0).to(got) / WORLD_SIZE
+            error_of = float((got - want).norm() / want.norm().clamp(min=1e-30))
+            if error_of > worst:
+                worst, where = error_of, name
         optim.step()
-    error, name = worst
     print(
-        f"rank {RANK}: gradient of {name}: relative error {error:.2g},"
+        f"rank {RANK}: gradient of {where}: relative error {worst:.2g},"
         f" allowed {TOLERANCE:g}",
         flush=True,
     )
-    return 1 if error > TOLERANCE else 0
+    return 1 if worst > TOLERANCE else 0
