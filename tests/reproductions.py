@@ -1,17 +1,31 @@
 """Runs reproductions as torchrun would: the same environment, one process a rank, forked from one that has torch.
 
-`python -m tests.reproductions SCRIPT...` runs scripts and prints what came of them.
+`python -m tests.reproductions` writes and runs one for every fault of the zoo and of `examples/faults/`, and puts the
+repaired twins of the latter through the same demonstrations; it prints what came of each, and fails where a fault does
+not show or a twin shows one. It takes about five minutes, and is for changes of the demonstrations.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from ddpcheck.check import check
+from ddpcheck.errors import DdpcheckError
+from ddpcheck.findings import Finding, Report
+from ddpcheck.repro import write_reproduction
+from ddpcheck.repro.choice import world_size_for
+from tests.faultsuite.cases import all_cases
+
+ROOT = Path(__file__).parents[1]
 
 SERVER = r"""
 import json, os, runpy, signal, socket, sys, tempfile, time
@@ -122,8 +136,41 @@ class Runner:
         return Ran(**json.loads(self._process.stdout.readline()))
 
 
+def write(report: Report, target: str, folder: Path, finding: Finding | None = None) -> Path:
+    """Write a reproduction, with a short wait where something hangs."""
+    script = write_reproduction(report, target, folder, finding=finding)
+    script.write_text(re.sub(r"^TIMEOUT = 20 ", "TIMEOUT = 5 ", script.read_text(), flags=re.MULTILINE))
+    return script
+
+
+def main() -> int:
+    """Run all of them."""
+    zoo = [(str(path), "", 2, 3) for path in sorted((ROOT / "tests/zoo/broken").glob("*.py"))]
+    faults = [(f"{c.path}:broken", f"{c.path}:fixed", c.expected.world_size, c.expected.steps) for c in all_cases()]
+    wrong = 0
+    with Runner() as runner, tempfile.TemporaryDirectory() as folder:
+        for number, (target, twin, world_size, steps) in enumerate(zoo + faults):
+            report = check(target, world_size=world_size, steps=steps, timeout=8)
+            name = Path(target.partition(":")[0]).stem
+            if not report.findings:
+                print(f"{name}: no finding: {report.status}", flush=True)
+                continue
+            try:
+                size = world_size_for(report.findings[0], report)
+                broken = runner.run(write(report, target, Path(folder) / f"{number}"), size)
+                fixed = None
+                if twin:
+                    fixed = runner.run(write(report, twin, Path(folder) / f"{number}-fixed", report.findings[0]), size)
+            except DdpcheckError as error:
+                broken, fixed = Ran([], [f"{type(error).__name__}: {error}"]), None
+            bad = not broken.shows or (fixed is not None and fixed.shows)
+            wrong += bad
+            codes = f"{broken.codes} {fixed.codes if fixed else ''}"
+            print(f"{'WRONG ' if bad else ''}{report.findings[0].code} {name}: {codes}", flush=True)
+            if bad:
+                print(textwrap.indent(f"{broken.text}\n{fixed.text if fixed else ''}", "    "), flush=True)
+    return 1 if wrong else 0
+
+
 if __name__ == "__main__":
-    with Runner() as runner:
-        for name in sys.argv[1:]:
-            ran = runner.run(Path(name))
-            print(name, ran.codes, ran.text, sep="\n", flush=True)
+    sys.exit(main())

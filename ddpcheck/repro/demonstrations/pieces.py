@@ -173,7 +173,8 @@ def tell(found: dict[str, list[Any]], what: str) -> int:
         return 0
     name, everyone = next(iter(found.items()))
     more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
-    print(f"rank {RANK}: {what}: {name}: {in_words(everyone[RANK])}{more}", flush=True)
+    name, own = name.removeprefix("module."), in_words(everyone[RANK])
+    print(f"rank {RANK}: {what}: {name}: {own}{more}", flush=True)
     return 1
 
 
