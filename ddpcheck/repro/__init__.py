@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,9 @@ def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str
     entry = Path(look.file).resolve()
     modules = own_modules(entry, look.package, look.loaded)
     name = script_name(finding)
-    text = script_for(finding, report, look, name, modules)
+    sources = [path.read_text(encoding="utf-8") for path in (entry, *modules.values())]
+    synchronised = any(re.search("SyncBatchNorm|sync_batchnorm", source) for source in sources)
+    text = script_for(finding, report, look, name, modules, synchronised)
     files = {name: text}
     files |= {place: beside(path, name) for place, path in modules.items()}
     for module, source, roots in (

@@ -135,24 +135,28 @@ def without_ddpcheck(
         elif item.name == "Recipe":
             name = item.bound
         elif item.bound in used and item.name:
-            raise _needs_ddpcheck(item.name, path, statements, item.bound)
+            raise _needs_ddpcheck(item.name, path, _line_of(item.bound, statements))
     whole = {item.bound for item in imports if item.root == "ddpcheck" and not item.name}
     changed = []
     for statement in statements:
         for node in ast.walk(statement.node):
             if any(item.root == "ddpcheck" for item in imports_of(node)):
-                raise _needs_ddpcheck("an import", path, [statement], "")
+                raise _needs_ddpcheck("an import", path, getattr(node, "lineno", statement.first))
         for module in whole & statement.uses:
             name = name or "Recipe"
             statement.text = re.sub(rf"(?<![.\w]){module}\.(recipe\.)?Recipe\b", name, statement.text)
             if re.search(rf"(?<![.\w]){module}\.\w", statement.text):
-                raise _needs_ddpcheck(module, path, [statement], module)
+                raise _needs_ddpcheck(module, path, _line_of(module, [statement]))
         changed.append(statement)
     return kept, changed, name
 
 
-def _needs_ddpcheck(what: str, path: Path, statements: Sequence[Statement], name: str) -> UsageError:
-    line = next((s.first for s in statements if not name or name in s.uses), 1)
+def _line_of(name: str, statements: Sequence[Statement]) -> int:
+    nodes = (node for statement in statements for node in ast.walk(statement.node))
+    return min((node.lineno for node in nodes if isinstance(node, ast.Name) and node.id == name), default=1)
+
+
+def _needs_ddpcheck(what: str, path: Path, line: int) -> UsageError:
     return UsageError(
         f"{relative_path(str(path))}:{line} needs ddpcheck itself ({what}), so no reproduction can run without it; "
         "keep the recipe in a file that imports only ddpcheck.Recipe"

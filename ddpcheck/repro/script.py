@@ -54,7 +54,9 @@ _ON_CPU = (
 )
 
 
-def script_for(finding: Finding, report: Report, look: Look, name: str, beside: Iterable[str]) -> str:
+def script_for(
+    finding: Finding, report: Report, look: Look, name: str, beside: Iterable[str], synchronised: bool
+) -> str:
     """A script that shows `finding` with the target that `look` has seen.
 
     Args:
@@ -63,6 +65,7 @@ def script_for(finding: Finding, report: Report, look: Look, name: str, beside: 
         look: At the target.
         name: Of the file that it will be.
         beside: The modules that are written into the same folder, as paths.
+        synchronised: Whether the code speaks of `nn.SyncBatchNorm`, which refuses CPU tensors.
 
     Raises:
         UsageError: The target's code needs ddpcheck.
@@ -75,7 +78,7 @@ def script_for(finding: Finding, report: Report, look: Look, name: str, beside: 
     used = set(_wanted(look, source)).union(*(statement.uses for statement in kept))
     theirs, statements, recipe = without_ddpcheck(used_imports(source.imports, used), kept, path)
     theirs = [*theirs, *(RECIPE_IMPORTS if recipe else ())]
-    flags = _flags(report, look, chosen)
+    flags = _flags(report, look, chosen, synchronised)
     taken = {item.bound for item in theirs}.union(*(statement.binds for statement in statements))
     loop, ending, ours = _demonstration(chosen, finding, report, look, flags, taken, theirs)
     local = {place.partition("/")[0].removesuffix(".py") for place in beside} | {"quiet_random", "cpu_sync_batchnorm"}
@@ -100,7 +103,7 @@ def _wanted(look: Look, source: Source) -> list[str]:
     return [role for role in _ROLES if role in source.bound]
 
 
-def _flags(report: Report, look: Look, chosen: Demonstration) -> set[str]:
+def _flags(report: Report, look: Look, chosen: Demonstration, synchronised: bool) -> set[str]:
     notes = " ".join(map(str, report.world.get("notes", ())))
     conditions = {
         "draws": look.draws,
@@ -109,7 +112,7 @@ def _flags(report: Report, look: Look, chosen: Demonstration) -> set[str]:
         "optimizer": chosen.needs_optimizer,
         "alone": "process group of one" in notes,
         "cuda": report.world.get("device", "cpu") != "cpu",
-        "syncbn": "SyncBatchNorm refuses CPU tensors" in notes,
+        "syncbn": synchronised and report.world.get("device", "cpu") == "cpu",
         "quiet": chosen.compares_with_single and look.draws and "torch" in look.drawn,
     }
     return {name for name, holds in conditions.items() if holds}
@@ -148,7 +151,7 @@ def _demonstration(
         settings.insert(0, f"{changes.get('recipe', 'recipe')} = functools.cache({look.attribute})")
     out = "\n\n\n".join(["\n".join(settings), *(s.text for s in statements if s.is_definition)])
     ending = renamed(ending, changes)
-    used = set(re.findall(r"(?<![.\w])\w+", out + ending))
+    used = {node.id for node in ast.walk(ast.parse(f"{out}\n{ending}")) if isinstance(node, ast.Name)}
     wanted = [Import(i.module, i.name, changes.get(i.bound, i.bound)) for i in imports]
     return out, ending, [item for item in wanted if item.bound in used]
 
@@ -199,7 +202,7 @@ def _constants(
         "STEPS": str(steps),
         "MODEL_SEED": str(look.model_seed),
         "BATCH_SEEDS": f"{list(look.batch_seeds[:steps])}  # by step",
-        "STEP_SEEDS": f"{seeds}  # by step and rank",
+        "STEP_SEEDS": "\n".join(["[  # by step and rank", *(f"    {of_step}," for of_step in seeds), "]"]),
         "TOLERANCE": f"{tolerance_for(report, chosen):g}",
         "TIMEOUT": f"{chosen.timeout}  # seconds, after which a collective gives up",
         "BACKEND": f'"{report.world.get("backend", "gloo")}"',
@@ -231,12 +234,12 @@ def _specialised(text: str, changes: Mapping[str, str], chosen: Demonstration, l
     text = re.sub(r"target\.part\((\w+)\)", f"to_device({part})" if cuda else part, text)
     whole = f"{call}batch(\\1)"
     text = re.sub(r"target\.whole\((\w+)\)", f"to_device({whole})" if cuda else whole, text)
-    text = text.replace("target.model()", f"{call}model(){'.to(DEVICE)' if cuda else ''}")
     device = "DEVICE" if cuda else 'torch.device("cpu")'
     options = [r"\1", *(["device_ids=[DEVICE.index]"] if cuda else [])]
     options += [f"**{call}ddp_kwargs"] if look.ddp_kwargs else []
     wrap = rf"{call}wrap(\1, {device})" if "wrap" in look.given else f"{ddp}({', '.join(options)})"
-    text = re.sub(r"target\.ddp\((target\.model\(\)|[^()]*(?:\([^()]*\))?[^()]*)\)", wrap, text)
+    text = re.sub(r"target\.ddp\((target\.model\(\)|\w+)\)", wrap, text)
+    text = text.replace("target.model()", f"{call}model(){'.to(DEVICE)' if cuda else ''}")
     trained = r"(p for p in \1.parameters() if p.requires_grad)"
     sgd = f"{call}optimizer{trained}" if "optimizer" in look.given else r"torch.optim.SGD(\1.parameters(), lr=0.01)"
     text = re.sub(r"target\.sgd\((\w+)\)", sgd, text)

@@ -38,7 +38,6 @@ def main() -> int:
         seed_all(STEP_SEEDS[step][RANK])  # only: draws
         total(target.loss(ddp, data)).backward()
         optim.step()
-        faults += tell(
-            differences(target.facts(ddp, optim), group), f"after step {step}"
-        )
+        apart = differences(target.facts(ddp, optim), group)
+        faults += tell(apart, f"after step {step}")
     return 1 if faults else 0
