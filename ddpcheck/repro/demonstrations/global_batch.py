@@ -34,11 +34,12 @@ def main() -> int:
     ddp = target.ddp(target.model())
     optim = target.sgd(ddp)
     for step in range(STEPS):
-        optim.step()  # of the step before; does nothing at first
         optim.zero_grad()
         data = local_data(step)
         seed_all(STEP_SEEDS[step][RANK])  # only: draws
         backward(ddp, data)
+        if step + 1 < STEPS:
+            optim.step()
     together = gradients_of(ddp)
 
     whole = torch.cat([want.double().flatten() for want in alone.values()])

@@ -200,9 +200,10 @@ def single_process() -> dict[str, torch.Tensor]:
     net = target.model()
     optim = target.sgd(net)
     for step in range(STEPS):
-        optim.step()  # of the step before; does nothing at first
         optim.zero_grad()
         seed_all(STEP_SEEDS[step][0])  # only: draws
         backward(net, global_data(step))
+        if step + 1 < STEPS:
+            optim.step()
     dist.destroy_process_group()  # only: alone
     return gradients_of(net)
