@@ -45,7 +45,7 @@ _NEVER = Demonstration(
     "reduction in the prior iteration', where find_unused_parameters does not keep it silent",
     more_steps=1,
 )
-_RAISES = Demonstration("never_used", "the error that DDP raises", more_steps=1)
+_RAISES = Demonstration("raises", "the error that DDP raises", more_steps=1)
 _SOMETIMES = Demonstration(
     "sometimes_used",
     "the names of parameters without gradient on this rank, by step, and what DDP makes of it: an error, a hang that "

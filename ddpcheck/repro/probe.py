@@ -12,7 +12,7 @@ import torch
 from ddpcheck import rank as this_rank
 from ddpcheck.gather.randomness import drawn_since, generator_states, seed_everything
 from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.nests import to_device
+from ddpcheck.nests import iter_tensors, to_device
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_seed, model_seed, step_seed
 from ddpcheck.target import find_file, is_path, load_target, split_target
@@ -32,7 +32,8 @@ class Look:
         batch: "tensor", "dict" or "tuple" of tensors, or "nest".
         loss: "scalar", "dict" or "list" of scalars that all require grad, or "nest".
         drawn: The libraries from whose generators the model, its batches or its loss draw.
-        draws: Whether batches or loss do.
+        draws: Whether batches, loss, backward pass or optimizer do.
+        forward_draws: Whether the forward pass draws from torch's, so that no two runs share the numbers.
         loaded: Name and file of every module that was imported on the way.
         model_seed: Under which the report built the model.
         batch_seeds: By step.
@@ -49,6 +50,7 @@ class Look:
     loss: str
     drawn: tuple[str, ...]
     draws: bool
+    forward_draws: bool
     loaded: tuple[tuple[str, str], ...]
     model_seed: int
     batch_seeds: tuple[int, ...]
@@ -56,7 +58,7 @@ class Look:
 
 
 def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) -> Look:
-    """Load `target`, make its first batch, and where `run_loss` also the model and its loss."""
+    """Load `target`, make its first batch, and where `run_loss` also take the model through one step."""
     before = set(sys.modules)
     device = torch.device(this_rank.current().device)
     with synchronised_on_cpu():
@@ -65,15 +67,19 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
         states = _seeded(batch_seed(seed, 0), device)
         batch = recipe.global_batch(0)
         drawn = drawn_since(states, device)
-        kind, by_model = "nest", frozenset[str]()
+        kind, forward, by_model = "nest", True, frozenset[str]()
         if run_loss:
             states = _seeded(model_seed(seed), device)
             net = recipe.build_model().to(device)
             by_model = drawn_since(states, device)
             states = _seeded(step_seed(seed, 0), device)
             loss = recipe.loss(net, to_device(batch, device))
-            drawn |= drawn_since(states, device)
             kind = _kind_of_loss(loss)
+            forward = "torch" in drawn_since(states, device)
+            terms = [part for part in iter_tensors(loss) if part.requires_grad]
+            torch.autograd.backward([part.sum() for part in terms])
+            recipe.build_optimizer(p for p in net.parameters() if p.requires_grad).step()
+            drawn |= drawn_since(states, device)  # hooks and optimizers may draw as well
         else:
             drawn |= {"torch"}  # not known
     file, module = _module_of(place)
@@ -91,6 +97,7 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
         loss=kind,
         drawn=tuple(sorted(drawn | by_model)),
         draws=bool(drawn),
+        forward_draws=forward,
         loaded=tuple(
             (name, os.path.abspath(loaded))
             for name, item in list(sys.modules.items())

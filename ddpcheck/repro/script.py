@@ -113,7 +113,7 @@ def _flags(report: Report, look: Look, chosen: Demonstration, synchronised: bool
         "alone": "process group of one" in notes,
         "cuda": report.world.get("device", "cpu") != "cpu",
         "syncbn": synchronised and report.world.get("device", "cpu") == "cpu",
-        "quiet": chosen.compares_with_single and look.draws and "torch" in look.drawn,
+        "quiet": chosen.compares_with_single and look.forward_draws,
     }
     return {name for name, holds in conditions.items() if holds}
 

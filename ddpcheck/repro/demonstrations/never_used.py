@@ -30,7 +30,7 @@ def main() -> int:
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
     seed_all(MODEL_SEED)
     net = target.model()
-    missing: list[str] = []
+    missing: set[str] = set()
     said = "nothing"
     try:
         ddp = target.ddp(net)
@@ -40,11 +40,14 @@ def main() -> int:
             data = local_data(step)
             seed_all(STEP_SEEDS[step][RANK])  # only: draws
             total(target.loss(ddp, data)).backward()
-            if step == 0:
-                named = parameters_of(ddp).items()
-                missing = [n for n, p in named if p.requires_grad and p.grad is None]
+            named = parameters_of(ddp).items()
+            none = {n for n, p in named if p.requires_grad and p.grad is None}
+            missing = missing & none if step else none
             optim.step()
     except Exception as error:
         said = in_short(error)
-    print(f"rank {RANK}: no gradient: {listed(missing)}; DDP says: {said}", flush=True)
+    print(
+        f"rank {RANK}: no gradient: {listed(sorted(missing))}; DDP says: {said}",
+        flush=True,
+    )
     return 1 if missing or said != "nothing" else 0
