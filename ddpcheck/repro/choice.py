@@ -112,7 +112,7 @@ DEMONSTRATIONS = {
     "DDP213": _before("buffer_shapes", "the shape or dtype of a buffer"),
     "DDP214": _trained("buffer_values", "the value of a buffer"),
     "DDP215": _trained("buffer_values", "the value of a buffer"),
-    "DDP216": _before("unregistered_values", "a tensor that is neither parameter nor buffer"),
+    "DDP216": _trained("unregistered_values", "a tensor that is neither parameter nor buffer"),
     "DDP221": _OPTIONS,
     "DDP222": _MODULES,
     "DDP223": _OPTIMIZER,

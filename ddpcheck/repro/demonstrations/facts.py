@@ -75,12 +75,16 @@ def buffer_values(module: nn.Module) -> dict[str, Any]:
 def unregistered_values(module: nn.Module) -> dict[str, Any]:
     """Tensors that are attributes of a module, and neither parameter nor buffer."""
     found = {}
-    for place, part in module.named_modules():
+    for place, part in getattr(module, "module", module).named_modules():
         for name, value in vars(part).items():
-            values = value if isinstance(value, (list, tuple)) else [value]
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            values = [*value.values()] if isinstance(value, dict) else value
+            values = values if isinstance(values, (list, tuple)) else [values]
             for index, tensor in enumerate(values):
                 if isinstance(tensor, torch.Tensor):
-                    found[f"{place}.{name}[{index}]"] = tensor.detach().cpu()
+                    label = f"{place}.{name}[{index}]".removeprefix(".")
+                    found[label] = tensor.detach().cpu()
     return found
 
 
