@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ddpcheck.harness import World
     from ddpcheck.matrix import Matrix
     from ddpcheck.recipe import Recipe
+    from ddpcheck.repro import write_reproduction
     from ddpcheck.sweep import check_matrix
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "Location",
     "detect_anomalous_params",
     "check_consistency",
+    "write_reproduction",
     "DdpcheckError",
     "UsageError",
     "ConfigError",
@@ -67,6 +69,7 @@ _HOMES = {
     "Location": "findings",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",
+    "write_reproduction": "repro",
     "DdpcheckError": "errors",
     "UsageError": "errors",
     "ConfigError": "errors",

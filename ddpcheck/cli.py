@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from ddpcheck.findings import Report
 from ddpcheck.matrix import Matrix, is_matrix
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
 from ddpcheck.render.layout import lay_out, picture_format
+from ddpcheck.repro import command_for, prepare, write_reproduction
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -103,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     how = report.add_argument_group("what comes of it")
     how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
     _add_output(how)
+    how.add_argument(
+        "--repro",
+        metavar="DIR",
+        help="write a script there that shows the first finding under plain torchrun, without ddpcheck; overwrites "
+        "what ddpcheck wrote there before, and nothing else",
+    )
 
     graph = command("graph", _graph, "check a recipe and draw its loss's graph, with anomalous parameters in colour")
     how = _add_target(graph)
@@ -148,31 +156,38 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
     return EXIT_USAGE
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore", "fail_on")
-    settings = load_settings({name: getattr(arguments, name) for name in names})
-    formats = MATRIX_FORMATS if arguments.matrix else FORMATS
-    with _Output(arguments, formats) as output, _Progress(sys.stderr) as progress:
-        if arguments.matrix:  # the rest of the house, only when there is work to do
-            from ddpcheck.sweep import check_matrix as run
-        else:
-            from ddpcheck.check import check as run  # type: ignore[assignment]
+_ASKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore")
 
-        report = run(
-            arguments.target,
-            world_size=settings.world_size,
-            backend=settings.backend,
-            device=settings.device,
-            steps=settings.steps,
-            timeout=settings.timeout,
-            seed=settings.seed,
-            select=settings.select,
-            ignore=settings.ignore,
-            progress=progress,
-        )
+
+def _report(arguments: argparse.Namespace) -> int:
+    if arguments.matrix:
+        return _matrix(arguments)
+    settings = load_settings({name: getattr(arguments, name) for name in (*_ASKED, "fail_on")})
+    with (
+        _Output(arguments) as output,
+        _Reproduction(arguments.repro) as reproduction,
+        _Progress(sys.stderr) as progress,
+    ):
+        from ddpcheck.check import check  # the rest of the house, only when there is work to do
+
+        report = check(arguments.target, progress=progress, **{name: getattr(settings, name) for name in _ASKED})
         progress.clear()
         output.show(report)
+        reproduction.write(report, arguments.target, progress)
     return report.exit_code(settings.fail_on)
+
+
+def _matrix(arguments: argparse.Namespace) -> int:
+    if arguments.repro is not None:
+        raise UsageError("--repro writes the first finding of a report; run it without --matrix")
+    settings = load_settings({name: getattr(arguments, name) for name in (*_ASKED, "fail_on")})
+    with _Output(arguments, MATRIX_FORMATS) as output, _Progress(sys.stderr) as progress:
+        from ddpcheck.sweep import check_matrix
+
+        matrix = check_matrix(arguments.target, progress=progress, **{name: getattr(settings, name) for name in _ASKED})
+        progress.clear()
+        output.show(matrix)
+    return matrix.exit_code(settings.fail_on)
 
 
 def _graph(arguments: argparse.Namespace) -> int:
@@ -188,13 +203,8 @@ def _graph(arguments: argparse.Namespace) -> int:
         report, picture, marks = depict(
             arguments.target,
             detail=arguments.detail,
-            world_size=settings.world_size,
-            backend=settings.backend,
-            device=settings.device,
-            steps=settings.steps,
-            timeout=settings.timeout,
-            seed=settings.seed,
             progress=progress,
+            **{name: getattr(settings, name) for name in names},
         )
         progress("laying out the picture")
         source = draw(fold(picture, marks), marks, report)
@@ -309,6 +319,35 @@ class _Output(_File):
             return
         self.write(text.encode("utf-8", "backslashreplace"))
         print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)
+
+
+class _Reproduction:
+    """Where a reproduction goes. Entering finds out whether that can be written, before any work is done."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._made = False
+
+    def __enter__(self) -> _Reproduction:
+        if self._folder is not None:
+            self._made = prepare(self._folder)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._folder is not None and self._made:
+            with contextlib.suppress(OSError):  # not empty: something was written
+                self._folder.rmdir()
+
+    def write(self, report: Report, target: str, progress: _Progress) -> None:
+        if self._folder is None:
+            return
+        if not report.findings:
+            print(f"ddpcheck: no finding to reproduce, nothing written to {self._folder}", file=sys.stderr)
+            return
+        progress("writing a reproduction")
+        script = write_reproduction(report, target, self._folder)
+        progress.clear()
+        print(f"ddpcheck: wrote {script}; run it with: {command_for(report, script)}", file=sys.stderr)
 
 
 class _Progress:

@@ -53,10 +53,15 @@ def step_seed(seed: int, step: int, rank: int = 0) -> int:
     return mixed_seed(seed, _STEP_SEED, step, rank)
 
 
+def batch_seed(seed: int, step: int) -> int:
+    """The seed under which `batch(step)` is called."""
+    return mixed_seed(seed, _BATCH_SEED, step)
+
+
 def make_batch(recipe: Recipe, step: int, *, seed: int) -> Any:
     """The global batch of `step`, made under a seed of its own."""
     this_rank.set_place(f"step {step}: batch")
-    seed_everything(mixed_seed(seed, _BATCH_SEED, step))
+    seed_everything(batch_seed(seed, step))
     return recipe.global_batch(step)
 
 

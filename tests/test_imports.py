@@ -25,7 +25,7 @@ ROOMS = """
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
     gather.rows gather.flow gather.operations gather.picture
     consistency program absences anomalous loop parity reducer causes outcome check
-    sweep depict folding render cli __main__ pytest_plugin
+    sweep depict folding render repro cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -41,6 +41,7 @@ LIGHT = """
     ddpcheck.sweep ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal
     ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
     ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
+    ddpcheck.repro ddpcheck.repro.choice ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script
 """.split()
 
 

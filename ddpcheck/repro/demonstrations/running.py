@@ -1,0 +1,59 @@
+"""Training stops: a rank raises, dies or hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddpcheck.repro.demonstrations.pieces import (
+    RANK,
+    in_short,
+    local_data,
+    seed_all,
+    total,
+)
+from ddpcheck.repro.stand_in import (
+    BACKEND,
+    MODEL_SEED,
+    STEP_SEEDS,
+    STEPS,
+    TIMEOUT,
+    target,
+)
+
+
+def main() -> int:
+    """Train, and tell how far this rank comes; one that is stuck shows its stack."""
+    dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
+    place = "building the model"
+    try:
+        seed_all(MODEL_SEED)
+        net = target.model()
+        place = "wrapping"
+        ddp = target.ddp(net)
+        optim = target.sgd(ddp)
+        for step in range(STEPS):
+            print(f"rank {RANK}: begins step {step}", flush=True)
+            faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
+            place = f"forward of step {step}"
+            optim.zero_grad()
+            data = local_data(step)
+            seed_all(STEP_SEEDS[step][RANK])  # only: draws
+            loss_value = total(target.loss(ddp, data))
+            place = f"backward of step {step}"
+            loss_value.backward()
+            optim.step()
+        place = "the barrier after the last step"
+        dist.barrier()
+    except Exception as error:
+        faulthandler.cancel_dump_traceback_later()
+        said = in_short(error)
+        print(f"rank {RANK}: failed in {place}: {said}", flush=True)
+        time.sleep(4)  # a rank that is stuck shows its stack meanwhile
+        return 1
+    faulthandler.cancel_dump_traceback_later()
+    print(f"rank {RANK}: finished", flush=True)
+    return 0

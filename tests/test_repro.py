@@ -1,0 +1,400 @@
+"""Reproductions: what is written, that it runs without ddpcheck, and shows a fault where there is one."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpcheck import cli
+from ddpcheck.check import check
+from ddpcheck.errors import UsageError
+from ddpcheck.findings import Finding, Location, Report, Severity
+from ddpcheck.recipe import Recipe
+from ddpcheck.repro import write_reproduction
+from ddpcheck.repro.choice import DEMONSTRATIONS, demonstration_for, tolerance_for, world_size_for
+from ddpcheck.repro.sources import Import, needed, read_source, renamed, spelled_imports
+from ddpcheck.rules import RULES
+from tests.reproductions import Runner, write
+
+ROOT = Path(__file__).parents[1]
+BROKEN, HEALTHY = ROOT / "tests" / "zoo" / "broken", ROOT / "tests" / "zoo" / "healthy"
+
+# broken recipe: what each rank of the two says, and a healthy one for the same demonstration
+SHOWN = {
+    "unused": ("no gradient: extra.bias, extra.weight; DDP says: RuntimeError: Expected to have", "conv_groupnorm"),
+    "opaque_output": (
+        "DDP says: RuntimeError: Expected to mark a variable ready only once",
+        "alternating_heads_find_unused",
+    ),
+    "unused_with_find_unused": ("no gradient: extra.bias, extra.weight; DDP says: nothing", "own_shard"),
+    "detached": ("no gradient: encoder.bias, encoder.weight; DDP says: RuntimeError", "nested_losses"),
+    "unused_on_rank1": ("step 0: none|step 0: extra.weight, extra.bias", "alternating_heads_find_unused"),
+    "python_list_layers": (r"gradients for \(8, 8\), .*, that differ between ranks", "sparse_embedding"),
+    "times_zero": ("always zero: extra.bias, extra.weight", "dict_outputs"),
+    "custom_function_none": ("p.grad is None: scale; DDP did not train: scale", "double_precision"),
+    "needless_find_unused": ("find_unused_parameters=True, unused: 0", "lstm"),
+    "shape_differs": (r"table.weight: \(10, 8\)|table.weight: \(11, 8\)", "list_batch"),
+    "order_differs_same_shapes": ("first.weight: number 0|first.weight: number 2", "named_tuple_batch"),
+    "init_sync_false_values": ("after wrapping: 0.weight: norm", "dataclass_batch"),
+    "ema_buffer_drifts": ("after step 0: running_mean: norm", "conv_syncbn"),
+    "optimizer_lr_differs": ("lr of group 0: 0.01|lr of group 0: 0.02", "vae"),
+    "bypass_in_one_step": ("gradients in step 2: 0.weight: norm", "moe_all_experts"),
+    "buffer_broadcast_between_forwards": ("gradient of encoder.bias: relative error 0.31", "lora"),
+    "batchnorm": ("gradient of 0.weight: relative error 0.3", "conv_syncbn"),
+    "sum_loss": (r"all gradients together: 0\.5 times", "transformer_tied_dropout"),
+    "nondeterministic": ("differs from itself by", "optimizer_wrapper"),
+    "raises_on_rank1": (
+        "failed in backward of step 0|failed in forward of step 0: ValueError: rank 1 does not",
+        "two_forwards_one_backward",
+    ),
+    "hangs_on_rank1": ("Timed out|in forward", "named_params_override"),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner() as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_script_shows_the_fault_and_not_on_a_healthy_recipe(name: str, runner: Runner, tmp_path: Path) -> None:
+    words, healthy = SHOWN[name]
+    target = str(BROKEN / f"{name}.py")
+    report = check(target, timeout=5 if name.startswith("hangs") else 30)
+    script = write(report, target, tmp_path / "broken")
+    ran = runner.run(script)
+    assert ran.shows, ran.text
+    of_rank = words.split("|") if "|" in words else [words, words]
+    for number, output in enumerate(ran.outputs):
+        assert re.search(rf"(?s)^rank {number}: .*{of_rank[number]}", output, flags=re.MULTILINE), ran.text
+        assert "Traceback" not in output
+    twin = write(report, str(HEALTHY / f"{healthy}.py"), tmp_path / "healthy", report.findings[0])
+    assert twin.name == script.name
+    ran = runner.run(twin)
+    assert ran.codes == [0, 0], ran.text
+    assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
+
+
+@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
+def test_names_of_the_target_do_not_meet_those_of_the_script(attribute: str, runner: Runner, tmp_path: Path) -> None:
+    """The target uses the names of the script's functions, settings, variables and imports for things of its own."""
+    (tmp_path / "net.py").write_text(CROWDED)
+    target = f"{tmp_path / 'net.py'}:{attribute}"
+    finding = Finding("DDP305", ("loss",), "It is summed.", Severity.ERROR)
+    report = Report(target, findings=(finding,), world={"world_size": 2, "steps": 1})
+    ran = runner.run(write_reproduction(report, target, tmp_path / "out"))
+    assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
+
+
+CROWDED = """\
+from time import time
+import ddpcheck
+import torch
+from torch import nn as dist
+
+RANK = "mine"
+
+
+def total(losses):
+    return sum(losses)
+
+
+def gradients_of(x):
+    return x.sum(1)
+
+
+def data(step):
+    time()
+    return {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(step)), "names": ["a"] * 12}
+
+
+def net():
+    return dist.Linear(8, 1)
+
+
+def loss(ddp, step):
+    assert RANK == "mine"
+    return {"a": total([(ddp(step["x"])[:, 0] - gradients_of(step["x"])).square().sum()]), "b": torch.zeros(2)}
+
+
+broken = ddpcheck.Recipe(model=net, batch=data, loss=loss)
+
+
+def make():
+    return broken
+
+
+def main():
+    return broken
+"""
+
+
+# Under torchrun itself, with ddpcheck out of reach
+
+
+def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "blocked").mkdir(exist_ok=True)
+    (tmp_path / "blocked" / "ddpcheck.py").write_text("raise ImportError('a reproduction imports ddpcheck')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
+    return subprocess.run(
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_the_command_line_writes_a_script_that_torchrun_fails_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "new" / "repro"
+    assert cli.main(["report", "examples/faults/parameters/unused.py:broken", "--repro", str(folder)]) == 1
+    said = capsys.readouterr()
+    script = folder / "repro_ddp101.py"
+    command = f"torchrun --standalone --nproc-per-node 2 {script}"
+    assert said.err == f"ddpcheck: wrote {script}; run it with: {command}\n" and "DDP101" in said.out
+    assert sorted(path.name for path in folder.iterdir()) == ["repro_ddp101.py"]
+    text = script.read_text()
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert "torchrun --standalone --nproc-per-node 2 repro_ddp101.py" in docstring
+    place = re.search(r"unused.py:26, line (\d+) here", docstring)
+    assert place and "self.old_head = " in text.splitlines()[int(place[1]) - 1]
+    assert str(ROOT) not in text and "EXPECT" not in text and "fixed" not in text
+    done = torchrun(script, tmp_path)
+    assert done.returncode == 1
+    for rank in (0, 1):
+        assert f"rank {rank}: no gradient: old_head.bias, old_head.weight; DDP says: RuntimeError" in done.stdout
+    healthy = tmp_path / "fixed"
+    report = check("examples/faults/parameters/unused.py:broken")
+    done = torchrun(
+        write_reproduction(report, "examples/faults/parameters/unused.py:fixed", healthy, finding=report.findings[0]),
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout.count("no gradient: none; DDP says: nothing")) == (0, 2), done.stderr
+
+
+def test_modules_of_the_project_come_along_and_a_stand_in_for_syncbn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(ROOT)
+    target = "examples/digits/unused_head.py"
+    report = check(target, timeout=60)
+    script = write_reproduction(report, target, tmp_path / "out")
+    assert sorted(path.name for path in script.parent.iterdir()) == [
+        "cpu_sync_batchnorm.py",
+        "digits_training.py",
+        "repro_ddp101.py",
+    ]
+    done = torchrun(script, tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.count("no gradient: old_head.bias, old_head.weight; DDP says: RuntimeError") == 2, done.stdout
+
+
+# What is written where
+
+
+def small_report(target: str, code: str = "DDP101") -> Report:
+    finding = Finding(code, ("a",), "Said.", Severity.ERROR, location=Location("net.py", 3))
+    return Report(target, findings=(finding,), world={"world_size": 2, "steps": 3})
+
+
+NET = '''\
+"""A net."""
+import torch
+from torch import nn
+
+
+def batch(step):
+    return torch.ones(4, 2)
+
+
+def loss(model, batch):
+    return model(batch).sum()
+'''
+
+
+def test_a_package_of_the_user_is_copied_with_what_it_imports_inside_of_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
+    package = tmp_path / "src" / "netpack"
+    (package / "parts").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "parts" / "__init__.py").write_text("from ddpcheck import Recipe\n\nKIND = Recipe\n")
+    (package / "parts" / "late.py").write_text("WIDTH = 1\n")
+    (package / "not_needed.py").write_text("")
+    (package / "task.py").write_text(
+        NET.replace("from torch import nn", "from torch import nn\n\nfrom . import parts")
+        + "\n\ndef model():\n    from netpack.parts.late import WIDTH\n\n    assert parts.KIND\n"
+        "    return nn.Linear(2, WIDTH)\n"
+    )
+    monkeypatch.chdir(tmp_path / "src")
+    out = tmp_path / "out"
+    script = write_reproduction(small_report("netpack.task"), "netpack.task", out)
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.py")) == [
+        "netpack/__init__.py",
+        "netpack/parts/__init__.py",
+        "netpack/parts/late.py",
+        "repro_ddp101.py",
+    ]
+    shutil.rmtree(package)
+    ran = runner.run(script)
+    assert ran.codes == [0, 0], ran.text
+    write_again = (out / "netpack" / "parts" / "late.py").read_text()
+    assert write_again.endswith("WIDTH = 1\n") and "written by ddpcheck" in write_again.splitlines()[0]
+
+
+def test_only_what_ddpcheck_wrote_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET + "\n\ndef model():\n    return nn.Linear(2, 1)\n")
+    target = str(tmp_path / "net.py")
+    out = tmp_path / "out"
+    script = write_reproduction(small_report(target), target, out)
+    assert write_reproduction(small_report(target), target, out) == script
+    script.write_text("mine")
+    with pytest.raises(UsageError, match="is there already, and ddpcheck did not write it; choose another folder"):
+        write_reproduction(small_report(target), target, out)
+    assert script.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("\n\ndef model():\n    import ddpcheck\n\n    return nn.Linear(2, 1)\n", "net.py:16 needs ddpcheck itself"),
+        ("\n\ndef model():\n    return nn.Linear(2, len(RULES))\n", "net.py:16 needs ddpcheck itself (RULES)"),
+    ],
+)
+def test_a_target_that_needs_more_of_ddpcheck_is_refused(tmp_path: Path, code: str, sentence: str) -> None:
+    (tmp_path / "net.py").write_text(
+        NET.replace("import torch\n", "import torch\nfrom ddpcheck.rules import RULES\n") + code
+    )
+    with pytest.raises(UsageError) as caught:
+        write_reproduction(small_report("t"), str(tmp_path / "net.py"), tmp_path / "out")
+    assert sentence in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_reproduced_is_said_in_a_sentence(tmp_path: Path) -> None:
+    recipe = Recipe(model=lambda: None, batch=lambda step: None, loss=lambda model, batch: None)  # type: ignore
+    with pytest.raises(UsageError, match="a Recipe built in Python cannot be written to a file"):
+        write_reproduction(small_report("recipe"), recipe, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the report has no finding"):
+        write_reproduction(Report("t"), "t.py", tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["report", "nowhere.py", "--repro", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
+
+
+def test_a_clean_report_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["report", str(HEALTHY / "lstm.py"), "--repro", str(out)]) == 0
+    assert capsys.readouterr().err == f"ddpcheck: no finding to reproduce, nothing written to {out}\n"
+    assert not out.exists()
+
+
+def test_a_docstring_holds_whatever_a_name_holds(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET + "\n\ndef model():\n    return nn.Linear(2, 1)\n")
+    odd = 'a"""b\\n[red]\x1b{x}"'
+    finding = Finding("DDP101", (odd,), f"No one reads {odd}", Severity.ERROR)
+    report = Report("t", findings=(finding,), world={"world_size": 2, "steps": 3})
+    text = write_reproduction(report, str(tmp_path / "net.py"), tmp_path / "out").read_text()
+    assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
+
+
+def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None:
+    ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    targets = [BROKEN / "unused.py", BROKEN / "static_graph_violated.py", HEALTHY / "transformer_tied_dropout.py"]
+    for number, target in enumerate([*targets, f"{ROOT}/examples/faults/parameters/unused.py:broken"]):
+        for code in ("DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401"):
+            script = write_reproduction(small_report("t", code), str(target), tmp_path / f"{number}")
+            own = script.read_text().partition("# The training loop")
+            (tmp_path / f"own-{number}-{code}.py").write_text("".join(own[1:]))
+    done = subprocess.run(
+        [ruff, "format", "--diff", "--isolated", *tmp_path.glob("own-*.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    done = subprocess.run(
+        [ruff, "check", "--isolated", "--select", "F,E7,E9", *tmp_path.glob("[0-9]")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_rule_has_a_demonstration_that_exists() -> None:
+    folder = ROOT / "ddpcheck" / "repro" / "demonstrations"
+    facts = (folder / "facts.py").read_text()
+    for code in RULES:
+        chosen = demonstration_for(Finding(code, (), "", Severity.ERROR))
+        assert (folder / f"{chosen.name}.py").is_file(), code
+        assert not chosen.facts or f"def {chosen.facts}(" in facts, code
+    assert set(DEMONSTRATIONS) <= set(RULES)
+
+
+def test_the_world_is_as_small_as_the_finding_allows() -> None:
+    report = Report("t", world={"world_size": 4})
+    assert world_size_for(Finding("DDP101", (), "", Severity.ERROR), report) == 2
+    assert world_size_for(Finding("DDP104", (), "", Severity.ERROR, ranks=(3,)), report) == 4
+    assert tolerance_for(report, DEMONSTRATIONS["DDP305"]) == 1e-3
+
+
+# Sources
+
+
+def kept(text: str, *roots: str) -> list[str]:
+    return [statement.text.splitlines()[0] for statement in needed(read_source(text), roots)]
+
+
+def test_what_nothing_needs_is_left_out_and_what_has_effects_stays() -> None:
+    text = """
+import torch
+from mine import Base, register
+EXPECT = {"code": 1}
+torch.set_default_dtype(torch.float32)
+SIZE = 3
+seed = make_seed()
+
+# about a
+def a(): return SIZE
+def b(): return a()
+@register
+def c(): ...
+class D(torch.nn.Module): ...
+class E(Base): ...
+if __name__ == "__main__":
+    b()
+"""
+    assert kept(text, "a") == [
+        *("torch.set_default_dtype(torch.float32)", "SIZE = 3", "seed = make_seed()", "# about a", "@register"),
+        "class E(Base): ...",
+    ]
+    assert 'EXPECT = {"code": 1}' in kept(text + "\nprint(globals())", "a")
+
+
+def test_imports_are_sorted_into_sections() -> None:
+    imports = [
+        Import("torch", "nn", "nn"),
+        Import("os", "", "os"),
+        Import("mine", "x", "y"),
+        Import("torch", "", "torch"),
+    ]
+    assert (
+        spelled_imports(imports, local={"mine"})
+        == "import os\n\nimport torch\nfrom torch import nn\n\nfrom mine import x as y"
+    )
+
+
+def test_renaming_keeps_attributes_keywords_and_words() -> None:
+    text = 'def same(x):\n    """the same"""\n    same = f"same {same(x)}"  # same\n    return f(same=same).same\n'
+    assert renamed(text, {"same": "other"}) == (
+        'def other(x):\n    """the same"""\n    other = f"same {other(x)}"  # same\n    return f(same=other).same\n'
+    )
