@@ -49,6 +49,7 @@ def check(
     steps: int = 3,
     timeout: float = 30.0,
     seed: int = 0,
+    preload: Sequence[str] = (),
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
@@ -63,6 +64,7 @@ def check(
         steps: Training steps to run.
         timeout: Seconds that one phase of the check may take before it counts as a hang.
         seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules to report; default: all.
         ignore: Those not to report.
         progress: Called with a few words at the beginning of each phase.
@@ -88,7 +90,7 @@ def check(
         seed=seed,
         timeout=timeout,
     )
-    outcome = _Check(target, asked, timeout=timeout, progress=progress or (lambda _text: None)).run()
+    outcome = _Check(target, asked, timeout=timeout, preload=preload, progress=progress or (lambda _text: None)).run()
     return outcome.report(select=select, ignore=ignore)
 
 
@@ -113,10 +115,19 @@ class _Stopped(Exception):
 class _Check:
     """One check under way: sends the ranks through their phases, and keeps what they tell in an `Outcome`."""
 
-    def __init__(self, target: Recipe | str, asked: Asked, *, timeout: float, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        target: Recipe | str,
+        asked: Asked,
+        *,
+        timeout: float,
+        preload: Sequence[str],
+        progress: Callable[[str], None],
+    ) -> None:
         self.target = target
         self.asked = asked
         self.timeout = timeout
+        self.preload = preload
         self.progress = progress
         self.outcome = Outcome(asked)
         self._alone_in_group = False
@@ -150,6 +161,7 @@ class _Check:
             device=self.asked.device,
             timeout=self.timeout,
             process_group=group,
+            preload=self.preload,
             watch=DeadlockWatch() if group else None,
         )
 

@@ -97,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--device", metavar="NAME", help="cpu or cuda (default cpu)")
     what.add_argument("--timeout", metavar="SECONDS", help="after which a run counts as a hang (default 30)")
     what.add_argument("--seed", metavar="N", help="of all random numbers (default 0)")
+    modules = "modules that every rank needs, imported once before ranks are forked; comma separated or repeated"
+    what.add_argument("--preload", metavar="MODULES", action="append", help=modules)
     rules = "rules by code, prefix or name; comma separated or repeated"
     what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
     what.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
@@ -127,7 +129,7 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore", "fail_on")
+    names = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore", "fail_on")
     settings = load_settings({name: getattr(arguments, name) for name in names})
     with _Output(arguments) as output, _Progress(sys.stderr) as progress:
         from ddpcheck.check import check  # the rest of the house, only when there is work to do
@@ -140,6 +142,7 @@ def _report(arguments: argparse.Namespace) -> int:
             steps=settings.steps,
             timeout=settings.timeout,
             seed=settings.seed,
+            preload=settings.preload,
             select=settings.select,
             ignore=settings.ignore,
             progress=progress,

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
     errors findings rules config evidence wording locate nests recipe target launchers
-    worlds worlds.wire worlds.allowed worlds.assertions worlds.failures worlds.processes worlds.crew
+    worlds worlds.wire worlds.allowed worlds.preloading worlds.assertions worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths collectives
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping

@@ -43,12 +43,14 @@ class Crew:
         ranks: What is known about each.
         run: Number of the run under way; replies to an earlier one are dropped.
         trouble: Why no rank can go on, empty while they can.
+        refused: Whether that is because of what the world was asked to be.
     """
 
     def __init__(self, directory: Path) -> None:
         self.ranks: list[Rank] = []
         self.run = 0
         self.trouble = ""
+        self.refused = False
         self._directory = directory
         self._launch: processes.ForkLaunch | processes.SpawnLaunch | None = None
         self._selector = selectors.DefaultSelector()
@@ -69,7 +71,7 @@ class Crew:
                 self.ranks.append(rank)
                 self._selector.register(ours, selectors.EVENT_READ, rank)
             launch = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
-            self._launch = launch(str(self._directory), [other.fileno() for other in theirs])
+            self._launch = launch(str(self._directory), [other.fileno() for other in theirs], config.preload)
         finally:
             for other in theirs:
                 other.close()
@@ -149,6 +151,7 @@ class Crew:
             rank.ended = (event[2], event[3])
         else:
             self.trouble = event[1]
+            self.refused = event[0] == "refused"
 
     # --- Ending ------------------------------------------------------------------------------------------------
 

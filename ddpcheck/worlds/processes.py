@@ -44,7 +44,7 @@ _RANK_CODE = (
 )
 
 Event = tuple[Any, ...]
-"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)` or `("error", text)`."""
+"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`."""
 
 
 class Launch(Protocol):
@@ -210,9 +210,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class ForkLaunch:
-    """Ranks forked by the fork server, one for each descriptor."""
+    """Ranks forked by the fork server, one for each descriptor; `preload` names modules for it to import before."""
 
-    def __init__(self, directory: str, fds: Sequence[int]) -> None:
+    def __init__(self, directory: str, fds: Sequence[int], preload: Sequence[str] = ()) -> None:
         self._inbox = wire.Inbox()
         self._over = False
         self._awaited = len(fds)
@@ -224,7 +224,7 @@ class ForkLaunch:
             self._socket.setblocking(False)
             try:
                 with theirs:
-                    self._open(directory, theirs.fileno(), fds)
+                    self._open(directory, theirs.fileno(), fds, preload)
                 break
             except OSError as error:  # it has died since we last looked: once more, with another
                 self._socket.close()
@@ -233,8 +233,9 @@ class ForkLaunch:
                 _discard(self._server)
         self.channel: socket.socket | None = self._socket
 
-    def _open(self, directory: str, notify: int, fds: Sequence[int]) -> None:
+    def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str]) -> None:
         request = {"operation": "open", "world": self._number, "directory": directory, "size": len(fds)}
+        request["preload"] = tuple(preload)
         self._server.send(request, [notify, *fds[:MAX_FDS]])
         for first in range(MAX_FDS, len(fds), MAX_FDS):
             self._server.send({"operation": "more", "world": self._number}, fds[first : first + MAX_FDS])
@@ -251,6 +252,8 @@ class ForkLaunch:
                 self._awaited -= 1
             else:
                 self._awaited = 0  # it says itself what is wrong
+                if event[0] == "refused" and event[2]:
+                    _discard(self._server)
         if not alive:
             self._over = True
             if self._awaited:  # the ranks have died with it, but not what they had started
@@ -280,9 +283,9 @@ class ForkLaunch:
 
 
 class SpawnLaunch:
-    """Ranks started by exec, each a child of ours."""
+    """Ranks started by exec, each a child of ours; each imports what is to be preloaded for itself."""
 
-    def __init__(self, directory: str, fds: Sequence[int]) -> None:
+    def __init__(self, directory: str, fds: Sequence[int], preload: Sequence[str] = ()) -> None:
         self.channel: socket.socket | None = None
         self.over = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
