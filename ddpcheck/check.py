@@ -296,7 +296,7 @@ class _Check:
             return False
         if self.outcome.analysis is None:
             analysing = self._start_single("analyse", step, averaged, self.asked.world_size)
-            self.outcome.analysis = self._settle_single(analysing)
+            return self.outcome.add_analysis(step, self._settle_single(analysing))
         return True
 
     def _look_again(self) -> None:

@@ -290,8 +290,9 @@ class ShardAnalysis:
         rank_residual: What that leaves, relative.
         shard_losses: The loss on each shard.
         global_loss: The loss on the global batch.
-        module: The first module whose output for a sample depends on the other samples; empty if there is none.
-        module_class: Its class.
+        module: The first module whose output for a sample depends on the other samples; empty for the model itself.
+        module_class: Its class; empty if there is none.
+        rounded: The gradients that differ from the global batch's by rounding alone.
     """
 
     weights: tuple[float, ...] = ()
@@ -306,6 +307,7 @@ class ShardAnalysis:
     global_loss: float = 0.0
     module: str = ""
     module_class: str = ""
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,23 @@ class Outcome:
             self._note_parity(step, "single-process", difference)
         return any(difference.bad for difference in differences)
 
+    def add_analysis(self, step: int, analysis: ShardAnalysis | None) -> bool:
+        """What the shards tell of a step that differs; returns whether it still does, rounding aside."""
+        rounded = analysis.rounded if analysis is not None else ()
+        self._single[step] = tuple(
+            replace(item, tolerance=max(item.tolerance, item.error)) if item.name in rounded else item
+            for item in self._single[step]
+        )
+        self._parity = [
+            replace(entry, tolerance=max(entry.tolerance, entry.relative_error))
+            if (entry.step, entry.reference) == (step, "single-process") and entry.parameter in rounded
+            else entry
+            for entry in self._parity
+        ]
+        differs = any(item.bad for item in self._single[step])
+        self.analysis = analysis if differs else None  # else the next step that differs is looked at
+        return differs
+
     def add_repeat(self, step: int, differences: Sequence[Sequence[Difference]]) -> None:
         """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
         for difference in (item for of_rank in differences for item in of_rank):

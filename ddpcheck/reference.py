@@ -18,7 +18,7 @@ from torch import nn
 
 from ddpcheck import rank as this_rank
 from ddpcheck.evidence import Difference, ShardAnalysis, SingleStep
-from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
+from ddpcheck.gather.compare import difference, eps_of, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
 from ddpcheck.gather.randomness import QuietRandomness, mixed_seed, quiet_modules, seed_everything, settle_device
 from ddpcheck.gather.stepping import (
@@ -38,6 +38,8 @@ from ddpcheck.target import load_target
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
 _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
+_COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, and are the same row by row
+_LARGEST_ROUNDING = 0.01  # of what may be put down to rounding where float64 tells it
 _MOST_ELEMENTS = 1 << 28  # of the gradients of all shards together
 _MOST_TERMS = 8
 
@@ -221,12 +223,7 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
     batch = to_device(make_batch(own.recipe, step, seed=own.seed), own.device)
     try:
         shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
-        parts, losses = [], []
-        for shard in shards:
-            own.state.restore(own.module)
-            gradients, value = _gradients_by_part(own, shard, step)
-            parts.append(gradients)
-            losses.append(value)
+        parts, losses = _gradients_by_shard(own, own.module, shards, step)
     except Exception:  # a model that insists on its batch size, say
         return found
     terms = [term for of_shard in parts for term in of_shard]
@@ -237,9 +234,12 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
     weights, weights_residual = fit(own.gradients, terms)
     summed = [{name: torch.stack([t[name] for t in part]).sum(0) for name in own.gradients} for part in parts]
     rank_weights, rank_residual = fit(compared, summed)
+    rounded: tuple[str, ...] = ()
+    with contextlib.suppress(Exception):  # as above, in float64
+        rounded = _rounded(own, averaged, mean, batch, shards, step)
     name, kind = "", ""
     with contextlib.suppress(Exception):  # what a forward returns may be anything
-        name, kind = _first_coupled_module(own, batch, shards[0], step, world_size)
+        name, kind = _first_coupled_module(own, batch, shards, step)
     own.state.restore(own.module)
     return replace(
         found,
@@ -252,87 +252,151 @@ def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
         shard_losses=tuple(losses),
         module=name,
         module_class=kind,
+        rounded=rounded,
     )
 
 
-def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> tuple[list[Gradients], float]:
+def _rounded(
+    own: SingleProcess, averaged: Gradients, mean: Gradients, batch: Any, shards: Sequence[Any], step: int
+) -> tuple[str, ...]:
+    """The gradients that differ from the global batch's by rounding alone: in float64 the difference is gone.
+
+    A single number, the gradient of a bias say, may lose far more on shards than it happened to lose on the global
+    batch. Only where the ranks computed what the shards give by themselves, for the float64 run tells nothing of them.
+    """
+    if own.double is None or own.state is None:
+        return ()
+    own.state.restore(own.double)
+    whole, _ = _gradients(own, own.double, upcast(batch), step)
+    whole = {name: gradient.clone() for name, gradient in whole.items()}
+    parts, _ = _gradients_by_shard(own, own.double, [upcast(shard) for shard in shards], step)
+    found = []
+    for name, want in own.gradients.items():
+        allowed = own.tolerance[name] * own.scale[name]
+        gap = norm(averaged[name].double() - want.double()) if name in averaged else 0.0
+        if not allowed < gap <= _LARGEST_ROUNDING * own.scale[name] or name not in whole:
+            continue
+        exact = torch.stack([term[name] for of_shard in parts for term in of_shard]).sum(0) / len(shards)
+        if norm(averaged[name].double() - mean[name].double()) <= allowed and norm(exact - whole[name]) <= gap / 10:
+            found.append(name)
+    return tuple(found)
+
+
+def _gradients_by_shard(
+    own: SingleProcess, module: nn.Module, shards: Sequence[Any], step: int
+) -> tuple[list[list[Gradients]], list[float]]:
+    """The gradients of `module` on each shard by itself, term by term of the loss, and the losses."""
+    assert own.state is not None
+    parts, losses = [], []
+    for shard in shards:
+        own.state.restore(module)
+        gradients, value = _gradients_by_part(own, module, shard, step)
+        parts.append(gradients)
+        losses.append(value)
+    return parts, losses
+
+
+def _gradients_by_part(
+    own: SingleProcess, module: nn.Module, shard: Any, step: int
+) -> tuple[list[Gradients], float]:
     """The gradients of each term of the loss on one shard, with zeros where there is none, and the loss."""
-    clear_gradients(own.module)
+    clear_gradients(module)
     found: list[Gradients] = []
-    with _hushed(own):
+    with _hushed(own, module):
         seed = step_seed(own.seed, step)
-        loss = compute_loss(own.recipe, own.module, shard, step=step, seed=seed, place="shard by shard, ")
+        loss = compute_loss(own.recipe, module, shard, step=step, seed=seed, place="shard by shard, ")
         terms = [part for part in loss.parts if part.requires_grad]
         for term in terms if len(terms) <= _MOST_TERMS else [loss.total]:
-            clear_gradients(own.module)
+            clear_gradients(module)
             term.backward(retain_graph=True)
-            gradients = gradients_of(own.module)
+            gradients = gradients_of(module)
             found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
     return found, loss.value
 
 
 @contextlib.contextmanager
-def _hushed(own: SingleProcess) -> Iterator[None]:
+def _hushed(own: SingleProcess, module: nn.Module) -> Iterator[None]:
     if not own.draws:
         yield
         return
-    with quiet_modules(own.module), QuietRandomness():
+    with quiet_modules(module), QuietRandomness():
         yield
 
 
-def _first_coupled_module(own: SingleProcess, batch: Any, shard: Any, step: int, world_size: int) -> tuple[str, str]:
-    """The first module, in order of execution, whose output for rank 0's samples depends on the others."""
-    assert own.state is not None
-    whole = _outputs(own, batch, step)
-    part = _outputs(own, shard, step)
-    calls = [key for key in part if key in whole]
-    coupled: list[str] = []
-    for key in calls:
-        if any(_depends(full, alone, world_size) for full, alone in zip(whole[key], part[key], strict=False)):
-            coupled.append(key[0])
-            break
-    if not coupled:
-        return "", ""
-    return coupled[0], type(own.module.get_submodule(coupled[0])).__name__
+def _first_coupled_module(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[str, str]:
+    """The first module whose output for rank 0's samples depends on the others, while its input does not, and its class.
+
+    In float64 a coupling shows that is smaller than rounding in the model's own dtype. The model itself has no name.
+    """
+    eps = max((eps_of(p.dtype) for p in own.module.parameters() if p.is_floating_point()), default=_COUPLED_EXACTLY)
+    found = _first_coupled_in(own, own.module, batch, shards[0], step, 1e3 * eps)
+    if found is None and own.double is not None:
+        whole, part = upcast(batch), upcast(shards[0])
+        found = _first_coupled_in(own, own.double, whole, part, step, _COUPLED_EXACTLY)
+    return ("", "") if found is None else (found, type(own.module.get_submodule(found)).__name__)
 
 
-def _outputs(own: SingleProcess, batch: Any, step: int) -> dict[tuple[str, int], list[torch.Tensor]]:
-    """The outputs of every call of every submodule, in the order in which the calls ended."""
-    found: dict[tuple[str, int], list[torch.Tensor]] = {}
+def _first_coupled_in(
+    own: SingleProcess, module: nn.Module, batch: Any, shard: Any, step: int, threshold: float
+) -> str | None:
+    whole = _calls(own, module, batch, step)
+    part = _calls(own, module, shard, step)
+
+    def coupled(full: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]) -> bool:
+        return any(_depends(f, a, threshold) for f, a in zip(full, alone, strict=False))
+
+    for key, (inputs, outputs) in part.items():
+        if key in whole and coupled(whole[key][1], outputs) and not coupled(whole[key][0], inputs):
+            return key[0]
+    return None
+
+
+def _calls(
+    own: SingleProcess, module: nn.Module, batch: Any, step: int
+) -> dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The inputs and outputs of every call of every submodule, in the order in which the calls ended."""
+    begun: dict[str, list[list[torch.Tensor]]] = {}
+    found: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     counts: dict[str, int] = {}
 
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            begun.setdefault(name, []).append([t.detach().clone() for t in iter_tensors([args, kwargs]) if not t.is_complex()])
+
+        return hook
+
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             counts[name] = counts.get(name, 0) + 1
-            found[name, counts[name]] = [t.detach().clone() for t in iter_tensors(output) if t.is_floating_point()]
+            made = [t.detach().clone() for t in iter_tensors(output) if t.is_floating_point()]
+            found[name, counts[name]] = begun[name].pop(), made
 
         return hook
 
     assert own.state is not None
-    own.state.restore(own.module)
-    handles = [module.register_forward_hook(keep(name)) for name, module in own.module.named_modules() if name]
+    own.state.restore(module)
+    handles = []
+    for name, submodule in module.named_modules():
+        handles.append(submodule.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles.append(submodule.register_forward_hook(after(name)))
     try:
-        with quiet_modules(own.module), QuietRandomness():
-            _forward_only(own, batch, step)
+        with quiet_modules(module), QuietRandomness():
+            seed_everything(step_seed(own.seed, step))
+            own.recipe.loss(module, batch)
     finally:
         for handle in handles:
             handle.remove()
     return found
 
 
-def _forward_only(own: SingleProcess, batch: Any, step: int) -> None:
-    seed_everything(step_seed(own.seed, step))
-    own.recipe.loss(own.module, batch)
-
-
-def _depends(whole: torch.Tensor, part: torch.Tensor, world_size: int) -> bool:
+def _depends(whole: torch.Tensor, part: torch.Tensor, threshold: float) -> bool:
     """Whether the rows of `part` (rank 0's) are other numbers in `whole`."""
     if whole.dim() != part.dim() or whole.dim() == 0:
         return False
     axes = [axis for axis in range(whole.dim()) if whole.shape[axis] != part.shape[axis]]
-    if len(axes) != 1:
+    if len(axes) != 1 or whole.shape[axes[0]] < part.shape[axes[0]]:
         return False
     rows = whole.narrow(axes[0], 0, part.shape[axes[0]])
-    scale = float(torch.linalg.vector_norm(rows, dtype=torch.float64))
+    scale = float(torch.linalg.vector_norm(rows.double()))
     gap = float(torch.linalg.vector_norm(rows.double() - part.double()))
-    return gap > 1e3 * float(torch.finfo(part.dtype).eps) * scale if scale else gap > 0.0
+    return gap > threshold * scale if scale else gap > 0.0
