@@ -9,7 +9,7 @@ BROKEN ?= examples/digits/unused_head.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format bench test-gpu clean
+.PHONY: help report test lint types format bench models test-gpu clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ types: $(READY) ## mypy --strict
 format: $(READY) ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+models: $(READY) ## every architecture of docs/models.md, checked and held against an oracle
+	$(BIN)/python -m tests.models
 
 bench: $(READY) ## what a world costs beside torch.multiprocessing.spawn
 	$(BIN)/python benchmarks/worlds.py

@@ -296,9 +296,7 @@ def _gradients_by_shard(
     return parts, losses
 
 
-def _gradients_by_part(
-    own: SingleProcess, module: nn.Module, shard: Any, step: int
-) -> tuple[list[Gradients], float]:
+def _gradients_by_part(own: SingleProcess, module: nn.Module, shard: Any, step: int) -> tuple[list[Gradients], float]:
     """The gradients of each term of the loss on one shard, with zeros where there is none, and the loss."""
     clear_gradients(module)
     found: list[Gradients] = []
@@ -324,7 +322,7 @@ def _hushed(own: SingleProcess, module: nn.Module) -> Iterator[None]:
 
 
 def _first_coupled_module(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[str, str]:
-    """The first module whose output for rank 0's samples depends on the others, while its input does not, and its class.
+    """The first module whose output for rank 0's samples depends on the others and whose input does not; its class.
 
     In float64 a coupling shows that is smaller than rounding in the model's own dtype. The model itself has no name.
     """
@@ -361,7 +359,9 @@ def _calls(
 
     def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            begun.setdefault(name, []).append([t.detach().clone() for t in iter_tensors([args, kwargs]) if not t.is_complex()])
+            begun.setdefault(name, []).append(
+                [t.detach().clone() for t in iter_tensors([args, kwargs]) if not t.is_complex()]
+            )
 
         return hook
 

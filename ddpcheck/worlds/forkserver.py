@@ -1,6 +1,7 @@
 """The fork server: a process that has imported torch and forks ranks on request.
 
-Nothing of the user's runs in it but the import of modules that the user has named for it. It is started by exec, stays single-threaded, runs no operation of torch, and holds no state that a rank could
+Nothing of the user's runs in it but the import of modules that the user has named for it. It is started by exec,
+ stays single-threaded, runs no operation of torch, and holds no state that a rank could
 inherit. Requests arrive as one packet each on a socket from the parent; file descriptors come along with them.
 Forks and exits are reported on the socket of the world they belong to. When the parent goes away, by whatever
 death, every rank goes with it, and so do the scratch directories.

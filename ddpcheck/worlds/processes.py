@@ -32,6 +32,9 @@ _SINGLE_THREADED = {
     "MKL_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way of counting GPUs forbids a fork afterwards
 }
+_UNLESS_SET = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
+}
 _FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own to every one of the user's
 
 _SERVER_CODE = (
@@ -108,7 +111,7 @@ class _ForkServer:
                     json.dumps(import_path()),
                     json.dumps(more),
                 ],
-                env={**inherited_environment(), **_SINGLE_THREADED},
+                env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,1 +1,1 @@
-"""Architectures that nobody here wrote, from tiny configurations with random weights, and what ddpcheck says of them."""
+"""Architectures that nobody here wrote, with random weights, and what ddpcheck says of them."""

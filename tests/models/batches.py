@@ -172,7 +172,12 @@ def image_tokens(image_token: int, count: int, size: int = 32) -> Callable[[int]
         labels = ids.clone()
         ids[:, :count] = image_token
         labels[:, :count] = -100
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": images(size), "labels": labels}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": images(size),
+            "labels": labels,
+        }
 
     return batch
 
