@@ -9,7 +9,7 @@ BROKEN ?= examples/digits/unused_head.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format bench models test-gpu clean
+.PHONY: help report test lint types format faults steady models bench test-gpu clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,14 @@ format: $(READY) ## put the code into shape
 
 models: $(READY) ## every architecture of docs/models.md, checked and held against an oracle
 	$(BIN)/python -m tests.models
+
+# Other tools, which the faults are shown to, are installed for this alone.
+faults: $(READY) ## run every fault of examples/faults, and write docs/faults.md and the comparison in the README
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group faults
+	$(BIN)/python -m tests.faultsuite
+
+steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under load: the findings must stay the same
+	$(BIN)/python -m tests.faultsuite.steady
 
 bench: $(READY) ## what a world costs beside torch.multiprocessing.spawn
 	$(BIN)/python benchmarks/worlds.py

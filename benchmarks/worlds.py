@@ -23,7 +23,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddpcheck.harness import World  # noqa: E402  # after the path
-from ddpcheck.worlds.processes import server_pid  # noqa: E402
+from ddpcheck.worlds.processes import server_pids  # noqa: E402
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -83,11 +83,10 @@ def with_bare_fork(world_size: int) -> None:
 
 
 def cpu() -> float:
-    """CPU seconds of this process, the fork server, and the children of both."""
+    """CPU seconds of this process, the fork servers, and the children of all."""
     own = os.times()
     total = own.user + own.system + own.children_user + own.children_system
-    server = server_pid()
-    if server is not None:
+    for server in server_pids():
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
         for pid in (server, *children):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.absences import AT_NEXT_FORWARD, family_of, judge_sometimes
 from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.rules import RULES
-from ddpcheck.wording import Names, listed, spelled, spelled_steps
+from ddpcheck.wording import Names, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +27,7 @@ def judge_parameters(
     names: Names,
     *,
     awake: frozenset[str] = frozenset(),
+    zero_ends: Mapping[str, PathEnd] | None = None,
 ) -> list[Finding]:
     """All findings on the parameters of a module.
 
@@ -34,6 +36,7 @@ def judge_parameters(
         wrapper: What the wrapper was told.
         names: How to speak of the parameters.
         awake: Parameters whose gradient was zero in every step, but is not for other values of the parameters.
+        zero_ends: Where the gradient of the others became zero, as far as that is known.
     """
     world_size = len({item.rank for item in evidence})
     steps = sorted({item.step for item in evidence})
@@ -42,14 +45,14 @@ def judge_parameters(
         for name, state in item.states.items():
             if state == "missing":
                 missing.setdefault(name, []).append(item)
-    always = [name for name, seen in missing.items() if len(seen) == len(evidence)]
-    sometimes = [name for name in missing if name not in always]
     trainable = list(evidence[0].states) if evidence else []
+    always = [name for name in trainable if len(missing.get(name, ())) == len(evidence)]
+    sometimes = [name for name in trainable if name in missing and name not in always]
     findings = _judge_always(always, evidence, trainable, wrapper, names)
     if not wrapper.find_unused_parameters:
-        findings += _judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
+        findings += judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
     findings += _judge_lost(evidence, names, world_size)
-    findings += _judge_zero(evidence, awake, names)
+    findings += _judge_zero(evidence, awake, zero_ends or {}, names)
     findings += _judge_unregistered(evidence, world_size)
     findings += _judge_visibility(evidence, wrapper, names)
     if wrapper.find_unused_parameters and not missing and not findings and evidence:
@@ -78,34 +81,34 @@ def _judge_always(
     for name in always:
         end = next((item.ends[name] for item in evidence if name in item.ends), PathEnd("unknown"))
         ends[name] = end
-        where = _top_module(name, set(always), trainable) if end.cause == "unused" else end.location
+        where = family_of(name, set(always), trainable) if end.cause == "unused" else end.region or end.location
         groups.setdefault((end.cause, end.reason, where), []).append(name)
-    stops = (
-        ()
-        if wrapper.tolerates_unused or not wrapper.is_ddp
-        else ("plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward",)
-    )
+    steps = len({item.step for item in evidence})
     findings = []
     for group in groups.values():
         end, subjects = ends[group[0]], names.subjects(group)
         them = "it" if len(group) == 1 else "them"
         at = f" at {end.location}" if end.location else ""
         inside = f" (in module {end.module})" if end.module else ""
+        facts = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
+        if facts and steps == 1:
+            facts.append("after the last step there is no next forward, so that nothing is raised at all")
         if end.cause == "unused":
             code, message = "DDP101", f"No operation of the forward pass reads {listed(subjects)}."
         elif end.cause == "unknown":
-            code, message = "DDP102", f"{listed(subjects)} does not contribute to the loss; why could not be told."
+            does = "does" if len(subjects) == 1 else "do"
+            code, message = "DDP102", f"{listed(subjects)} {does} not contribute to the loss; why could not be told."
         elif end.cause == "cut":
             code = "DDP103"
             message = f"The path from {listed(subjects)} to the loss is cut by {end.reason}{at}{inside}."
+            if end.region not in (None, end.location):
+                facts.append(f"{end.reason} begins at {end.region}")
         else:
             code = "DDP102"
             message = f"What {listed(subjects)} made{at}{inside} does not reach the loss."
-        mild = wrapper.tolerates_unused and code != "DDP103"
-        mildest = Severity.WARNING if len({item.step for item in evidence}) > 1 else Severity.NOTE
-        facts = list(stops)
-        if end.cause == "unreachable":
             facts.append(f"the last operation on what depends on {them} is {end.reason}{at}")
+        mild = wrapper.tolerates_unused and code != "DDP103"
+        mildest = Severity.WARNING if steps > 1 else Severity.NOTE
         if wrapper.tolerates_unused:
             option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
             facts.append(f"{option}=True keeps DDP from stopping; nothing ever trains {them}")
@@ -122,124 +125,58 @@ def _judge_always(
     return findings
 
 
-def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
-    """The outermost module around `name` of which every trainable parameter is missing; `name` if there is none."""
-    top = name
-    parts = name.split(".")
-    for size in range(len(parts) - 1, 0, -1):
-        prefix = ".".join(parts[:size]) + "."
-        if all(other in missing for other in trainable if other.startswith(prefix)):
-            top = prefix
-    return top
-
-
-def _judge_sometimes(
-    sometimes: Sequence[str],
-    missing: Mapping[str, list[StepEvidence]],
-    trainable: Sequence[str],
-    world_size: int,
-    steps: Sequence[int],
-    wrapper: WrapperFacts,
-    names: Names,
-) -> list[Finding]:
-    absent = {name: tuple(sorted({(item.step, item.rank) for item in missing[name]})) for name in sometimes}
-    groups: dict[tuple[str, bool], list[str]] = {}
-    for name, where in absent.items():
-        by_rank = any(sum(step == other for other, _ in where) < world_size for step, _ in where)
-        groups.setdefault((_top_module(name, set(sometimes), trainable), by_rank), []).append(name)
+def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int) -> list[Finding]:
+    lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
+    for name in evidence[0].states if evidence else ():
+        seen = [item for item in evidence if item.states.get(name) == "lost"]
+        if seen:
+            end = next((item.ends[name] for item in seen if name in item.ends), PathEnd("lost"))
+            lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
     findings = []
-    for group in groups.values():
-        by_step: dict[int, list[int]] = {}
-        for step, rank in sorted({place for name in group for place in absent[name]}):
-            by_step.setdefault(step, []).append(rank)
-        partial = {
-            step: [rank for other, rank in absent[name] if other == step]
-            for name in group
-            for step in by_step
-            if 0 < sum(other == step for other, _ in absent[name]) < world_size
-        }
-        subjects = names.subjects(group)
-        ends = [item.ends.get(group[0]) for item in missing[group[0]]]
-        end = next((end for end in ends if end is not None), None)
-        facts = [
-            f"{spelled_steps([step])}: {listed([name for name in group if (step, ranks[0]) in absent[name]])} "
-            f"did not contribute on {spelled(ranks) if len(ranks) < world_size else 'any rank'}"
-            for step, ranks in by_step.items()
-        ]
-        if end is not None and end.cause == "cut":
-            facts.append(f"there its path is cut by {end.reason} at {end.location}")
-        elif end is not None and end.cause == "unreachable":
-            facts.append(f"there its last use is {end.reason} at {end.location}, which does not reach the loss")
-        elif end is not None and end.cause == "unused":
-            facts.append("there no operation of the forward pass reads it")
-        if partial:
-            code = "DDP104"
-            ranks: tuple[int, ...] = tuple(sorted({rank for of_step in partial.values() for rank in of_step}))
-            ranks = ranks if len(ranks) < world_size else ()
-            message = (
-                f"{listed(subjects)} did not contribute on {spelled(partial[min(partial)])} in step {min(partial)}, "
-                "while the other ranks wait for the gradient."
-            )
-        else:
-            code, ranks = "DDP105", ()
-            message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(sorted(by_step))}."
-        if wrapper.static_graph:
-            facts.append("static_graph=True promises that the set of used parameters never changes")
+    for (ranks, end), group in lost.items():
+        by = end.reason or "a custom autograd Function between it and the loss"
+        at = f" at {end.location}" if end.location else ""
         findings.append(
             Finding(
-                code=code,
-                subjects=subjects,
-                message=message,
-                severity=RULES[code].severity,
-                ranks=ranks,
-                steps=tuple(sorted(by_step)) if len(by_step) < len(steps) else (),
+                code="DDP108",
+                subjects=names.subjects(group),
+                message=f"Backward reaches {listed(names.subjects(group))} and gives no gradient: {by}{at} returns "
+                "None.",
+                severity=RULES["DDP108"].severity,
+                ranks=ranks if len(ranks) < world_size else (),
                 location=names.location(group),
-                evidence=tuple(facts),
             )
         )
     return findings
 
 
-def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int) -> list[Finding]:
-    lost: dict[tuple[int, ...], list[str]] = {}
-    for name in evidence[0].states if evidence else ():
-        ranks = tuple(sorted({item.rank for item in evidence if item.states.get(name) == "lost"}))
-        if ranks:
-            lost.setdefault(ranks, []).append(name)
-    return [
-        Finding(
-            code="DDP108",
-            subjects=names.subjects(group),
-            message=f"Backward reaches {listed(names.subjects(group))} and gives no gradient.",
-            severity=RULES["DDP108"].severity,
-            ranks=ranks if len(ranks) < world_size else (),
-            location=names.location(group),
-            evidence=("a custom autograd Function between it and the loss returned None for it in backward",),
-        )
-        for ranks, group in lost.items()
-    ]
-
-
-def _judge_zero(evidence: Sequence[StepEvidence], awake: frozenset[str], names: Names) -> list[Finding]:
+def _judge_zero(
+    evidence: Sequence[StepEvidence], awake: frozenset[str], ends: Mapping[str, PathEnd], names: Names
+) -> list[Finding]:
     zero = zero_everywhere(evidence)
     asleep = [name for name in zero if name not in awake]
     if not asleep or len(zero) == len([s for s in evidence[0].states.values() if s != "missing"]):
         return []  # where every gradient is zero, nothing can be compared at all: that is DDP307
-    groups: dict[str, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for name in asleep:
-        top = _top_module(name, set(asleep), list(evidence[0].states))
-        groups.setdefault(name.rpartition(".")[0] or name if top == name else top, []).append(name)
-    return [
-        Finding(
-            code="DDP107",
-            subjects=names.subjects(group),
-            message=f"The gradient of {listed(names.subjects(group))} is exactly zero in every step on every rank.",
-            severity=RULES["DDP107"].severity,
-            location=names.location(group),
-            evidence=("it stays zero for other values of the parameters",),
+        top = family_of(name, set(asleep), list(evidence[0].states))
+        groups.setdefault(ends.get(name) or (name.rpartition(".")[0] or name if top == name else top), []).append(name)
+    findings = []
+    for group in groups.values():
+        end = ends.get(group[0])
+        where = f": it becomes zero in {end.reason}{f' at {end.location}' if end.location else ''}" if end else ""
+        findings.append(
+            Finding(
+                code="DDP107",
+                subjects=names.subjects(group),
+                message=f"The gradient of {listed(names.subjects(group))} is exactly zero in every step on every "
+                f"rank{where}.",
+                severity=RULES["DDP107"].severity,
+                location=names.location(group),
+                evidence=("it stays zero for other values of the parameters",),
+            )
         )
-        for group in groups.values()
-    ]
+    return findings
 
 
 def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
@@ -256,26 +193,42 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
         for leaf in item.unregistered:
             found.setdefault(leaf.name, leaf)
             ranks.setdefault(leaf.name, set()).add(item.rank)
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    groups: dict[tuple[bool, str, tuple[int, ...]], list[str]] = {}
     for name in found:
         holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
-        groups.setdefault((holder, tuple(sorted(ranks[name]))), []).append(name)
-    return [
-        Finding(
-            code="DDP106",
-            subjects=tuple(group),
-            message=f"{listed(group)} {'receives' if len(group) == 1 else 'receive'} gradient without being registered "
-            "as a parameter of the model, so DDP never synchronises it.",
-            severity=RULES["DDP106"].severity,
-            ranks=on_ranks if len(on_ranks) < world_size else (),
-            location=next((found[name].location for name in group if found[name].location), None),
-            evidence=(
-                f"{len(group)} tensor{'' if len(group) == 1 else 's'}, "
-                f"{sum(math.prod(found[name].shape) for name in group)} elements",
-            ),
+        groups.setdefault((found[name].late, holder, tuple(sorted(ranks[name]))), []).append(name)
+    findings = []
+    for (late, _, on_ranks), group in groups.items():
+        one = len(group) == 1
+        elements = sum(math.prod(found[name].shape) for name in group)
+        message = (
+            f"{listed(group)} {'receives' if one else 'receive'} gradient without being registered as a parameter of "
+            f"the model, so DDP never synchronises {'it' if one else 'them'}."
         )
-        for (_, on_ranks), group in groups.items()
-    ]
+        if late:
+            message = (
+                f"{listed(group)} {'is' if one else 'are'} {MADE_IN_FORWARD}, after DDP has been constructed, so DDP "
+                f"never synchronises {'it' if one else 'them'}."
+            )
+        findings.append(
+            Finding(
+                code="DDP106",
+                subjects=tuple(group),
+                message=message,
+                severity=RULES["DDP106"].severity,
+                ranks=on_ranks if len(on_ranks) < world_size else (),
+                location=next((found[name].location for name in group if found[name].location), None),
+                evidence=(f"{len(group)} tensor{'' if one else 's'}, {elements} elements",),
+                fix="Make it in __init__; where its size is not known there, use a lazy module and run one forward "
+                "pass before wrapping."
+                if late
+                else "",
+            )
+        )
+    return findings
+
+
+MADE_IN_FORWARD = "created in the forward pass"
 
 
 def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
@@ -291,7 +244,7 @@ def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, n
                 Finding(
                     code="DDP112",
                     subjects=(output_type,),
-                    message=f"forward returns a {output_type}, in which DDP finds no tensor: "
+                    message=f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
                     f"{option}=True works from what it finds there.",
                     severity=RULES["DDP112"].severity,
                     evidence=("DDP looks into tensors, lists, tuples, dicts and dataclasses only",),
@@ -347,7 +300,8 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
         Finding(
             code="DDP110",
             subjects=tuple(found),
-            message=f"{listed(found)} is lazy and has no shape yet, so DDP cannot wrap the model.",
+            message=f"{listed(found)} {'is lazy and has' if len(found) == 1 else 'are lazy and have'} no shape yet, "
+            "so DDP cannot wrap the model.",
             severity=RULES["DDP110"].severity,
             ranks=ranks if len(ranks) < len(names) else (),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ddpcheck.anomalous import MADE_IN_FORWARD
 from ddpcheck.findings import Finding
 
 
@@ -18,6 +19,8 @@ def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
         causes = [f for f in merged if f.code in cause]
         for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
             merged.remove(found)
+            if found.code == "DDP304" and causes[0].code in _ANOTHER_PROGRAM:
+                continue  # where ranks run different programs, the difference says nothing of the samples
             place = merged.index(causes[0])
             causes[0] = replace(
                 causes[0], evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}")
@@ -36,19 +39,28 @@ def _are_statistics(cause: Finding, consequence: Finding) -> bool:
     return "Norm" in cause.message and all(name.rpartition(".")[2] in names for name in consequence.subjects)
 
 
+def _knew_nothing(cause: Finding, _consequence: Finding) -> bool:
+    """Whether DDP could not know of the parameters, so that every rank began with others."""
+    return MADE_IN_FORWARD in cause.message
+
+
+_ANOTHER_PROGRAM = frozenset({"DDP104", "DDP106"})
+
 _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
     (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
     (("DDP223",), ("DDP306",), _always),
+    (("DDP515",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
     (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
-    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216"), _always),
+    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216", "DDP516"), _always),
     (("DDP406",), ("DDP301", "DDP302"), _always),
-    (("DDP104", "DDP105"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
+    (("DDP104", "DDP105", "DDP513"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
     (
         ("DDP503",),
         ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),
         _always,
     ),
+    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _knew_nothing),
     (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
     (("DDP216",), ("DDP304", "DDP303", "DDP216"), _always),
     (("DDP214",), ("DDP304",), _always),

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpcheck.anomalous import judge_uninitialised
-from ddpcheck.collectives import DeadlockWatch, judge_collectives, judge_failure, read_log
-from ddpcheck.consistency import judge_changes, judge_descriptions, judge_options, judge_values_after_wrapping
+from ddpcheck.collectives import read_log
+from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.errors import (
     EXIT_HANG,
     EXIT_TARGET,
     EXIT_USAGE,
     DdpcheckError,
     HangError,
+    OptionsDifferError,
     RankError,
     TargetError,
     UsageError,
@@ -29,7 +30,15 @@ from ddpcheck.errors import (
 from ddpcheck.evidence import Built, Call, LocalStep, PathEnd, Wrapped
 from ddpcheck.findings import Finding, Location, Report, ReportError, Severity
 from ddpcheck.harness import Pending, World
+from ddpcheck.lockstep import (
+    DeadlockWatch,
+    judge_collectives,
+    judge_empty_shards,
+    judge_failure,
+    judge_packing,
+)
 from ddpcheck.outcome import Asked, Outcome
+from ddpcheck.program import judge_changes, judge_options
 from ddpcheck.target import find_file, is_path, split_target
 from ddpcheck.wording import Names
 
@@ -132,6 +141,7 @@ class _Check:
         self.outcome = Outcome(asked)
         self._alone_in_group = False
         self._single_hang = ""
+        self._packing_checked = False
 
     def run(self) -> Outcome:
         """Run all checks, whatever happens on the way."""
@@ -162,6 +172,7 @@ class _Check:
             timeout=self.timeout,
             process_group=group,
             preload=self.preload,
+            hash_seeds=group,
             watch=DeadlockWatch() if group else None,
         )
 
@@ -177,7 +188,7 @@ class _Check:
         with self._phase("consistency", "comparing the modules of the ranks"):
             self._check_before_wrapping(built)
         with self._phase("wrapping", "wrapping the model"):
-            self.outcome.wrapped = self._all("session.wrap")
+            self.outcome.wrapped = self._wrap()
             self._check_after_wrapping(self.outcome.wrapped)
         for step in range(self.asked.steps):
             self._run_step(step)
@@ -188,11 +199,20 @@ class _Check:
         found = judge_uninitialised([item.uninitialised for item in built])
         if len({item.digest for item in built}) > 1:
             found += judge_descriptions(self._all("session.description"))
-        found += judge_options("DDP221", self._all("session.option_digest"), "What the wrapper is told")
         self._add(found)
         stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
         if stopping:
             self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
+
+    def _wrap(self) -> list[Wrapped]:
+        try:
+            return self._all("session.wrap")
+        except RankError as error:
+            differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
+            if differing is None:
+                raise
+            self.outcome.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
+            self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[Wrapped]) -> None:
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
@@ -226,6 +246,7 @@ class _Check:
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.outcome.add_local(local)
             self._check_in_step(local)
+            self._check_packing(local, step)
             self._check_batch([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.drew for item in local)
@@ -269,6 +290,15 @@ class _Check:
             self._add(mismatch)
             self._skip_rest("DDP403: the ranks are out of step")
 
+    def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
+        """Once, where ranks reduce vectors in forward: whether they pack them alike."""
+        if self._packing_checked or not any(item.calls for item in local):
+            return
+        calls = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
+        if any("reduce" in call.operation and call.elements > 1 for call in calls):
+            self._packing_checked = True
+            self._add(judge_packing(self._all("shards.packed_payloads", step)))
+
     def _check_batch(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         if len({batch for batch in batches if batch}) > 1:
             raise TargetError(
@@ -296,14 +326,20 @@ class _Check:
             return False
         if self.outcome.analysis is None:
             analysing = self._start_single("analyse", step, averaged, self.asked.world_size)
-            return self.outcome.add_analysis(step, self._settle_single(analysing))
+            analysis = self._settle_single(analysing)
+            if not self.outcome.add_analysis(step, analysis):
+                return False
+            self.outcome.held = self._all("program.program_data")
         return True
 
     def _look_again(self) -> None:
         asleep = self.outcome.zero_everywhere()
         if asleep:
             with self._phase("parameters", "looking again at zero gradients"):
-                self.outcome.awake = frozenset().union(*self._all("local.wake", asleep, self.asked.steps - 1))
+                last = self.asked.steps - 1
+                self.outcome.awake = frozenset().union(*self._all("local.wake", asleep, last))
+                asleep = [name for name in asleep if name not in self.outcome.awake]
+                self.outcome.zero_ends = self._all("local.why_zero", asleep, last)[0] if asleep else {}
 
     # Ranks
 
@@ -373,6 +409,10 @@ class _Check:
         if first is not None and first.kind == "raised" and first.place.endswith(_OUR_OWN_PLACES):
             message = f"{first.message} in {first.place}, while ddpcheck itself was at work; this is a bug in ddpcheck"
             self.outcome.error = ReportError(message, EXIT_USAGE, error.detail)
+            return
+        if empty := judge_empty_shards(error, self.asked.world_size):
+            self.outcome.findings += empty
+            self.outcome.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
         found = self.outcome.judge_wrapper_failure(error)
         found = found or judge_failure(error, self._logs(), self.asked.world_size)

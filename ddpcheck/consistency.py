@@ -11,26 +11,18 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import HangError, UsageError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
+from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.wording import make_finding, odd_ranks, spelled
+from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
-
-
-def _who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(say(value), []).append(rank)
-    return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
@@ -44,11 +36,11 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
         *_judge_tensors(parameters, "parameter", "DDP201", "DDP202", {name for tie in ties for name in tie.subjects}),
     ]
     for code, attribute, noun in (
-        ("DDP203", "shape", "shapes"),
-        ("DDP204", "dtype", "dtypes"),
-        ("DDP207", "device", "device types"),
-        ("DDP205", "stride", "strides (memory formats)"),
-        ("DDP206", "requires_grad", "requires_grad"),
+        ("DDP203", "shape", "shape"),
+        ("DDP204", "dtype", "dtype"),
+        ("DDP207", "device", "device type"),
+        ("DDP205", "stride", "memory format (strides)"),
+        ("DDP206", "requires_grad", "value of requires_grad"),
     ):
         explained = {subject for finding in findings for subject in finding.subjects}
         findings += _judge_attribute(code, attribute, noun, parameters, explained)
@@ -68,9 +60,7 @@ def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
             names,
             f"{' and '.join(names)} are one parameter on some ranks and several on others.",
             ranks=odd_ranks([names in of_rank for of_rank in ties]),
-            evidence=_who_says_what(
-                [names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"
-            ),
+            evidence=who_says_what([names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"),
         )
         for names in torn
     ]
@@ -106,7 +96,7 @@ def _judge_tensors(
                 f"The {noun}s are registered in another order on {spelled(ranks)}; DDP pairs them by position.",
                 ranks=ranks,
                 evidence=[
-                    f"{noun} number {place}: " + "; ".join(_who_says_what([order[place] for order in orders])),
+                    f"{noun} number {place}: " + "; ".join(who_says_what([order[place] for order in orders])),
                 ],
             )
         ]
@@ -127,9 +117,9 @@ def _judge_attribute(
         make_finding(
             code,
             names,
-            f"{len(names)} parameter(s) have other {noun} on {spelled(ranks)} than on the rest.",
+            f"{listed(names)} {verb('has', 'have', names)} another {noun} on {spelled(ranks)} than elsewhere.",
             ranks=ranks,
-            evidence=[f"{name}: " + "; ".join(_who_says_what(differing[name])) for name in names],
+            evidence=[f"{name}: " + "; ".join(who_says_what(differing[name])) for name in names],
         )
         for ranks, names in by_ranks.items()
     ]
@@ -148,11 +138,11 @@ def _judge_buffer_shapes(records: Sequence[tuple[TensorRecord, ...]]) -> list[Fi
         make_finding(
             "DDP213",
             differing,
-            f"{len(differing)} buffer(s) do not have the same shape and dtype on every rank.",
+            f"{listed(differing)} {verb('does', 'do', differing)} not have the same shape and dtype on every rank.",
             ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
             evidence=[
                 f"{name}: "
-                + "; ".join(_who_says_what([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
+                + "; ".join(who_says_what([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
                 for name in differing
             ],
         )
@@ -180,9 +170,10 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
             make_finding(
                 "DDP222",
                 [name or "(the model)" for name in top],
-                f"{len(top)} module(s) do not have the same {what} on every rank.",
+                f"{listed([name or 'the model' for name in top])} {verb('does', 'do', top)} not have the same {what} "
+                "on every rank.",
                 ranks=sorted({rank for name in top for rank in odd_ranks(values[name])}),
-                evidence=[f"{name or '(the model)'}: " + "; ".join(_who_says_what(values[name], say)) for name in top],
+                evidence=[f"{name or '(the model)'}: " + "; ".join(who_says_what(values[name], say)) for name in top],
             )
         )
     return findings
@@ -205,15 +196,15 @@ def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) 
         make_finding(
             "DDP216",
             differing,
-            f"{len(differing)} tensor(s) that the model holds without having registered them differ between ranks; "
-            "DDP never synchronises them.",
+            f"{listed(differing)}, which the model holds and has not registered, "
+            f"{verb('differs', 'differ', differing)} between ranks; DDP never synchronises what is not registered.",
             ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
             evidence=[
                 f"{name}: shape {by_name[0][name][0]}, "
                 + (
                     "other values"
                     if len({names[name][0] for names in by_name}) == 1
-                    else "other shapes: " + "; ".join(_who_says_what([names[name][0] for names in by_name]))
+                    else "other shapes: " + "; ".join(who_says_what([names[name][0] for names in by_name]))
                 )
                 for name in differing
             ],
@@ -241,66 +232,21 @@ def judge_values_after_wrapping(
         buffers: Likewise.
     """
     findings = []
-    for code, noun, values in (("DDP208", "parameter", parameters), ("DDP214", "buffer", buffers)):
+    for code, values in (("DDP208", parameters), ("DDP214", buffers)):
         differing = differing_names(values)
         if differing:
             findings.append(
                 make_finding(
                     code,
                     sorted(differing),
-                    f"{len(differing)} {noun}(s) do not have the same values on every rank when training starts.",
+                    f"{listed(sorted(differing))} {verb('does', 'do', list(differing))} not have the same values on "
+                    "every rank when training starts.",
                     ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
                     evidence=[f"{name}: differs on {spelled(ranks)}" for name, ranks in differing.items()],
                     severity=Severity.ERROR,
                 )
             )
     return findings
-
-
-def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
-    """One finding when `options` (of the wrapper: DDP221, of the optimizer: DDP223) are not the same on every rank."""
-    names = sorted(set(itertools.chain.from_iterable(options)))
-    values = {name: [of_rank.get(name, "(not set)") for of_rank in options] for name in names}
-    differing = [name for name in names if len(set(values[name])) > 1]
-    if not differing:
-        return []
-    harmless = all(name in _HARMLESS_OPTIONS for name in differing)
-    return [
-        make_finding(
-            code,
-            differing,
-            f"{what} is not the same on every rank: {', '.join(differing)}.",
-            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
-            evidence=[f"{name}: " + "; ".join(_who_says_what(values[name])) for name in differing],
-            severity=Severity.WARNING if harmless else None,
-        )
-    ]
-
-
-_HARMLESS_OPTIONS = frozenset({"bucket_cap_mb", "bucket_bytes_cap"})  # unless find_unused_parameters is set: an abort
-
-
-def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
-    """DDP503: what happened to parameters between the wrapper's construction and the end of `wrap`.
-
-    Args:
-        changes: By name, in words ("frozen", "added"); one mapping a rank.
-    """
-    by_what: dict[str, list[str]] = {}
-    for of_rank in changes:
-        for name, what in of_rank.items():
-            if name not in by_what.setdefault(what, []):
-                by_what[what].append(name)
-    ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
-    return [
-        make_finding(
-            "DDP503",
-            names,
-            f"{len(names)} parameter(s) were {what} after wrapping; the reducer keeps to what it saw then.",
-            ranks=ranks if len(ranks) < len(changes) else (),
-        )
-        for what, names in by_what.items()
-    ]
 
 
 # The public check, over the store
@@ -345,44 +291,19 @@ def check_consistency(
         "buffers": fingerprints(bare.named_buffers()) if wrapped else {},
     }
     prefix = f"ddpcheck/consistency/{'-'.join(map(str, ranks))}/{next(_CALLS)}"
-    exchange = _StoreExchange(prefix, dist.get_rank(), ranks, timeout)
-    if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
-        return []
-    everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
+    exchange = StoreExchange(prefix, dist.get_rank(), ranks, timeout)
+    try:
+        if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
+            return []
+        everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
+    except SilentRanksError as error:
+        raise HangError(
+            f"{spelled(error.ranks)} did not take part in check_consistency within {timeout:g} s; "
+            "every rank must call it, the same number of times"
+        ) from None
     findings = judge_descriptions([description for description, _ in everyone])
     if wrapped and not findings:
         findings = judge_values_after_wrapping(
             [of_rank["parameters"] for _, of_rank in everyone], [of_rank["buffers"] for _, of_rank in everyone]
         )
     return findings
-
-
-@dataclass(slots=True)
-class _StoreExchange:
-    """All-gathers bytes over the rendezvous store, with a deadline."""
-
-    prefix: str
-    rank: int
-    ranks: Sequence[int]
-    timeout: float
-
-    def gather(self, key: str, data: bytes) -> list[bytes]:
-        from torch.distributed import distributed_c10d
-
-        store = distributed_c10d._get_default_store()
-        store.set(f"{self.prefix}/{key}/{self.rank}", data)  # type: ignore[arg-type]  # bytes are taken as they are
-        found: list[bytes] = []
-        silent: list[int] = []
-        for rank in self.ranks:
-            name = f"{self.prefix}/{key}/{rank}"
-            try:
-                store.wait([name], timedelta(seconds=self.timeout if not silent else 0.01))
-                found.append(store.get(name))
-            except Exception:  # the stores raise classes of their own on a timeout
-                silent.append(rank)
-        if silent:
-            raise HangError(
-                f"{spelled(silent)} did not take part in check_consistency within {self.timeout:g} s; "
-                "every rank must call it, the same number of times"
-            )
-        return found

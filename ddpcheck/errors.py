@@ -5,9 +5,9 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 EXIT_CLEAN = 0
 EXIT_FINDINGS = 1
@@ -43,6 +43,38 @@ class TargetError(DdpcheckError):
     """The user's target could not be imported, built or run, for a reason of its own."""
 
     exit_code = EXIT_TARGET
+
+
+class OptionsDifferError(DdpcheckError):
+    """A rank constructs the wrapper with other options than another, and DDP would stop, hang or abort on it.
+
+    Attributes:
+        options: Of each rank, in words, by name.
+    """
+
+    exit_code = EXIT_FINDINGS
+
+    def __init__(self, message: str, options: Sequence[Mapping[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.options = tuple(options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.options)
+
+
+class EmptyShardError(TargetError):
+    """The target failed on a rank that has no samples in this step, which the other ranks have.
+
+    Attributes:
+        step: Counted from 0.
+    """
+
+    def __init__(self, message: str, step: int = 0, *, detail: str = "") -> None:
+        super().__init__(message, detail=detail)
+        self.step = step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.step), {"detail": self.detail}
 
 
 class FindingsError(DdpcheckError, AssertionError):

@@ -81,17 +81,20 @@ class PathEnd:
 
     Attributes:
         cause: `unused` (no operation reads it), `unreachable` (what it made does not reach the loss), `cut` (the
-            loss's value depends on it, and something took the path out of autograd), or `unknown`.
+            loss's value depends on it, and something took the path out of autograd), `lost` (backward returned None
+            on the way to it), `zero` (an operation on the way turns every gradient into zeros), or `unknown`.
         reason: What cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or the last
             operation on it.
         location: The line of the user's code at which that happened.
         module: The module whose forward was running there, empty at the top.
+        region: The line that switched gradients off, where that is what cut the path.
     """
 
     cause: str
     reason: str = ""
     location: Location | None = None
     module: str = ""
+    region: Location | None = None
 
 
 GradientState = Literal["contributes", "zero", "missing", "lost"]
@@ -100,11 +103,15 @@ GradientState = Literal["contributes", "zero", "missing", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Unregistered:
-    """A leaf that receives gradient and is no parameter of the module."""
+    """A leaf that receives gradient and is no parameter of the module that was wrapped.
+
+    `late`: it is one by now, but the forward pass made it, and DDP has not heard of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     location: Location | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,7 @@ class StepEvidence:
         rank: The rank.
         step: Counted from 0.
         states: By name, for every parameter that requires grad.
-        ends: Why, for those that are missing.
+        ends: Why, for those that are missing or lost.
         unregistered: Leaves that receive gradient and are no parameters.
         arrivals: How often a gradient arrived, for parameters where that was more than once.
         invisible: Parameters that contribute, but that DDP cannot find from what `forward` returned.
@@ -136,12 +143,23 @@ class StepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class WrapperFacts:
-    """What the wrapper was told; `is_ddp` is False for a wrapper that is no `DistributedDataParallel`."""
+    """What the wrapper was told.
+
+    Attributes:
+        is_ddp: False for a wrapper that is no `DistributedDataParallel`.
+        find_unused_parameters: The option of that name.
+        static_graph: Likewise.
+        ignored: Parameters that it was told to ignore.
+        delayed: Parameters named in `delay_all_reduce_named_params`.
+        comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
+    """
 
     is_ddp: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
     ignored: frozenset[str] = frozenset()
+    delayed: frozenset[str] = frozenset()
+    comm_hook: str = ""
 
     @property
     def tolerates_unused(self) -> bool:
@@ -195,7 +213,7 @@ class LocalStep:
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""
-        return replace(self, evidence=replace(self.evidence, ends=ends))
+        return replace(self, evidence=replace(self.evidence, ends={**self.evidence.ends, **ends}))
 
 
 # Gradients
@@ -253,6 +271,7 @@ class DdpStepEvidence:
         step: Counted from 0.
         gradients: Fingerprint of each gradient after backward.
         parameters: Of each parameter after the optimizer's step.
+        computed_with: Of each parameter before it, after backward.
         buffers: Of each buffer after the step.
         state: Of each unregistered tensor that was there before the first step.
         optimizer: Of each tensor or number in the optimizer's state.
@@ -265,6 +284,7 @@ class DdpStepEvidence:
     step: int
     gradients: Mapping[str, int] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)
+    computed_with: Mapping[str, int] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
     optimizer: Mapping[str, int] = field(default_factory=dict)
@@ -329,3 +349,21 @@ class SingleStep:
     again: tuple[int, ...]
     draws: bool
     double_trouble: str
+
+
+# What may differ between ranks without DDP noticing
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What went into one reduction when every rank had the same samples and random numbers.
+
+    Attributes:
+        operation: Its name.
+        location: The line of the user's code, as "path:line"; may be empty.
+        values: In memory order; empty where there were too many to compare.
+    """
+
+    operation: str
+    location: str = ""
+    values: tuple[float, ...] = ()

@@ -21,12 +21,6 @@ of 50,000 walked nodes recurses past the default stack of 8 MB and ends the proc
 torch 2.13)."""
 
 
-WALK_LIMIT = 20_000
-"""Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
-of 50,000 walked nodes recurses past the default stack of 8 MB and ends the process; 30,000 are fine (measured on
-torch 2.13)."""
-
-
 def gradient_node(tensor: torch.Tensor) -> Any:
     """The node that accumulates into the leaf `tensor`, or that made the non-leaf `tensor`.
 
@@ -132,6 +126,34 @@ def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> Gra
                 seen.add(following)
                 pending.append(following)
     return GraphWalk(tuple(leaves.values()), frozenset(names), True)
+
+
+def functions_before(
+    loss: torch.Tensor, leaf: torch.Tensor, *, limit: int = WALK_LIMIT
+) -> tuple[type[torch.autograd.Function], ...]:
+    """The custom autograd Functions that stand last on the ways of a gradient from `loss` to `leaf`."""
+    target = gradient_node(leaf)
+    parents: dict[Any, list[Any]] = {}
+    pending, seen = [loss.grad_fn], {loss.grad_fn}
+    while pending:
+        node = pending.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+                if following not in seen and len(seen) < limit:
+                    seen.add(following)
+                    pending.append(following)
+    found: dict[type[torch.autograd.Function], None] = {}
+    pending, seen = [target], {target}
+    while pending:
+        for parent in parents.get(pending.pop(), ()):
+            function = getattr(parent, "_forward_cls", None)
+            if function is not None:
+                found[function] = None
+            elif parent not in seen:
+                seen.add(parent)
+                pending.append(parent)
+    return tuple(found)
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

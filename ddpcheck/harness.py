@@ -5,7 +5,7 @@
 
 Each rank is a process of its own with a process group already initialised. Functions and arguments of any kind
 travel, lambdas and local classes included. Every wait has a deadline. Ranks are forked from a process that has
-imported torch already, so a world costs tens of milliseconds; they also share that process's hash seed.
+imported torch already, so a world costs tens of milliseconds.
 
 This module is light: it never imports torch.
 """
@@ -66,6 +66,7 @@ class World:
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
+        hash_seeds: bool = False,
         watch: Watch | None = None,
     ) -> None:
         """Start the ranks, without waiting for them.
@@ -82,6 +83,8 @@ class World:
             env: Environment variables for the ranks, on top of ours.
             preload: Names of modules that every rank needs and that take long to import; they are imported once, in the
                 server that ranks are forked from.
+            hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, where the order of a set
+                of strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
             watch: Called every quarter of a second during a run with the world, the ranks that have finished and
                 those that have not; a sentence that it returns ends the run as a `HangError`.
 
@@ -123,7 +126,7 @@ class World:
         _open_worlds.add(self)
         self._born = time.monotonic()
         try:
-            self._crew.start(self._config(), self.start_method)
+            self._crew.start(self._config(), self.start_method, processes.hash_seeds(world_size, own=hash_seeds))
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -246,6 +249,7 @@ class World:
     def _describe_failure(self, headline: str | None) -> BaseException:
         self.failed = True
         if self._crew.refused:
+            self._crew.kill()
             return UsageError(self._crew.trouble)
         dumps = self._crew.dump_stacks()
         now = time.monotonic()

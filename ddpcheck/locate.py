@@ -5,11 +5,16 @@ Torch is only touched inside `record_origins`, so that everyone can use the fram
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import inspect
+import linecache
 import os
+import re
 import sys
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -127,6 +132,48 @@ class Origins:
                 break
             found = self._lines.get(id(current), found)
         return found
+
+
+def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
+    """The line that assigns the attribute or global variable in which an unregistered tensor is found.
+
+    Args:
+        module: Whose attribute it is.
+        name: The tensor's path from there, as `ddpcheck.graph.unregistered_tensors` writes it.
+        beside: A function among whose globals the variable is, where the module has no such attribute.
+    """
+    holder = module
+    first, *rest = re.split(r"[.\[]", name)
+    variable = first
+    while rest and (inner := holder._modules.get(first)) is not None:
+        holder, first, rest = inner, rest[0], rest[1:]
+    if hasattr(holder, first):
+        for kind in type(holder).__mro__:
+            if (found := _assignment_in(kind, first, "self")) is not None:
+                return found
+        return None
+    code = getattr(beside, "__code__", None)
+    return None if code is None else _assignment_in(code.co_filename, variable, "")
+
+
+def _assignment_in(source: type | str, name: str, owner: str) -> Location | None:
+    """The assignment of `owner.name` in a class, or of `name` at the top of a file."""
+    try:
+        if isinstance(source, str):
+            path, first, text = source, 1, "".join(linecache.getlines(source))
+        else:
+            lines, first = inspect.getsourcelines(source)
+            path, text = inspect.getfile(source), textwrap.dedent("".join(lines))
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):  # built in, or its source is not there
+        return None
+    wanted = f"{owner}.{name}" if owner else name
+    for node in ast.walk(tree) if owner else tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if wanted in map(ast.unparse, targets) and is_user_file(path):
+                return Location(relative_path(path), node.lineno + first - 1)
+    return None
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from ddpcheck.evidence import (
     DdpStepEvidence,
     Difference,
     LocalStep,
+    PathEnd,
     ShardAnalysis,
     SingleStep,
     StepEvidence,
@@ -77,21 +78,25 @@ _HEADINGS = (
         ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503"),
         "values, options and optimizers are the same on every rank",
     ),
-    Heading("parameters", ("DDP10", "DDP112", "DDP406"), "every parameter takes part, in {steps} on every rank"),
+    Heading(
+        "parameters",
+        ("DDP10", "DDP112", "DDP405", "DDP406", "DDP407", "DDP513"),
+        "every parameter takes part, in {steps} on every rank",
+    ),
     Heading(
         "reducer",
-        ("DDP301", "DDP302", "DDP111", "DDP501", "DDP306", "DDP311"),
+        ("DDP301", "DDP302", "DDP111", "DDP501", "DDP306", "DDP311", "DDP515"),
         "{local} equal the average of the ranks' own, and each other",
     ),
     Heading(
         "parity",
-        ("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310"),
+        ("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP516"),
         "{single} equal those of the global batch in a single process",
     ),
 )
 
 _NOISE_MULTIPLE = 5.0
-_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406"})
+_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP513"})
 
 
 @dataclass
@@ -100,6 +105,7 @@ class Outcome:
 
     Attributes:
         withheld: Whether a step differs from itself, so that nothing can be said of its gradients.
+        held: Plain values that each rank's program holds, spelled, by name.
         ranks_apart: Whether the parameters have come to differ between ranks; from then on no single process can
             stand for all of them.
         rest_skipped: Why the checks after the one under way were not run.
@@ -116,7 +122,9 @@ class Outcome:
     local: Sequence[LocalStep] = ()
     names: Names = field(default_factory=Names)
     analysis: ShardAnalysis | None = None
+    held: Sequence[Mapping[str, str]] = ()
     awake: frozenset[str] = frozenset()
+    zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)
     withheld: bool = False
     ranks_apart: bool = False
     rest_skipped: str = ""
@@ -236,6 +244,8 @@ class Outcome:
             module_locations=module_locations or {},
             local_buffers=tuple(differing_names([item.buffers for item in self.local])) if self.local else (),
             broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
+            held=self.held,
+            apart=frozenset(differing_names([item.parameters for item in self.wrapped]) if self.wrapped else ()),
         )
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
@@ -247,7 +257,9 @@ class Outcome:
         known = self._circumstances(module_locations)
         found = list(self.findings)
         if self._evidence:
-            found += judge_parameters(self._evidence, known.wrapper, self.names, awake=self.awake)
+            found += judge_parameters(
+                self._evidence, known.wrapper, self.names, awake=self.awake, zero_ends=self.zero_ends
+            )
         if not self.withheld:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
             single = {step: self._widened(differences) for step, differences in self._single.items()}

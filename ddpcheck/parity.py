@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpcheck.evidence import Call, Difference, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.program import judge_program_data
 from ddpcheck.wording import Names, listed, make_finding, spelled
 
 
@@ -29,6 +30,8 @@ class Circumstances:
         module_locations: The lines that made the modules.
         local_buffers: Buffers that a step by itself leaves different on the ranks.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
+        held: Plain values that each rank's program holds, spelled, by name.
+        apart: Parameters that differed between ranks before the first step.
     """
 
     names: Names
@@ -41,6 +44,8 @@ class Circumstances:
     module_locations: Mapping[str, Location] = field(default_factory=dict)
     local_buffers: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
+    held: Sequence[Mapping[str, str]] = ()
+    apart: frozenset[str] = frozenset()
 
 
 LOOSEST_FIT = 0.05
@@ -107,6 +112,8 @@ def judge_single_process(
                 evidence=facts,
             )
         ]
+    if world_changed and (derived := judge_program_data(known.held, far=far, steps=steps, facts=facts)):
+        return derived
     if world_changed and analysis.rank_residual <= tolerance:
         share = ", ".join(f"{weight:.4g}" for weight in analysis.rank_weights)
         return [

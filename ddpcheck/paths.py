@@ -5,10 +5,12 @@ It is only paid for when something is missing.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -20,17 +22,13 @@ from ddpcheck.evidence import PathEnd
 from ddpcheck.findings import Location
 from ddpcheck.locate import user_location
 
-WALK_LIMIT = 20_000
-"""Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
-of 50,000 walked nodes recurses past the default stack of 8 MB and ends the process; 30,000 are fine (measured on
-torch 2.13)."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Event:
     reason: str
     location: Location | None
     module: str
+    region: Location | None = None
 
 
 _Taint = dict[int, "_Event | None"]  # parameter index -> the event that cut it, None while its path is whole
@@ -38,6 +36,7 @@ _Taint = dict[int, "_Event | None"]  # parameter index -> the event that cut it,
 
 _LEAVES_TORCH = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+    | {"__format__"}
 )
 
 
@@ -45,6 +44,7 @@ _READS_NO_VALUE = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "full_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex"}
 )
+"""Functions that ask their first tensor for its shape, dtype or device only."""
 
 
 def _tensors_in(nest: Any) -> Iterator[torch.Tensor]:
@@ -76,7 +76,8 @@ class PathRecorder(TorchFunctionMode):
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
         self._last_use: dict[int, _Event] = {}
         self._left_torch: dict[int, _Event] = {}
-        self._hooks: list[Any] = []
+        self._region: Location | None = None  # where gradients were switched off last
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> PathRecorder:
         from torch.nn.modules import module as hooks
@@ -87,10 +88,13 @@ class PathRecorder(TorchFunctionMode):
         def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
             self._modules.pop()
 
-        self._hooks = [
+        for handle in (
             hooks.register_module_forward_pre_hook(enter),
             hooks.register_module_forward_hook(leave, always_call=True),
-        ]
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
+        self._stack.enter_context(_after(torch.inference_mode, "__enter__", lambda *_: self._note_region()))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -98,14 +102,25 @@ class PathRecorder(TorchFunctionMode):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        self._stack.close()
+
+    def _note_region(self) -> None:
+        self._region = user_location(sys._getframe(1))
+
+    def _on_parameter(self, made: Any, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> None:
+        """`nn.Parameter(tensor)` shares the tensor's memory and has no past; no mode is told of it."""
+        before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
+        if before and made is not data:
+            self._follow([made], before, self._event("nn.Parameter()"), self._event("nn.Parameter(), a new leaf"))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = list(_tensors_in((args, kwargs)))
+        if func is torch._C._set_grad_enabled and not args[0]:
+            self._note_region()
+        value_of = args[1:] if _function_name(func) in _READS_NO_VALUE else args
+        inputs = list(_tensors_in((value_of, kwargs)))
         before = self._merged(inputs)
         result = func(*args, **kwargs)
         if before:
@@ -141,8 +156,6 @@ class PathRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], before: _Taint, result: Any
     ) -> None:
         name = _function_name(func)
-        if name in _READS_NO_VALUE:
-            return
         outputs = list(_tensors_in(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
@@ -157,37 +170,79 @@ class PathRecorder(TorchFunctionMode):
                     self._last_use[index] = event
             return
         event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
-        for index in before:
-            self._last_use[index] = event
+        given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
         for output in (*outputs, *written):
-            cut = None if output.requires_grad else self._event(_cut_reason(name, output))
-            taint = {index: known if known is not None else cut for index, known in before.items()}
-            self._taints[output] = (taint, output.requires_grad)
+            whole = output.requires_grad and (output.grad_fn is not None or id(output) in given)
+            self._follow([output], before, event, None if whole else self._event(_cut_reason(name, output)))
         for target in written:
             taint = dict(before)
             self._written.setdefault(_storage_key(target), {}).update(taint)
 
+    def _follow(self, outputs: Iterable[torch.Tensor], before: _Taint, use: _Event, cut: _Event | None) -> None:
+        """Note that `use` made `outputs` of values with the taint `before`, on a path that `cut` ends, if it does."""
+        for index in before:
+            self._last_use[index] = use
+        for output in outputs:
+            taint = {index: known if known is not None else cut for index, known in before.items()}
+            self._taints[output] = (taint, output.requires_grad)
+
     def _event(self, reason: str) -> _Event:
-        return _Event(reason, user_location(sys._getframe(2)), self._modules[-1])
+        region = self._region if reason in (_NO_GRAD, _INFERENCE) else None
+        return _Event(reason, user_location(sys._getframe(2)), self._modules[-1], region)
 
-    def explain(self, losses: Iterable[torch.Tensor], index: int, *, changes_loss: Callable[[int], bool]) -> PathEnd:
-        """Why the suspect `index` does not contribute to `losses`, to be asked after the forward pass.
-
-        Args:
-            losses: What the forward pass returned as its loss or losses.
-            index: Position among the suspects.
-            changes_loss: Whether another value of that suspect changes the loss; asked only where values left torch.
-        """
-        use = self._last_use.get(index)
-        if use is None:
-            return PathEnd("unused")
+    def explain(self, losses: Iterable[torch.Tensor]) -> dict[int, PathEnd]:
+        """Why each suspect does not contribute to `losses`, to be asked after the forward pass."""
         taint = self._merged(losses)
-        cut = taint.get(index)
-        if cut is None and index not in taint and index in self._left_torch and changes_loss(index):
-            cut = self._left_torch[index]
-        if cut is not None:
-            return PathEnd("cut", cut.reason, cut.location, cut.module)
-        return PathEnd("unreachable", use.reason, use.location, use.module)
+        ends = {}
+        for index in self._index.values():
+            use, cut = self._last_use.get(index), taint.get(index)
+            if use is None:
+                ends[index] = PathEnd("unused")
+            elif cut is not None:
+                ends[index] = PathEnd("cut", cut.reason, cut.location, cut.module, cut.region)
+            else:
+                ends[index] = PathEnd("unreachable", use.reason, use.location, use.module)
+        return ends
+
+    def escape(self, index: int) -> PathEnd:
+        """Where the value of a suspect was last seen that reaches the loss on a way that cannot be followed."""
+        left = self._left_torch.get(index)
+        if left is not None:
+            return PathEnd("cut", left.reason, left.location, left.module)
+        use = self._last_use[index]
+        return PathEnd("cut", f"what follows {use.reason}", use.location, use.module)
+
+
+@contextlib.contextmanager
+def _after(owner: Any, method: str, told: Callable[..., None]) -> Iterator[None]:
+    """While the block runs, tell `told` the result and the arguments of each call of a method of `owner`."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        told(result, *args, **kwargs)
+        return result
+
+    setattr(owner, method, staticmethod(replacement) if method == "__new__" else replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, method, staticmethod(original) if method == "__new__" else original)
+
+
+_NO_GRAD = "torch.no_grad()"
+_INFERENCE = "torch.inference_mode()"
+_CHECKPOINT = "a re-entrant checkpoint of which no input requires grad"
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _IN_PLACE_DUNDERS = frozenset(
@@ -216,9 +271,11 @@ def _cut_reason(name: str, output: torch.Tensor) -> str:
     if name in ("detach", "detach_"):
         return f"{name}()"
     if torch.is_inference_mode_enabled():
-        return "torch.inference_mode()"
+        return _INFERENCE
     if not torch.is_grad_enabled():
-        return "torch.no_grad()"
+        return _CHECKPOINT if _in_reentrant_checkpoint() else _NO_GRAD
+    if output.requires_grad:
+        return f"{name.strip('_')}(), a new leaf"
     if not (output.is_floating_point() or output.is_complex()):
         return f"{name.strip('_')}(), which is not differentiable"
     return f"{name.strip('_')}(), which has no derivative"
@@ -246,23 +303,44 @@ class Explainer:
         self.prepare()
         with PathRecorder(self.module, tensors) as recorder:
             losses = list(self.forward())
-        value = _values(losses)
+        ends = recorder.explain(losses)
+        if not self.once:
+            ends |= {index: recorder.escape(index) for index in self._on_hidden_ways(tensors, ends, _values(losses))}
+        return {name: ends[index] for index, name in enumerate(suspects)}
 
-        def changes_loss(index: int) -> bool:
-            if self.once:
-                return False
-            tensor = tensors[index]
-            self.prepare()
-            saved = tensor.detach().clone()
-            with torch.no_grad():
+    def _on_hidden_ways(
+        self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
+    ) -> Iterator[int]:
+        """Those seen to reach nothing whose value changes the loss all the same: through numpy, a file, shared memory.
+
+        What has the same last use is asked about together, and all at once first: mostly there is no such way.
+        """
+        together: dict[PathEnd, list[int]] = {}
+        for index, end in ends.items():
+            if end.cause == "unreachable":
+                together.setdefault(end, []).append(index)
+        everyone = [index for group in together.values() for index in group]
+        if not everyone or self._changes_loss([], value):  # a forward that is not even equal to itself tells nothing
+            return
+        if self._changes_loss([tensors[index] for index in everyone], value):
+            for group in together.values():
+                if len(together) == 1 or self._changes_loss([tensors[index] for index in group], value):
+                    yield from group
+
+    def _changes_loss(self, tensors: Sequence[torch.Tensor], value: Sequence[float]) -> bool:
+        self.prepare()
+        saved = [tensor.detach().clone() for tensor in tensors]
+        with torch.no_grad():
+            for tensor in tensors:
                 tensor.add_(torch.ones_like(tensor) * 0.1 + 0.1 * tensor.abs())
-            try:
-                return _values(self.forward()) != value
-            finally:
-                with torch.no_grad():
-                    tensor.copy_(saved)
-
-        return {name: recorder.explain(losses, index, changes_loss=changes_loss) for index, name in enumerate(suspects)}
+        try:
+            return _values(self.forward()) != list(value)
+        except Exception:  # the user's code may well refuse such values
+            return False
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(tensors, saved, strict=True):
+                    tensor.copy_(before)
 
 
 def _values(losses: Iterable[torch.Tensor]) -> list[float]:

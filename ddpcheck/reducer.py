@@ -46,7 +46,8 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
     bypassed = [item for item in evidence if item.wrapper_calls == 0 and item.inner_calls > 0]
     names = [name for name in unequal if name not in ignored]
     steps = sorted({step for name in names for step in unequal[name]})
-    facts = [wrong[name][min(wrong[name])].tell() for name in names if name in wrong][:3]
+    facts = _said_to_the_wrapper(known, names)
+    facts += [wrong[name][min(wrong[name])].tell() for name in names if name in wrong][:3]
     if bypassed:
         ranks = tuple(sorted({item.rank for item in bypassed}))
         findings.append(
@@ -79,6 +80,19 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
     return findings
 
 
+def _said_to_the_wrapper(known: Circumstances, names: Sequence[str]) -> list[str]:
+    """What replaces or moves DDP's own reduction, and so may be what went wrong with the gradients of `names`."""
+    facts = []
+    if known.wrapper.comm_hook:
+        facts.append(f"gradients are reduced by the communication hook {known.wrapper.comm_hook}")
+    if names and known.wrapper.delayed.issuperset(names):
+        facts.append(
+            "delay_all_reduce_named_params reduces them when the gradient of param_to_hook_all_reduce arrives, which "
+            "has to come after theirs"
+        )
+    return facts
+
+
 def _judge_mismatch(
     wrong: Mapping[str, Mapping[int, Difference]],
     by_step: Mapping[int, Sequence[DdpStepEvidence]],
@@ -89,7 +103,7 @@ def _judge_mismatch(
     differences = [of_name[min(of_name)] for of_name in wrong.values()]
     worst = sorted(differences, key=lambda item: -item.error)
     ratio = _constant_ratio(differences)
-    facts = [item.tell() for item in worst[:3]]
+    facts = [*_said_to_the_wrapper(known, names), *(item.tell() for item in worst[:3])]
     if ratio is not None:
         return make_finding(
             "DDP303",
@@ -137,6 +151,7 @@ def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gr
     for item in evidence:
         by_step.setdefault(item.step, []).append(item)
     findings = []
+    findings += _judge_changed_in_step(by_step, known)
     diverged: dict[str, int] = {}
     drifted: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -191,6 +206,26 @@ def judge_state(evidence: Sequence[DdpStepEvidence], known: Circumstances, *, gr
             )
         )
     return findings
+
+
+def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], known: Circumstances) -> list[Finding]:
+    """DDP515: parameters that part between ranks before the optimizer's first step has touched them."""
+    first = min(by_step)
+    differing = differing_names([item.computed_with for item in by_step[first]])
+    names = [name for name in differing if name not in known.apart]
+    if not names:
+        return []
+    return [
+        make_finding(
+            "DDP515",
+            known.names.subjects(names),
+            f"The forward or backward pass of step {first} sets {listed(known.names.subjects(names))}, on each rank to "
+            "a value of its own; DDP broadcasts parameters when it is constructed and never again.",
+            steps=some_steps((first,), len(by_step)),
+            location=known.names.location(names),
+            evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
+        )
+    ]
 
 
 _WRAPPER_ERRORS = (

@@ -32,6 +32,7 @@ from ddpcheck.gather.stepping import (
     gradients_of,
 )
 from ddpcheck.gather.syncbn import synchronised_on_cpu
+from ddpcheck.graph import named_parameters
 from ddpcheck.nests import iter_tensors, to_device, upcast
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.target import load_target
@@ -307,7 +308,7 @@ def _gradients_by_part(own: SingleProcess, module: nn.Module, shard: Any, step: 
         for term in terms if len(terms) <= _MOST_TERMS else [loss.total]:
             clear_gradients(module)
             term.backward(retain_graph=True)
-            gradients = gradients_of(module)
+            gradients = gradients_of(named_parameters(module))
             found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
     return found, loss.value
 

@@ -6,8 +6,9 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.rules import RULES
@@ -39,6 +40,19 @@ def listed(names: Sequence[str], *, most: int = 3) -> str:
     if len(names) > most:
         return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
+    """The values of all ranks, equal ones together: "rank 0: a", "ranks 1 and 2: b"."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(say(value), []).append(rank)
+    return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
+
+
+def verb(of_one: str, of_several: str, names: Sequence[str]) -> str:
+    """The form of a verb that goes with so many names."""
+    return of_one if len(names) == 1 else of_several
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """DDP1xx from hand-made evidence, each with a clean twin, and the same question asked in any loop."""
 
 import os
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +14,18 @@ from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.wording import Names
 
 torch = pytest.importorskip("torch")
+hypothesis = pytest.importorskip("hypothesis")
 nn = torch.nn
+
+import torch.distributed as dist  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from ddpcheck.check import check  # noqa: E402
+from ddpcheck.gather import local, session  # noqa: E402
+from ddpcheck.graph import all_names  # noqa: E402
+from ddpcheck.harness import World  # noqa: E402
+from ddpcheck.recipe import Recipe  # noqa: E402
 
 PLAIN = WrapperFacts()
 FINDS_UNUSED = WrapperFacts(find_unused_parameters=True)
@@ -137,6 +150,76 @@ def test_a_gradient_that_is_lost_on_one_rank() -> None:
     finding = only(judge(evidence))
     assert (finding.code, finding.subjects, finding.ranks) == ("DDP108", ("head.weight",), (1,))
     assert only(judge(two_ranks(lost=("head.weight",)))).ranks == ()
+
+
+def test_the_function_that_lost_a_gradient_is_named_with_its_line() -> None:
+    evidence = [
+        StepEvidence(0, 0, dict.fromkeys(ALL, "lost"), {"extra.weight": PathEnd("lost", "Scale.backward()", HERE)})
+    ]
+    by_name = {finding.subjects: finding.message for finding in judge(evidence)}
+    assert "Scale.backward() at model.py:7 returns None" in by_name["extra.weight",]
+    assert "a custom autograd Function" in by_name[tuple(name for name in ALL if name != "extra.weight")]
+
+
+def test_zero_gradients_are_grouped_by_where_they_become_zero() -> None:
+    ends = {"extra.weight": PathEnd("zero", "mul()", HERE), "encoder.weight": PathEnd("zero", "mul()", HERE)}
+    finding = only(judge(two_ranks(zero=("extra.weight", "encoder.weight")), zero_ends=ends))
+    assert "it becomes zero in mul() at model.py:7" in finding.message
+
+
+def test_parameters_that_forward_creates_are_told_apart_from_those_in_a_list() -> None:
+    leaves = (Unregistered("late.weight", (2, 2), HERE, late=True), Unregistered("layers[0].weight", (2, 2)))
+    late, listed = judge(two_ranks(unregistered=leaves))
+    assert (late.code, listed.code) == ("DDP106", "DDP106") and late.fix != listed.fix
+    assert "created in the forward pass" in late.message and "created" not in listed.message
+
+
+BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight")
+
+
+def blocks_missing(*places: tuple[int, int, int]) -> list[StepEvidence]:
+    """Two ranks, three steps; `places` are (block, rank, step)."""
+    return [
+        StepEvidence(
+            rank,
+            step,
+            {name: "missing" if (i, rank, step) in places else "contributes" for i, name in enumerate(BLOCKS)},
+            {BLOCKS[i]: PathEnd("unused") for i, r, s in places if (r, s) == (rank, step)},
+        )
+        for step in range(3)
+        for rank in range(2)
+    ]
+
+
+def test_blocks_that_are_skipped_by_chance_are_one_finding_that_says_who_skipped_what() -> None:
+    finding = only(judge(blocks_missing((0, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))))
+    assert (finding.code, finding.ranks, finding.subjects) == ("DDP104", (), BLOCKS[:2])
+    assert finding.message.startswith("In step 0 blocks.0.weight did not contribute on rank 0, and blocks.1.weight")
+    assert "step 1: blocks.1.weight did not contribute on any rank" in finding.evidence
+
+
+def test_heads_that_take_turns_are_one_finding_with_each_ones_steps() -> None:
+    both = [(head, rank, step) for step, head in ((0, 1), (1, 0), (2, 1)) for rank in (0, 1)]
+    finding = only(judge(blocks_missing(*both)))
+    assert finding.code == "DDP105" and "each in steps of its own" in finding.message
+    assert "steps 0 and 2: blocks.1.weight did not contribute on any rank" in finding.evidence
+
+
+def test_that_nothing_follows_the_last_step_is_said() -> None:
+    finding = only(judge(blocks_missing((0, 0, 2), (0, 1, 2))))
+    assert any("no forward follows step 2" in fact for fact in finding.evidence)
+    finding = only(judge(blocks_missing((0, 0, 1), (0, 1, 1))))
+    assert any("at the next forward after step 1" in fact for fact in finding.evidence)
+
+
+def test_paths_cut_in_one_block_without_gradients_are_one_finding() -> None:
+    ends = {
+        name: PathEnd("cut", "torch.no_grad()", Location("model.py", line), "", HERE)
+        for line, name in enumerate(("extra.weight", "encoder.weight"), 8)
+    }
+    evidence = StepEvidence(0, 0, dict.fromkeys(ends, "missing"), ends)
+    finding = only(judge([evidence]))
+    assert "torch.no_grad() begins at model.py:7" in finding.evidence
 
 
 def test_a_gradient_that_is_always_zero_is_a_warning_unless_it_wakes() -> None:
@@ -270,3 +353,177 @@ def test_a_loss_without_grad_is_wrong_usage() -> None:
     for loss in (model(torch.ones(1, 3)).detach(), 3.0, []):
         with pytest.raises(UsageError, match="requires grad"):
             detect_anomalous_params(loss, model)
+
+
+# --- Against plain autograd ----------------------------------------------------------------------------------------
+
+ABSENT = {"unread": "DDP101", "dropped": "DDP102", "detached": "DDP103", "no_grad": "DDP103", "number": "DDP103"}
+HERE_OR_THERE = {"on_rank_0": lambda rank, step: rank == 0, "in_step_1": lambda rank, step: step == 1}
+MODES = (*ABSENT, *HERE_OR_THERE, "used", "zeroed", "lost", "frozen")
+STEPS = 2
+
+
+class Lose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+class Patchwork(nn.Module):
+    """Blocks of which each takes part in its own way; `ties` gives a block the weight of an earlier one."""
+
+    def __init__(self, modes: tuple[str, ...], ties: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.modes = modes
+        self.blocks = nn.ModuleDict({"base": nn.Linear(3, 3)})
+        for index, (mode, tie) in enumerate(zip(modes, ties, strict=True)):
+            block = nn.Linear(3, 3, bias=False)
+            if tie is not None and tie < index:
+                block.weight = self.blocks[f"b{'abcdef'[tie]}"].weight
+            elif mode == "frozen":
+                block.requires_grad_(False)
+            self.blocks[f"b{'abcdef'[index]}"] = block
+
+    def forward(self, x: Any, step: int) -> Any:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        total = self.blocks["base"](x).tanh()
+        for mode, block in zip(self.modes, list(self.blocks.values())[1:], strict=True):
+            if mode == "unread" or (mode in HERE_OR_THERE and not HERE_OR_THERE[mode](rank, step)):
+                continue
+            if mode == "lost":
+                total = total + Lose.apply(x, block.weight)
+                continue
+            with torch.set_grad_enabled(mode != "no_grad"):
+                made = block(x)
+            if mode != "dropped":
+                made = made.detach() if mode == "detached" else made.sum().item() if mode == "number" else made
+                total = total + (0.0 * made if mode == "zeroed" else made)
+        return total
+
+
+def patchwork_recipe(modes: tuple[str, ...], ties: tuple[int | None, ...], seed: int, find_unused: bool) -> Recipe:
+    def batch(step: int) -> Any:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * seed + step))
+        return {"x": x, "step": torch.full((4,), step)}
+
+    def loss(model: Any, batch: Any) -> Any:
+        return (model(batch["x"], int(batch["step"][0])) - 1).square().mean()
+
+    kwargs = {"find_unused_parameters": True} if find_unused else {}
+    return Recipe(model=lambda: Patchwork(modes, ties), batch=batch, loss=loss, ddp_kwargs=kwargs)
+
+
+def truth_on_a_rank(recipe: Recipe) -> list[dict[str, str]]:
+    """What plain autograd says, step by step, of every parameter that requires grad, under its first name."""
+    model = recipe.model()
+    said = []
+    for step in range(STEPS):
+        model.zero_grad()
+        recipe.loss(model, recipe.local_batch(recipe.batch(step), dist.get_rank(), dist.get_world_size())).backward()
+        of_step = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                of_step[name] = "none" if gradient is None else "some" if bool(gradient.count_nonzero()) else "zero"
+        said.append(of_step)
+    return said
+
+
+def evidence_on_a_rank(recipe: Recipe) -> tuple[list[StepEvidence], WrapperFacts, dict[str, tuple[str, ...]]]:
+    """What the phases of a check gather on this rank."""
+    session.build(recipe, 0)
+    facts, gathered = session.wrap().facts, []
+    for step in range(STEPS):
+        local.begin_step(step, None)
+        gathered.append(local.local_step(step).explained(local.explain(step)).evidence)
+    session.the_session().stack.close()
+    return gathered, facts, session.aliases()
+
+
+def expected_codes(
+    truth: list[list[dict[str, str]]], users: dict[str, set[str]], find_unused: bool
+) -> dict[str, set[str]]:
+    """By parameter, the codes of which it must have one; parameters of which nothing must be said are left out."""
+    expected: dict[str, set[str]] = {}
+    for name in truth[0][0]:
+        table = [[of_rank[step][name] for of_rank in truth] for step in range(STEPS)]
+        seen = {state for row in table for state in row}
+        absent = {ABSENT[mode] for mode in users[name] if mode in ABSENT}
+        if "none" in seen and "lost" in users[name]:
+            expected[name] = {"DDP108"}
+        elif seen == {"none"}:
+            expected[name] = absent
+        elif "none" in seen and not find_unused:
+            expected[name] = {"DDP104"} if any(len(set(row)) > 1 for row in table) else {"DDP105"}
+        elif seen == {"zero"}:
+            expected[name] = {"DDP107"}
+    return expected
+
+
+modes_of_blocks = st.lists(st.tuples(st.sampled_from(MODES), st.none() | st.integers(0, 3)), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def two_real_ranks() -> Iterator[World]:
+    with World(2, timeout=60) as world:
+        yield world
+
+
+def said_of(findings: Sequence[Finding]) -> dict[str, set[str]]:
+    said: dict[str, set[str]] = {}
+    for finding in findings:
+        for name in finding.subjects:
+            said.setdefault(name, set()).add(finding.code)
+    said.pop("find_unused_parameters", None)
+    return said
+
+
+def assert_right(said: dict[str, set[str]], expected: dict[str, set[str]]) -> None:
+    assert set(said) == set(expected), (said, expected)
+    for name, codes in said.items():
+        assert len(codes) == 1 and codes <= expected[name], (name, said, expected)
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(blocks=modes_of_blocks, seed=st.integers(0, 5), find_unused=st.booleans())
+def test_verdicts_agree_with_plain_autograd(
+    two_real_ranks: World, blocks: list[tuple[str, int | None]], seed: int, find_unused: bool
+) -> None:
+    recipe, users, aliases = patchwork(blocks, seed, find_unused)
+    truth = two_real_ranks.run(truth_on_a_rank, recipe)
+    gathered = two_real_ranks.run(evidence_on_a_rank, recipe)
+    facts = gathered[0][1]
+    evidence = [item for of_rank, _, _ in gathered for item in of_rank]
+    assert gathered[0][2] == {names[0]: names for names in aliases.values() if len(names) > 1}
+    assert_right(said_of(judge(evidence, facts)), expected_codes(truth, users, find_unused))
+
+
+def patchwork(
+    blocks: Sequence[tuple[str, int | None]], seed: int, find_unused: bool
+) -> tuple[Recipe, dict[str, set[str]], dict[int, tuple[str, ...]]]:
+    """A recipe, in which ways each of its parameters is used, and all names of each."""
+    modes, ties = zip(*blocks, strict=True)
+    recipe = patchwork_recipe(modes, ties, seed, find_unused)
+    model = recipe.model()
+    aliases = all_names(model)
+    ways = {f"blocks.b{'abcdef'[index]}.weight": mode for index, mode in enumerate(modes)}
+    users = {names[0]: {ways.get(name, "used") for name in names} for names in aliases.values()}
+    return recipe, users, aliases
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_verdicts_of_a_whole_check_agree_with_plain_autograd(two_real_ranks: World, seed: int) -> None:
+    choose = random.Random(seed)
+    blocks = [(choose.choice(MODES), choose.choice([None, None, 0, 1])) for _ in range(5)]
+    recipe, users, aliases = patchwork(blocks, seed, find_unused=seed % 2 == 1)
+    truth = two_real_ranks.run(truth_on_a_rank, recipe)
+    first = {name: names[0] for names in aliases.values() for name in names}
+    report = check(recipe, steps=STEPS)
+    found = [finding for finding in report.findings if finding.code.startswith("DDP10")]
+    said = {first.get(name, name): codes for name, codes in said_of(found).items()}
+    assert report.error is None, report.error
+    assert_right(said, expected_codes(truth, users, find_unused=seed % 2 == 1))

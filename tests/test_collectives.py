@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.collectives import DeadlockWatch, judge_collectives, judge_failure, log_path, read_log
-from ddpcheck.errors import HangError, RankError, RankFailure
-from ddpcheck.evidence import Call
+from ddpcheck.collectives import log_path, read_log
+from ddpcheck.errors import EmptyShardError, HangError, RankError, RankFailure
+from ddpcheck.evidence import Call, Packed
 from ddpcheck.findings import Finding, Location
 from ddpcheck.harness import World
+from ddpcheck.lockstep import (
+    DeadlockWatch,
+    judge_collectives,
+    judge_empty_shards,
+    judge_failure,
+    judge_packing,
+)
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
@@ -106,6 +113,7 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line() -> Non
         mine, other = world.run(work)
     assert judge_collectives([mine, other]) == []
     assert [call.operation for call in mine] == [
+        "new_group",
         "all_reduce",
         "broadcast",
         "all_gather",
@@ -113,7 +121,7 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line() -> Non
         "barrier",
     ]
     assert [call.payload for call in mine] == [
-        *("float32 of shape (3,)", "int64 of shape (2, 2), root 1", "float32 of shape (1,)", "", ""),
+        *("ranks [0, 1]", "float32 of shape (3,)", "int64 of shape (2, 2), root 1", "float32 of shape (1,)", "", ""),
     ]
     assert {call.place for call in mine} == {"step 7: forward"} and {call.members for call in mine} == {(0, 1)}
     assert all(call.location.rpartition(":")[0].endswith(os.path.basename(__file__)) for call in mine), mine
@@ -150,6 +158,67 @@ def test_a_collective_inside_an_autograd_function_counts_as_differentiable() -> 
         assert world.run(work) == [[(True, False), (False, True)]] * 2
 
 
+def test_functional_collectives_are_logged_once_each_by_either_spelling() -> None:
+    def work() -> list[tuple[str, tuple[int, ...], int, bool, bool]]:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck import rank
+        from ddpcheck.collectives import record_collectives
+
+        record_collectives(rank.current().directory, rank.current().rank)
+        from torch.distributed import _functional_collectives as functional
+
+        x = torch.ones(4, requires_grad=True)
+        functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+        gathered = functional.all_gather_tensor(x.detach(), 0, [0, 1])
+        assert gathered.shape == (8,)
+        operator = torch.ops._c10d_functional.all_reduce
+        total = torch.ops._c10d_functional.wait_tensor(operator(x.detach(), "sum", dist.group.WORLD.group_name))
+        assert total.tolist() == [2.0] * 4 and operator.default is not None
+        functional.broadcast(x, 0, dist.group.WORLD)
+        log = read_log(rank.current().directory, rank.current().rank)
+        assert rank.own_slots()[1] == ""
+        return [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log]
+
+    with World(2, timeout=30) as world:
+        mine, other = world.run(work)
+    assert (
+        mine
+        == other
+        == [
+            ("all_gather_tensor", (0, 1), 4, True, True),
+            ("all_gather_tensor", (0, 1), 4, False, False),
+            ("all_reduce", (0, 1), 4, False, False),
+            ("broadcast", (0, 1), 4, True, False),
+        ]
+    )
+
+
+def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards() -> None:
+    def work() -> tuple[list[str], float, int]:
+        import torch
+        import torch.distributed as dist
+
+        from ddpcheck import rank
+        from ddpcheck.collectives import record_collectives, replaced_by
+
+        record_collectives(rank.current().directory, rank.current().rank)
+        seen: list[str] = []
+        x = torch.ones(1)
+        with replaced_by(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
+            if dist.get_rank() == 0:  # no other rank comes, and it does not matter
+                dist.all_reduce(x, op=dist.ReduceOp.SUM)
+        dist.all_reduce(x)
+        return seen, x.item(), len(read_log(rank.current().directory, rank.current().rank))
+
+    with World(2, timeout=30) as world:
+        assert world.run(work) == [
+            (["all_reduce ['op', 'tensor'] float32 of shape (1,)"], 2.0, 1),
+            ([], 2.0, 1),
+        ]
+
+
 # --- Watching ------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +240,27 @@ def record_and(what: str) -> None:
     dist.all_reduce(torch.zeros(3))
 
 
+def skip_asynchronous() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck import rank
+    from ddpcheck.collectives import record_collectives
+
+    record_collectives(rank.current().directory, rank.current().rank)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(3), async_op=True).wait()
+
+
+def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_too() -> None:
+    with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
+        world.run(int)
+        begun = time.monotonic()
+        with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did"):
+            world.run(skip_asynchronous)
+        assert time.monotonic() - begun < 10
+
+
 @pytest.mark.parametrize("what", ["skip on rank 1"])
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(what: str) -> None:
     with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
@@ -186,6 +276,43 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_dea
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
         assert world.run(record_and, "come late") == [None, None]
+
+
+# --- What is packed ------------------------------------------------------------------------------------------------
+
+
+def packed(*values: float, operation: str = "all_reduce", location: str = "loss.py:7") -> Packed:
+    return Packed(operation, location, values)
+
+
+def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank() -> None:
+    same = packed(0.5, 2.5, 7.0)
+    finding = only(judge_packing([[same, packed(2.0, 3.0)], [same, packed(3.0, 2.0)], [same, packed(2.0, 3.0)]]))
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP407", ("all_reduce",), (1,))
+    assert finding.location == Location("loss.py", 7)
+    assert "element 0: 2; on rank 1: 3, which is element 1 elsewhere" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (packed(2.0, 3.0), packed(2.0, 3.0)),
+        (packed(2.0, 3.0), packed(2.0, 4.0)),
+        (packed(2.0, 3.0), packed(2.0, 3.0, 4.0)),
+        (packed(), packed()),
+        (packed(2.0, 3.0, 0.0, 0.0), packed(0.0, 0.0, 2.0, 3.0)),
+        (packed(2.0, 1.0), packed(1.0, 2.0)),
+        (packed(2.0, -1e9), packed(-1e9, 2.0)),
+        (packed(2.0, 3.0), packed(3.0, 2.0, operation="reduce")),
+    ],
+    ids=["equal", "values", "sizes", "not known", "slots", "slots of ones", "slots of a large number", "operations"],
+)
+def test_what_is_not_a_reordering_is_no_finding(one: Packed, other: Packed) -> None:
+    assert judge_packing([[one], [other]]) == []
+
+
+def test_a_line_that_reduces_twice_is_told_once() -> None:
+    assert len(judge_packing([[packed(2.0, 3.0)] * 2, [packed(3.0, 2.0)] * 2])) == 1
 
 
 # --- From a failure to a finding -----------------------------------------------------------------------------------
@@ -242,6 +369,20 @@ def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
     assert (finding.code, finding.subjects, finding.ranks) == ("DDP402", ("step 1: forward",), (1,))
     assert "rank 0: waits in all_reduce(float32 of shape (3,)), in step 1: backward" in finding.evidence
     assert judge(waits, replace(waits, rank=1)).ranks == ()
+
+
+def test_all_ranks_that_wait_in_a_collective_or_none_are_every_rank() -> None:
+    waits = failure(0, "stuck", collective="recv")
+    assert judge(waits, world_size=2).ranks == (0,)
+    assert judge(failure(0, "stuck"), failure(1, "stuck")).ranks == ()
+
+
+def test_a_rank_without_samples_is_the_cause_unless_all_are() -> None:
+    empty = failure(1, "raised", exception=EmptyShardError("its shard is empty", 2))
+    (finding,) = judge_empty_shards(RankError("failed", [empty]), 2)
+    assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP405", ("step 2",), (1,), (2,))
+    assert judge_empty_shards(RankError("failed", [empty, replace(empty, rank=0)]), 2) == []
+    assert judge_empty_shards(RankError("failed", [failure(1, "raised")]), 2) == []
 
 
 def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection() -> None:

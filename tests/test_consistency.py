@@ -10,9 +10,7 @@ import pytest
 from ddpcheck.consistency import (
     check_consistency,
     differing_names,
-    judge_changes,
     judge_descriptions,
-    judge_options,
     judge_values_after_wrapping,
 )
 from ddpcheck.errors import HangError, RankError, UsageError
@@ -146,29 +144,6 @@ def test_names_that_only_some_ranks_have_do_not_differ_in_value() -> None:
     assert differing_names([{"a": 1}, {"a": 2}, {"a": 2}]) == {"a": (0,)}
 
 
-def test_options_that_differ() -> None:
-    assert judge_options("DDP221", [{"static_graph": "False"}] * 2, "The wrapper") == []
-    finding = only(judge_options("DDP221", [{"static_graph": "False"}, {"static_graph": "True"}], "The wrapper"))
-    assert (finding.subjects, finding.ranks, finding.severity) == (("static_graph",), (1,), Severity.ERROR)
-    missing = only(judge_options("DDP223", [{"lr": "0.1"}, {}], "The optimizer"))
-    assert "(not set)" in missing.evidence[0]
-
-
-def test_a_bucket_size_that_differs_is_only_a_warning_and_not_beside_another_option() -> None:
-    sizes = [{"bucket_bytes_cap": "1"}, {"bucket_bytes_cap": "2"}]
-    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.WARNING
-    sizes[1]["static_graph"] = "True"
-    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.ERROR
-
-
-def test_changes_after_wrapping_are_one_finding_a_kind() -> None:
-    assert judge_changes([{}, {}]) == []
-    added, frozen = judge_changes([{"a": "added"}, {"a": "added", "b": "frozen"}])
-    assert (added.code, added.subjects, added.ranks) == ("DDP503", ("a",), ()) and "added" in added.message
-    assert frozen.subjects == ("b",)
-    assert only(judge_changes([{}, {"b": "frozen"}])).ranks == (1,)
-
-
 # --- Over the store ------------------------------------------------------------------------------------------------
 
 
@@ -177,19 +152,20 @@ def on_ranks(build: Callable[[int], Any], *, world_size: int = 2, wrap: Callable
         import torch
         import torch.distributed as dist
 
-        from ddpcheck.consistency import _StoreExchange, check_consistency
+        from ddpcheck.consistency import check_consistency
+        from ddpcheck.exchange import StoreExchange
 
         torch.manual_seed(dist.get_rank())
         module = build(dist.get_rank())
         module = wrap(module) if wrap else module
         asked: list[str] = []
-        gather = _StoreExchange.gather
+        gather = StoreExchange.gather
 
         def watched(self: Any, key: str, data: bytes) -> list[bytes]:
             asked.append(f"{key} {len(data) if key == 'digest' else 'any'}")
             return gather(self, key, data)
 
-        _StoreExchange.gather = watched
+        StoreExchange.gather = watched
         found = check_consistency(module, timeout=20)
         assert check_consistency(module, timeout=20) == found, "a second call gives the same answer"
         return found, asked

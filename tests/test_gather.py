@@ -349,7 +349,7 @@ def test_a_constant_factor_is_measured(dtype: Any, factor: float) -> None:
     assert found.error == pytest.approx(abs(1 - factor))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.copysign(math.nan, -1.0), math.inf, -math.inf])
 def test_what_is_not_finite_is_never_within_tolerance_and_goes_into_json(value: float) -> None:
     import json
 

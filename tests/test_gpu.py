@@ -1,6 +1,5 @@
 """The same checks with the reducer of a GPU. Needs torch, pytest, numpy and a CUDA device, and nothing else."""
 
-import ast
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from ddpcheck.check import check  # noqa: E402
 from ddpcheck.errors import UsageError  # noqa: E402
 from ddpcheck.findings import Report, Severity  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
+from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
+from tests.faultsuite.cases import Case, all_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,17 +27,25 @@ HEALTHY = (
     *("mixed_dtypes", "moe_all_experts", "sparse_embedding", "transformer_tied_dropout", "uneven_batch_weighted"),
     *("channels_last_everywhere", "allgather_contrastive", "two_forwards_one_backward", "vae"),
 )
-BROKEN = (
-    *("unused", "detached", "item_path", "numpy_path", "unused_on_rank1", "python_list_layers", "times_zero"),
-    *("shape_differs", "dtype_differs", "names_differ", "structure_differs", "buffer_value", "bypass", "sum_loss"),
-    *("unequal_counts", "batchnorm", "optimizer_lr_differs", "comm_hook_forgets_division", "raises_on_rank1"),
-    *("reentrant_twice", "kills_itself"),
-)
+FAULTS = {
+    *("parameters/unused", "parameters/detach", "parameters/item", "parameters/unused_on_one_rank"),
+    *("parameters/layers_in_a_list", "parameters/times_zero"),
+    *("ranks/parameter_shape", "ranks/dtype_double", "ranks/parameter_names_differ", "ranks/activation_differs"),
+    *("ranks/buffer_values_from_shard", "ranks/learning_rate", "ranks/find_unused_on_one_rank"),
+    *("running/raises_on_one_rank", "running/reentrant_checkpoint", "running/killed"),
+    *("training/comm_hook_forgets_division", "training/comm_hook_overflows"),
+}
 NOTE_OF_SHARING = "several ranks share one GPU"
 
 
+def target_of(name: str) -> str:
+    """A recipe of the zoo, or a broken one of the fault suite."""
+    fault = FOLDER / f"{name}.py"
+    return f"{fault}:broken" if fault.exists() else str(ZOO / f"{name}.py")
+
+
 def on_gpu(name: str, **options: Any) -> Report:
-    return check(str(ZOO / f"{name}.py"), device="cuda", timeout=60, **options)
+    return check(target_of(name), device="cuda", timeout=60, **options)
 
 
 def shown(report: Report) -> str:
@@ -53,14 +62,6 @@ def assert_healthy(report: Report) -> None:
     assert report.world["device"] == "cuda"
 
 
-def expected_of(name: str) -> dict[str, Any]:
-    for node in ast.parse((ZOO / f"{name}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "EXPECT":
-            found: dict[str, Any] = ast.literal_eval(node.value)
-            return found
-    raise AssertionError(f"{name} has no EXPECT")
-
-
 @pytest.mark.parametrize("name", HEALTHY)
 def test_two_ranks_of_a_healthy_recipe_are_clean(name: str) -> None:
     report = on_gpu(f"healthy/{name}")
@@ -68,15 +69,11 @@ def test_two_ranks_of_a_healthy_recipe_are_clean(name: str) -> None:
     assert {entry.reference for entry in report.parity} == {"local", "single-process"}
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_two_ranks_of_a_broken_recipe_get_its_code(name: str) -> None:
-    expected = expected_of(name)
-    report = on_gpu(f"broken/{name}")
-    assert report.findings, shown(report)
-    codes = expected["code"] if isinstance(expected["code"], list) else [expected["code"]]
-    assert report.findings[0].code in codes, shown(report)
-    assert expected.get("severity") in (None, report.findings[0].severity.value), shown(report)
-    assert set(expected.get("subjects", ())) <= set(report.findings[0].subjects), shown(report)
+@pytest.mark.parametrize("case", [case for case in all_cases() if str(case) in FAULTS], ids=str)
+def test_two_ranks_find_a_fault_of_the_suite_and_pass_its_twin(case: Case) -> None:
+    report = check(f"{case.path}:broken", device="cuda", timeout=60)
+    assert faults_in(case, report) == [], shown(report)
+    assert_healthy(check(f"{case.path}:fixed", device="cuda", timeout=60))
 
 
 @pytest.mark.parametrize("name", ["lstm", "conv_syncbn", "bfloat16_model", "transformer_tied_dropout"])
@@ -87,7 +84,7 @@ def test_one_rank_runs_through_nccl_by_default(name: str) -> None:
 
 
 def test_one_rank_through_nccl_finds_what_is_unused() -> None:
-    report = on_gpu("broken/unused", world_size=1)
+    report = on_gpu("parameters/unused", world_size=1)
     assert report.world["backend"] == "nccl" and [f.code for f in report.findings] == ["DDP101"], shown(report)
 
 
@@ -195,6 +192,6 @@ def test_a_world_can_be_made_after_this_process_has_used_the_gpu() -> None:
 
 
 def test_the_same_recipe_gets_the_same_verdict_on_both_devices() -> None:
-    for name in ("broken/unused", "broken/sum_loss", "healthy/lstm"):
-        reports = [on_gpu(name), check(str(ZOO / f"{name}.py"), timeout=60)]
+    for name in ("parameters/unused", "broken/sum_loss", "healthy/lstm"):
+        reports = [on_gpu(name), check(target_of(name), timeout=60)]
         assert len({tuple((f.code, f.subjects, f.ranks) for f in report.findings) for report in reports}) == 1

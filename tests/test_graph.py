@@ -1,6 +1,7 @@
 """What the graph can tell: the engine and the walk agree, depth is no trouble, and a cut path is told with its line."""
 
 import inspect
+import io
 import os
 import subprocess
 import sys
@@ -16,12 +17,14 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from ddpcheck import graph  # noqa: E402
 from ddpcheck.evidence import PathEnd  # noqa: E402
 from ddpcheck.graph import (  # noqa: E402
     EngineProbe,
     all_names,
+    functions_before,
     reached_by,
     unregistered_tensors,
     walk_graph,
@@ -276,7 +279,55 @@ def detached_parameter(m: Model, x: Any) -> Any:
     return m.head(nn.functional.linear(x, weight))
 
 
+def rebuilt(m: Model, x: Any) -> Any:
+    weight = nn.Parameter(m.layer.weight / 2)  # <- here
+    return m.head(x @ weight)
+
+
+def new_leaf(m: Model, x: Any) -> Any:
+    weight = torch.tensor(m.layer.weight, requires_grad=True)  # <- here
+    return m.head(x @ weight)
+
+
+def copied_into_a_new_tensor(m: Model, x: Any) -> Any:
+    return m.head(x * x.new_tensor(m.layer(x)))  # <- here
+
+
+def fills_another(m: Model, x: Any) -> Any:
+    value = m.layer(x).sum().detach()  # <- here
+    return m.head(x * torch.full_like(x, value))
+
+
+def formatted(m: Model, x: Any) -> Any:
+    return m.head(x * float(f"{m.layer(x).sum():.3f}"))  # <- here
+
+
+def through_shared_memory(m: Model, x: Any) -> Any:
+    weight = torch.empty(3, 3)
+    weight.data = m.layer.weight.data  # <- here
+    return m.head(x @ weight)
+
+
+def through_a_file(m: Model, x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(m.layer(x).detach(), file)  # <- here
+    file.seek(0)
+    return m.head(x * torch.load(file))
+
+
+def reentrant_checkpoint(m: Model, x: Any) -> Any:
+    return m.head(checkpoint(m.layer, x, use_reentrant=True))  # <- here
+
+
 CASES: list[tuple[Callable[[Model, Any], Any], str, tuple[str, ...]]] = [
+    (rebuilt, "cut", ("nn.Parameter(), a new leaf",)),
+    (new_leaf, "cut", ("tensor(), a new leaf",)),
+    (copied_into_a_new_tensor, "cut", ("new_tensor(), which has no derivative",)),
+    (fills_another, "cut", ("detach()",)),
+    (formatted, "cut", ("format(), which leaves torch",)),
+    (through_shared_memory, "cut", ("what follows .data",)),
+    (through_a_file, "cut", ("what follows detach()",)),
+    (reentrant_checkpoint, "cut", ("a re-entrant checkpoint of which no input requires grad",)),
     (detach, "cut", ("detach()",)),
     (data, "cut", (".data",)),
     (no_grad, "cut", ("torch.no_grad()",)),
@@ -314,6 +365,7 @@ def explain(forward: Callable[[Model, Any], Any], name: str = "layer.weight") ->
     return end
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:None of the inputs")
 @pytest.mark.parametrize(("forward", "cause", "reasons"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 def test_why_a_parameter_does_not_contribute(forward: Any, cause: str, reasons: tuple[str, ...]) -> None:
     end = explain(forward)
@@ -343,6 +395,49 @@ def test_the_module_in_which_a_path_is_cut_is_named() -> None:
 def test_a_path_that_is_whole_is_not_missed(forward: Any) -> None:
     model = Model()
     assert reached_by(forward(model, torch.ones(2, 3)).sum(), [model.layer.weight]) == [True]
+
+
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
+def test_what_is_cut_in_one_block_is_known_to_be_cut_together(switch: Any) -> None:
+    model, x = Model(), torch.ones(2, 3)
+
+    def forward() -> Any:
+        with switch():  # <- region
+            hidden = model.layer(x)
+            hidden = hidden + model.inner.layer(x)
+        return [model.head(hidden.clone()).sum()]
+
+    suspects = {name: p for name, p in model.named_parameters() if not name.startswith("head")}
+    ends = Explainer(model, forward).explain(suspects).values()
+    assert {end.region.line for end in ends if end.region} == {marked_line(forward, "# <- region")}
+    assert len(ends) == 4 and len({end.location for end in ends}) == 2
+
+
+def test_a_forward_that_refuses_other_values_or_differs_from_itself_still_gets_an_answer() -> None:
+    model, x = Model(), torch.ones(2, 3)
+    calls: list[int] = []
+
+    def picky() -> Any:
+        if model.layer.weight.sum().detach() != before:
+            raise ValueError("I do not like this weight")
+        return [model.head(x).sum()]
+
+    def restless() -> Any:
+        calls.append(1)
+        model.layer(x)
+        return [model.head(x).sum() + len(calls)]
+
+    before = model.layer.weight.sum().detach().clone()
+    suspect = {"layer.weight": model.layer.weight}
+    assert Explainer(model, picky).explain(suspect)["layer.weight"].cause in ("unreachable", "cut")
+    assert Explainer(model, restless).explain(suspect)["layer.weight"].cause == "unreachable"
+
+
+def test_making_parameters_is_as_it_was_after_a_recording() -> None:
+    before = nn.Parameter.__new__, torch.inference_mode.__enter__
+    explain(rebuilt)
+    assert (nn.Parameter.__new__, torch.inference_mode.__enter__) == before
+    assert type(nn.Parameter(torch.ones(2))) is nn.Parameter
 
 
 def test_of_two_parameters_each_gets_its_own_cause() -> None:
@@ -398,3 +493,27 @@ def test_tensors_that_are_held_without_being_registered_are_found_by_name() -> N
         *("layers[0].weight", "layers[1].0.weight", "by_name['key']", "helper.table", "inner.raw"),
     ]
     assert list(unregistered_tensors(nn.Linear(2, 2))) == []
+
+
+# --- Which Function lost a gradient --------------------------------------------------------------------------------
+
+
+class Forget(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient, None
+
+
+def test_the_custom_function_nearest_to_a_parameter_is_named() -> None:
+    weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    assert functions_before(Double.apply(Forget.apply(x, weight.t() * 2)).sum(), weight) == (Forget,)
+    assert set(functions_before((Double.apply(weight) + Forget.apply(x, weight).sum()).sum(), weight)) == {
+        Double,
+        Forget,
+    }
+    assert functions_before((x @ weight).sum(), weight) == ()
+    assert functions_before(Double.apply(x).sum(), weight) == ()

@@ -547,7 +547,7 @@ PARENT = """
     from ddpcheck.harness import World
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
-    from ddpcheck.worlds.processes import server_pid
+    from ddpcheck.worlds.processes import server_pids
 
     def linger():
         import subprocess
@@ -558,9 +558,9 @@ PARENT = """
         time.sleep(60)
 
     if __name__ == "__main__":
-        world = World(2, start_method=sys.argv[1])
+        world = World(2, start_method=sys.argv[1], hash_seeds=True)
         pids = [pid for pair in world.run(linger) for pid in pair]
-        print(*pids, server_pid() or "", world.directory, flush=True)
+        print(*pids, *server_pids(), world.directory, flush=True)
         world.run(work, timeout=60)
 """
 
@@ -634,27 +634,65 @@ def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
         assert world.directory.exists()
 
 
-def test_a_fork_server_that_was_killed_is_replaced() -> None:
+def ordered_set(words: list[str]) -> list[str]:
+    return list(set(words))
+
+
+NAMES = [f"layer{number}" for number in range(20)]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
+    method: Literal["fork", "spawn"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with World(4 if method == "fork" else 2, start_method=method, hash_seeds=True) as world:
+        even, odd, *more = world.run(ordered_set, NAMES)
+        assert even != odd and more in ([even, odd], [])
+        assert world.run(rank_number) == list(range(world.world_size))
+    with World(2, start_method=method) as world:
+        assert world.run(ordered_set, NAMES) == [even, even]
+
+
+def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    with World(2, hash_seeds=True) as world:
+        one, other = world.run(ordered_set, NAMES)
+    assert one == other
+
+
+def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
+    def die() -> None:
+        if rank_number() == 1:
+            os._exit(3)
+        time.sleep(30)
+
+    with World(3, hash_seeds=True) as world:
+        error = fails(world, die)
+    assert [(one.rank, one.kind) for one in error.failures if one.kind == "died"] == [(1, "died")]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     from ddpcheck.worlds import processes
 
-    with World(1) as world:
+    with World(2, hash_seeds=True) as world:
         world.run(rank_number)
-        server = processes.server_pid()
-        assert server is not None
-        os.kill(server, signal.SIGKILL)
+        servers = processes.server_pids()
+        os.kill(servers[victim], signal.SIGKILL)
         assert "fork server has died" in str(fails(world, time.sleep, 30))
-    with World(1) as world:
-        assert world.run(rank_number) == [0]
-    assert processes.server_pid() not in (None, server)
+    with World(2, hash_seeds=True) as world:
+        assert world.run(rank_number) == [0, 1]
+    assert servers[victim] not in processes.server_pids() and servers[1 - victim] in processes.server_pids()
 
 
 def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpcheck.worlds import processes
 
+    processes.shut_down()
     with World(1) as world:
         world.run(rank_number)
-    server = processes.server_pid()
-    assert server is not None
+    (server,) = processes.server_pids()
     os.kill(server, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(server)], timeout=0.2)
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import pytest
 
 from ddpcheck.errors import RankError
 from ddpcheck.harness import World
-from ddpcheck.worlds.processes import server_pid
+from ddpcheck.worlds.processes import server_pids, shut_down
 
 WORLDS = 200
 
@@ -52,18 +52,20 @@ def ports() -> set[int]:
 
 def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with World(2) as world:  # the first one starts the fork server and imports this and that
+    shut_down()
+    with World(2, hash_seeds=True) as world:  # the first one starts the fork servers and imports this and that
         world.run(one_step, False)
     gc.collect()
-    server = server_pid()
-    assert server is not None
+    servers = server_pids()
+    assert len(servers) == 2
 
     def count() -> tuple[object, ...]:
-        return descriptors("self"), descriptors(server), processes(), ports(), sorted(os.listdir(tmp_path))
+        held = [descriptors(each) for each in ("self", *servers)]
+        return held, processes(), ports(), sorted(os.listdir(tmp_path))
 
     before, threads, memory = count(), threading.active_count(), psutil.Process().memory_info().rss
     for number in range(WORLDS):
-        with World(2) as world:
+        with World(2, hash_seeds=bool(number % 2)) as world:
             if number % 20 == 7:
                 with pytest.raises(RankError):
                     world.run(one_step, True)
@@ -74,7 +76,8 @@ def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert count() == before
     assert threading.active_count() == threads
     assert psutil.Process().memory_info().rss - memory < 20e6
-    assert len(os.listdir(f"/proc/{server}/task")) == 1, "the fork server must stay single-threaded"
+    for server in servers:
+        assert len(os.listdir(f"/proc/{server}/task")) == 1, "a fork server must stay single-threaded"
 
 
 def test_a_forgotten_world_is_closed() -> None:

@@ -15,13 +15,14 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules config evidence wording locate nests recipe target launchers
-    worlds worlds.wire worlds.allowed worlds.preloading worlds.assertions worlds.failures worlds.processes worlds.crew
+    errors findings rules options exchange config evidence wording locate nests recipe target launchers
+    worlds worlds.wire worlds.allowed worlds.preloading worlds.assertions worlds.failures worlds.processes
+    worlds.crew
     rank worlds.forkserver harness
-    graph paths collectives
-    gather gather.randomness gather.syncbn gather.compare gather.describe gather.stepping
-    reference gather.session gather.local gather.ddp
-    consistency anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
+    graph paths zeros collectives lockstep
+    gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.stepping
+    reference gather.session gather.shards gather.program gather.local gather.ddp
+    consistency program absences anomalous parity reducer causes outcome check render cli __main__ pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -31,6 +32,7 @@ EXCEPTIONS = {
 
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
+    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin

@@ -11,6 +11,7 @@ import pytest
 import ddpcheck
 from ddpcheck.findings import Location
 from ddpcheck.locate import (
+    assignment_of,
     exception_location,
     is_user_file,
     record_origins,
@@ -136,3 +137,37 @@ def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() ->
     assert "KeyError: 'deep'" in text and "ValueError: shallow" in text and "in model" in text
     assert "recipe.py" not in text and str(Path(__file__).parent) not in text
     assert user_traceback(ValueError("never raised")) == "ValueError: never raised"
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_line = this_line() + 1
+        self.prompt = torch.ones(2)
+        self.hidden: list[object] = [nn.Linear(2, 2)]
+        self.criterion = nn.Identity()
+
+
+criterion = nn.Linear(2, 2)
+LINE_OF_CRITERION = this_line() - 1
+
+
+def loss_with_a_global() -> object:
+    return criterion
+
+
+def test_the_attribute_that_holds_an_unregistered_tensor_is_found_where_it_is_assigned() -> None:
+    model = nn.Sequential(Holder())
+    first = model[0].first_line
+    assert assignment_of(model, "0.prompt") == Location(HERE, first)
+    assert assignment_of(model, "0.hidden[0].weight") == Location(HERE, first + 1)
+    assert assignment_of(model[0], "hidden[0].weight") == Location(HERE, first + 1)
+    assert assignment_of(model, "0.nothing") is None
+
+
+def test_a_global_variable_of_the_loss_is_found_also_where_the_model_has_such_a_module() -> None:
+    where = Location(HERE, LINE_OF_CRITERION)
+    assert assignment_of(nn.Sequential(), "criterion.weight", beside=loss_with_a_global) == where
+    assert assignment_of(Holder(), "criterion.weight", beside=loss_with_a_global) == where
+    assert assignment_of(nn.Sequential(), "elsewhere.weight", beside=loss_with_a_global) is None
+    assert assignment_of(nn.Sequential(), "criterion.weight", beside=len) is None

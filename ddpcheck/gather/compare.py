@@ -134,6 +134,8 @@ def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(value: float) -> float:
+    if math.isnan(value):
+        return _LARGEST  # a NaN may carry a sign, and would pass for a small error with it
     return value if math.isfinite(value) and abs(value) < _LARGEST else math.copysign(_LARGEST, value)
 
 

@@ -26,6 +26,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     session = the_session()
     assert session.wrapped is not None and session.optimizer is not None
     session.calls.clear()
+    this_rank.set_place(f"step {step}: zero_grad")
     session.optimizer.zero_grad()
     clear_gradients(session.module)
     loss = compute_loss(
@@ -40,6 +41,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         _against_local(session, name, None if p.grad is None else dense(p.grad)) for name, p in owners.items()
     )
     gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
+    computed_with = fingerprints(session.module.named_parameters())
     this_rank.set_place(f"step {step}: optimizer")
     session.optimizer.step()
     return DdpStepEvidence(
@@ -47,6 +49,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         step=step,
         gradients=gradients,
         parameters=fingerprints(session.module.named_parameters()),
+        computed_with=computed_with,
         buffers=fingerprints(session.module.named_buffers()),
         state={name: fingerprint(tensor) for name, tensor in plain_state(session.module) if name in session.own_state},
         optimizer=_optimizer_state(session),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,9 +22,11 @@ from ddpcheck.evidence import (
     StepEvidence,
     Unregistered,
 )
+from ddpcheck.findings import Location
 from ddpcheck.gather.compare import difference, eps_of, norm
 from ddpcheck.gather.describe import fingerprints
 from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.stepping import (
     Gradients,
     capture_attributes,
@@ -36,12 +37,14 @@ from ddpcheck.gather.stepping import (
     gradients_of,
     visible_tensors,
 )
-from ddpcheck.graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.graph import EngineProbe, functions_before, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
-from ddpcheck.nests import batch_size, iter_tensors, to_device
+from ddpcheck.locate import assignment_of, record_origins, relative_path
+from ddpcheck.nests import iter_tensors, to_device
 from ddpcheck.paths import Explainer
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
+from ddpcheck.zeros import zero_ends
 
 
 def begin_step(step: int, file: Path | None) -> None:
@@ -62,15 +65,19 @@ def begin_step(step: int, file: Path | None) -> None:
 def local_step(step: int) -> LocalStep:
     """Forward and backward of the unwrapped module on this rank's shard."""
     session = the_session()
-    batch = make_batch(session.recipe, step, seed=session.seed)
-    whole = batch_fingerprint(batch)
-    session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
     twin = session.twin
-    parameters = {name: p for name, p in named_parameters(twin).items() if p.requires_grad}
+    before = named_parameters(twin)
+    parameters = {name: p for name, p in before.items() if p.requires_grad and name not in session.late}
     session.outputs.clear()
     clear_gradients(twin)
     log_start = len(read_log(this_rank.current().directory, session.rank))
-    loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    with blaming_empty_shards(step):
+        batch = make_batch(session.recipe, step, seed=session.seed)
+        whole = batch_fingerprint(batch)
+        session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
+        with record_origins() as late:
+            loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
+    session.late |= {name: late.of(p) for name, p in named_parameters(twin).items() if name not in before}
     walk = walk_graph([loss.total])
     probe = EngineProbe(loss.total, list(parameters.values()))
     visible, opaque = visible_tensors(session.outputs)
@@ -80,20 +87,20 @@ def local_step(step: int) -> LocalStep:
     this_rank.set_place(f"step {step}: backward")
     session.arrivals.clear()  # of backward passes inside the loss
     loss.total.backward()
-    value, drew = loss.value, loss.drew
-    del loss, visible, seen
-    session.local = gradients_of(twin)
+    # Of the parameters that were there before: forward may have put others in their place, which DDP does not know.
+    session.local = gradients_of(parameters)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     for name, size in session.norms.items():
         if not math.isfinite(size):
             raise TargetError(f"the gradient of {name} in step {step} is not finite, so it cannot be compared")
     states = _states(session, parameters, probe)
+    ends = {name: _loser(loss.total, parameters[name]) for name, state in states.items() if state == "lost"}
+    value, drew = loss.value, loss.drew
+    del loss, visible, seen
     leaves = unregistered_leaves(
         walk.leaves, twin, ignore=[*iter_tensors(session.batch)], before=session.leaves, recipe=session.recipe
     )
-    if leaves:
-        held = {name: session.origins.of(tensor) for name, tensor in unregistered_tensors(session.module)}
-        leaves = tuple(replace(leaf, location=held.get(leaf.name)) for leaf in leaves)
+    leaves = (*_located(leaves, session), *_late_parameters(session))
     session.leaves = {id(leaf): leaf for leaf in walk.leaves}
     names, complete = walk.node_names, walk.complete
     del walk
@@ -105,7 +112,8 @@ def local_step(step: int) -> LocalStep:
         rank=session.rank,
         step=step,
         states=states,
-        unregistered=tuple(leaves),
+        ends=ends,
+        unregistered=leaves,
         arrivals={name: count for name, count in session.arrivals.items() if count > 1},
         invisible=()
         if visible_ids is None or opaque
@@ -119,18 +127,12 @@ def local_step(step: int) -> LocalStep:
         loss=value,
         drew=drew,
         batch=whole,
-        samples=_samples(session.batch),
+        samples=samples_of(session.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in session.norms.values()) ** 0.5,
         blind_calls=tuple(dict.fromkeys(call for call in forward_calls if not call.differentiable)),
         buffers=own_buffers,
     )
-
-
-def _samples(batch: Any) -> int:
-    with contextlib.suppress(TargetError):
-        return batch_size(batch)
-    return 0
 
 
 def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
@@ -145,6 +147,36 @@ def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: Eng
         else:
             states[name] = "missing"
     return states
+
+
+def _loser(loss: torch.Tensor, parameter: torch.Tensor) -> PathEnd:
+    """The custom Function that returned None for the gradient of `parameter`, or those that may have been it."""
+    functions = functions_before(loss, parameter)
+    code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
+    where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+    return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)
+
+
+def _located(leaves: Iterable[Unregistered], session: Session) -> tuple[Unregistered, ...]:
+    """`leaves` with the lines that made them, or else those that assign the attribute or variable that holds them."""
+    held = {name: session.origins.of(tensor) for name, tensor in unregistered_tensors(session.module)}
+    return tuple(
+        replace(
+            leaf,
+            location=held.get(leaf.name) or assignment_of(session.module, leaf.name, beside=session.recipe.loss),
+        )
+        for leaf in leaves
+    )
+
+
+def _late_parameters(session: Session) -> tuple[Unregistered, ...]:
+    """Parameters that forward has made, as far as they have received gradient."""
+    now = named_parameters(session.twin)
+    return tuple(
+        Unregistered(name, tuple(now[name].shape), where, late=True)
+        for name, where in session.late.items()
+        if name in now and now[name].grad is not None
+    )
 
 
 def explain(step: int) -> dict[str, PathEnd]:
@@ -226,7 +258,7 @@ def average(step: int, file: Path | None) -> None:
     """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result."""
     session = the_session()
     this_rank.set_place(f"step {step}: averaging local gradients")
-    owners = {name: p for name, p in named_parameters(session.twin).items() if p.requires_grad}
+    owners = {n: p for n, p in named_parameters(session.twin).items() if p.requires_grad and n not in session.late}
     local = [session.local.get(name) for name in owners]
     with unlogged():
         averaged = average_over_ranks(local, list(owners.values()), group=session.group)
@@ -283,20 +315,49 @@ def repeat_step(step: int) -> tuple[Difference, ...]:
 def wake(names: Sequence[str], step: int) -> list[str]:
     """Those of `names` whose gradient is not zero when every parameter is moved a little."""
     session = the_session()
-    assert session.before is not None
-    session.before.restore(session.twin)
-    generator = torch.Generator().manual_seed(step_seed(session.seed, step))
-    with torch.no_grad():
-        for parameter in session.twin.parameters():
-            if parameter.is_floating_point():
-                size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
-                moved = size * torch.randn(parameter.shape, generator=generator)
-                parameter.add_(moved.to(parameter.device, parameter.dtype))
+    _move_a_little(session, step)
     gradients, _ = compute_gradients(
         session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="looking again, "
     )
-    session.before.restore(session.twin)
+    _restore(session)
     return [name for name in names if name in gradients and bool(gradients[name].count_nonzero())]
+
+
+def why_zero(names: Sequence[str], step: int) -> dict[str, PathEnd]:
+    """Where the gradients of `names` become zero, as far as that can be told; with every parameter moved a little."""
+    session = the_session()
+    _move_a_little(session, step)
+    parameters = named_parameters(session.twin)
+
+    def forward() -> torch.Tensor:
+        seed = seed_of(session, step)
+        return compute_loss(
+            session.recipe, session.twin, session.batch, step=step, seed=seed, place="looking again, "
+        ).total
+
+    try:
+        return zero_ends(forward, {name: parameters[name] for name in names})
+    except TargetError:  # such values are not good for this model
+        return {}
+    finally:
+        clear_gradients(session.twin)
+        _restore(session)
+
+
+def _move_a_little(session: Session, step: int) -> None:
+    _restore(session)
+    generator = torch.Generator().manual_seed(step_seed(session.seed, step))
+    with torch.no_grad():
+        for parameter in session.twin.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
+                moved = size * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(moved.to(parameter.device, parameter.dtype))
+
+
+def _restore(session: Session) -> None:
+    assert session.before is not None
+    session.before.restore(session.twin)
 
 
 def local_update(step: int) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import datetime
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
-from ddpcheck.collectives import record_collectives
+from ddpcheck.collectives import record_collectives, unlogged
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Built,
@@ -27,7 +28,14 @@ from ddpcheck.evidence import (
     WrapperFacts,
 )
 from ddpcheck.findings import Location
-from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.construction import (
+    comm_hook_of,
+    compare_options,
+    constructor_options,
+    spelled_option,
+    wrapper_attributes,
+)
+from ddpcheck.gather.describe import describe, digest_of, fingerprints
 from ddpcheck.gather.randomness import seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
@@ -52,6 +60,7 @@ class Session:
         twin: A second one, built alike and never wrapped, on which the Local steps run.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
+        late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
 
@@ -80,6 +89,7 @@ class Session:
     arrivals: dict[str, int] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    late: dict[str, Location | None] = field(default_factory=dict)
     own_state: frozenset[str] = frozenset()
     calls: dict[str, int] = field(default_factory=dict)
     syncbn: list[str] = field(default_factory=list)
@@ -115,13 +125,15 @@ def build(target: str | Recipe, seed: int) -> Built:
     twin = recipe.build_model()
     if twin is module or {id(p) for p in twin.parameters()} & {id(p) for p in module.parameters()}:
         twin = copy.deepcopy(module)  # model() hands out the same parameters every time
+    with unlogged():
+        group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
     session = Session(
         recipe=recipe,
         seed=seed,
         device=device,
         rank=context.rank,
         world_size=context.world_size,
-        group=dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None,
+        group=group,
         module=module.to(device),
         twin=twin.to(device),
         origins=origins,
@@ -139,11 +151,6 @@ def description() -> ModuleDescription:
     return describe(the_session().module)
 
 
-def option_digest() -> dict[str, str]:
-    """The recipe's `ddp_kwargs`, in words."""
-    return {key: _spelled_option(value) for key, value in the_session().recipe.ddp_kwargs.items()}
-
-
 def locations(names: Sequence[str]) -> dict[str, Location]:
     """The lines that made the parameters, buffers and modules called `names`."""
     session = the_session()
@@ -156,26 +163,13 @@ def aliases() -> dict[str, tuple[str, ...]]:
     return {names[0]: names for names in all_names(the_session().module).values() if len(names) > 1}
 
 
-_OPTIONS = (
-    "bucket_bytes_cap",
-    *(
-        "find_unused_parameters",
-        "broadcast_buffers",
-        "static_graph",
-        "gradient_as_bucket_view",
-        "require_forward_param_sync",
-    ),
-    *("skip_all_reduce_unused_params",),
-)
-
-
 def wrap() -> Wrapped:
     """Wrap the module as the user does, and make the optimizers."""
     session = the_session()
     this_rank.set_place("wrapping the model")
     names = {id(p): name for name, p in session.module.named_parameters()}
     original = session.module
-    with _watch_construction() as seen:
+    with _watch_construction() as construction:
         session.wrapped = session.recipe.wrap_module(session.module, session.device)
     session.wrapper = find_ddp(session.wrapped)
     if session.wrapper is not session.wrapped and session.wrapper.module is not original:
@@ -189,13 +183,15 @@ def wrap() -> Wrapped:
     trainable = {name for name, p in session.module.named_parameters() if p.requires_grad}
     for name, parameter in session.twin.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
-    options = {name: str(getattr(session.wrapper, name)) for name in _OPTIONS if hasattr(session.wrapper, name)}
-    ignored = frozenset(getattr(session.wrapper, "parameters_to_ignore", ()))
+    delayed = {names[id(p)] for p in getattr(session.wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
+    ignored = frozenset(getattr(session.wrapper, "parameters_to_ignore", ())) - delayed
     session.facts = WrapperFacts(
         is_ddp=is_ddp,
         find_unused_parameters=bool(getattr(session.wrapper, "find_unused_parameters", False)),
         static_graph=bool(getattr(session.wrapper, "static_graph", False)),
         ignored=ignored & set(names.values()),
+        delayed=frozenset(delayed),
+        comm_hook=comm_hook_of(session.wrapper),
     )
     session.optimizer = session.recipe.build_optimizer(p for p in session.wrapped.parameters() if p.requires_grad)
     session.own_state = frozenset(name for name, _ in plain_state(session.module))
@@ -203,14 +199,14 @@ def wrap() -> Wrapped:
     _watch_twin(session)
     return Wrapped(
         facts=session.facts,
-        options=options,
-        optimizer=_optimizer_options(session.optimizer),
+        options={**construction.options, **wrapper_attributes(session.wrapper)},
+        optimizer=_optimizer_options(session.optimizer, session.module),
         parameters=fingerprints(session.module.named_parameters()),
         buffers=fingerprints(session.module.named_buffers()),
         hooked=hooked_parameters(session.twin, ours=1),
         wrapper=type(session.wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(session),
-        changed=_changes(seen, session.module) if seen else {},
+        changed=_changes(construction.seen, session.module) if construction.seen else {},
     )
 
 
@@ -221,21 +217,32 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
     return inside[0] if len(inside) == 1 else wrapped
 
 
+@dataclass(slots=True)
+class _Construction:
+    """What the DDP constructor was told, and identity and requires_grad of each parameter when it was done."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, tuple[int, bool]] = field(default_factory=dict)
+
+
 @contextlib.contextmanager
-def _watch_construction() -> Iterator[dict[str, tuple[int, bool]]]:
-    """Note what the parameters were when the DDP constructor had seen them: identity and requires_grad, by name."""
+def _watch_construction() -> Iterator[_Construction]:
+    """Compare the ranks' options before the DDP constructor communicates, and note what it has seen."""
     ddp: Any = nn.parallel.DistributedDataParallel
     original = ddp.__init__
-    seen: dict[str, tuple[int, bool]] = {}
+    found = _Construction()
+    count = itertools.count()
 
     @functools.wraps(original)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.options = constructor_options(original, self, *args, **kwargs)
+        compare_options(found.options, number=next(count))
         original(self, *args, **kwargs)
-        seen.update({name: (id(p), p.requires_grad) for name, p in self.module.named_parameters()})
+        found.seen.update({name: (id(p), p.requires_grad) for name, p in self.module.named_parameters()})
 
     ddp.__init__ = constructor
     try:
-        yield seen
+        yield found
     finally:
         ddp.__init__ = original
 
@@ -261,20 +268,15 @@ def broadcasts_buffers(session: Session) -> bool:
     return bool(getattr(session.wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
 
 
-def _optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def _optimizer_options(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, str]:
+    names = {id(p): name for name, p in module.named_parameters()}
     found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
     for index, group in enumerate(optimizer.param_groups):
-        found[f"group {index} parameters"] = str(len(group["params"]))
-        found.update({f"group {index} {key}": _spelled_option(v) for key, v in group.items() if key != "params"})
+        held = [names.get(id(p), "?") for p in group["params"]]
+        found[f"group {index} parameters"] = ", ".join(sorted(held))
+        found[f"group {index} order"] = ", ".join(held)
+        found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
     return found
-
-
-def _spelled_option(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"tensor {fingerprint(value):x}"
-    if isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype):
-        return repr(value)
-    return type(value).__name__
 
 
 def plain_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -91,6 +91,7 @@ def compute_gradients(
         place: Which of the runs this is, for a reader of a hang.
     """
     clear_gradients(model)
+    parameters = named_parameters(model)  # forward may put others in their place, which no optimizer or DDP knows
     if quiet:
         place = f"{place}random numbers silenced, "
         with quiet_modules(model), QuietRandomness():
@@ -101,7 +102,7 @@ def compute_gradients(
         loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
         set_place(f"step {step}: {place}backward")
         loss.total.backward()
-    return gradients_of(model), loss
+    return gradients_of(parameters), loss
 
 
 def clear_gradients(model: nn.Module) -> None:
@@ -110,9 +111,9 @@ def clear_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def gradients_of(model: nn.Module) -> Gradients:
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
     """The gradients that are there, dense, by name; not copied: the next step clears `.grad` and gets new ones."""
-    return {name: dense(p.grad) for name, p in named_parameters(model).items() if p.grad is not None}
+    return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 # State

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,11 +53,12 @@ class Crew:
         self.trouble = ""
         self.refused = False
         self._directory = directory
-        self._launch: processes.ForkLaunch | processes.SpawnLaunch | None = None
+        self._launches: list[processes.ForkLaunch | processes.SpawnLaunch] = []  # one for each hash seed
+        self._launch_of: dict[int, processes.ForkLaunch | processes.SpawnLaunch] = {}  # by rank
         self._selector = selectors.DefaultSelector()
 
-    def start(self, config: wire.RankConfig, method: Literal["fork", "spawn"]) -> None:
-        """Start the processes and tell each what it is, without waiting for them.
+    def start(self, config: wire.RankConfig, method: Literal["fork", "spawn"], hash_seeds: Sequence[str]) -> None:
+        """Start the processes, each with its hash seed, and tell each what it is, without waiting for them.
 
         Raises:
             OSError: When the system has no room for them.
@@ -71,12 +73,16 @@ class Crew:
                 self.ranks.append(rank)
                 self._selector.register(ours, selectors.EVENT_READ, rank)
             launch = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
-            self._launch = launch(str(self._directory), [other.fileno() for other in theirs], config.preload)
+            for seed in dict.fromkeys(hash_seeds):
+                fds = {rank: end.fileno() for rank, end in enumerate(theirs) if hash_seeds[rank] == seed}
+                self._launches.append(launch(str(self._directory), fds, seed, config.preload))
+                self._launch_of.update(dict.fromkeys(fds, self._launches[-1]))
         finally:
             for other in theirs:
                 other.close()
-        if self._launch.channel is not None:
-            self._selector.register(self._launch.channel, selectors.EVENT_READ, None)
+        for started in self._launches:
+            if started.channel is not None:
+                self._selector.register(started.channel, selectors.EVENT_READ, None)
         for rank in self.ranks:
             self.post(rank, wire.pack(("config", replace(config, rank=rank.number))))
 
@@ -108,8 +114,7 @@ class Crew:
 
     def pump(self, seconds: float) -> None:
         """Wait for something to happen, and take note of it."""
-        assert self._launch is not None
-        if self._launch.channel is None:
+        if any(launch.channel is None for launch in self._launches):
             seconds = min(seconds, _POLL)
         for key, mask in self._selector.select(max(0.0, seconds)):
             rank = key.data
@@ -121,11 +126,12 @@ class Crew:
                     self._selector.modify(rank.sock, selectors.EVENT_READ, rank)
             if mask & selectors.EVENT_READ:
                 self._read_rank(rank)
-        for event in self._launch.events():
-            self._note(event)
-        channel = self._launch.channel
-        if self._launch.over and channel is not None and channel in self._selector.get_map():
-            self._selector.unregister(channel)
+        for launch in self._launches:
+            for event in launch.events():
+                self._note(event)
+            channel = launch.channel
+            if launch.over and channel is not None and channel in self._selector.get_map():
+                self._selector.unregister(channel)
 
     def _read_rank(self, rank: Rank) -> None:
         if not rank.connected:
@@ -157,14 +163,13 @@ class Crew:
 
     def dump_stacks(self) -> dict[int, str]:
         """Have every rank that is still at work write its stack, and return what they wrote."""
-        assert self._launch is not None
         self.pump(0)
         busy = [
             rank.number for rank in self.ranks if rank.answer is None and rank.ended is None and rank.pid is not None
         ]
         if not busy or not hasattr(signal, "SIGUSR1"):
             return dict.fromkeys(busy, "")
-        self._launch.signal(busy, signal.SIGUSR1)
+        self._signal(busy, signal.SIGUSR1)
         deadline = time.monotonic() + _LAST_WORDS
         sizes: dict[int, int] = {}
         steady: set[int] = set()
@@ -180,24 +185,26 @@ class Crew:
 
     def kill(self) -> None:
         """Kill every rank and wait until they are dead."""
-        if self._launch is None:
-            return
-        self._launch.signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+        self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
         self._await_ends(_DEATH)
+
+    def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        for launch in self._launches:
+            if theirs := [rank for rank in ranks if self._launch_of.get(rank) is launch]:
+                launch.signal(theirs, number)
 
     def _await_ends(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while any(rank.ended is None for rank in self.ranks):
+        while awaited := [self._launch_of.get(rank.number) for rank in self.ranks if rank.ended is None]:
             left = deadline - time.monotonic()
-            if left <= 0 or self._launch is None or (self._launch.over and self._launch.channel is not None):
+            heard = any(launch is not None and not (launch.over and launch.channel is not None) for launch in awaited)
+            if left <= 0 or not heard:
                 return False
             self.pump(left)
         return True
 
     def dismiss(self, idle: bool) -> None:
         """End every rank: those that are idle are asked to go, others are killed."""
-        if self._launch is None:
-            return
         self.pump(0)
         if idle and all(rank.ready is not None for rank in self.ranks):
             for rank in self.ranks:
@@ -211,8 +218,9 @@ class Crew:
         for rank in self.ranks:
             rank.sock.close()
         self._selector.close()
-        if self._launch is not None and ours:
-            self._launch.close()
+        if ours:
+            for launch in self._launches:
+                launch.close()
 
     # --- Files -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -37,6 +37,11 @@ _UNLESS_SET = {
 }
 _FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own to every one of the user's
 
+# Under a launcher every rank has a hash seed of its own, so that an order taken from a set of strings differs from rank
+# to rank. Two fixed seeds, since a verdict must not change from run to run: of all pairs below 400 the one under which
+# most pairs of names that are common in models ("query" and "value", "encoder" and "decoder") change places.
+_HASH_SEEDS = ("230", "391")
+
 _SERVER_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
     "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
@@ -51,7 +56,7 @@ Event = tuple[Any, ...]
 
 
 class Launch(Protocol):
-    """Ranks that have been started."""
+    """Ranks that have been started with one hash seed."""
 
     channel: socket.socket | None
     """Readable when there may be events; `None` when one has to ask from time to time."""
@@ -78,6 +83,14 @@ def inherited_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _FORGOTTEN}
 
 
+def hash_seeds(world_size: int, *, own: bool) -> list[str]:
+    """The `PYTHONHASHSEED` of each rank: one for all, or one for even and one for odd ranks; the user's own wins."""
+    given = os.environ.get("PYTHONHASHSEED", "random")
+    if given not in ("", "random"):
+        return [given] * world_size
+    return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if own else 0] for rank in range(world_size)]
+
+
 def _interpreter() -> list[str]:
     if not sys.executable:
         raise UsageError(
@@ -91,9 +104,9 @@ def _interpreter() -> list[str]:
 
 
 class _ForkServer:
-    """The parent's handle on its fork server."""
+    """The parent's handle on a fork server."""
 
-    def __init__(self) -> None:
+    def __init__(self, hash_seed: str) -> None:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # lives as long as the server
@@ -111,7 +124,7 @@ class _ForkServer:
                     json.dumps(import_path()),
                     json.dumps(more),
                 ],
-                env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED},
+                env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -161,50 +174,51 @@ class _ForkServer:
         self._process.returncode = 0  # not our child
 
 
-_server: _ForkServer | None = None
+_servers: dict[str, _ForkServer] = {}  # by hash seed
 _server_lock = threading.Lock()
 _numbers = itertools.count(1)
 
 
-def _fork_server() -> _ForkServer:
-    global _server
+def _fork_server(hash_seed: str) -> _ForkServer:
     with _server_lock:
-        if _server is not None and not _server.alive:
-            _server.close()
-            _server = None
-        if _server is None:
-            _server = _ForkServer()
-        return _server
+        server = _servers.get(hash_seed)
+        if server is not None and not server.alive:
+            server.close()
+            server = None
+        if server is None:
+            server = _servers[hash_seed] = _ForkServer(hash_seed)
+        return server
 
 
 def _discard(server: _ForkServer) -> None:
-    global _server
     with _server_lock:
-        if _server is server:
-            _server = None
-            server.close()
+        for hash_seed, known in list(_servers.items()):
+            if known is server:
+                del _servers[hash_seed]
+                server.close()
 
 
-def server_pid() -> int | None:
-    """The process id of this process's fork server, `None` when there is none."""
-    return _server.process_id if _server is not None and _server.alive else None
+def server_pids() -> list[int]:
+    """The process ids of this process's fork servers."""
+    return [server.process_id for server in _servers.values() if server.alive]
 
 
 def shut_down() -> None:
-    """End the fork server, and with it every rank that it has forked; the next world starts another."""
-    global _server
+    """End the fork servers, and with them every rank that they have forked; the next world starts others."""
     with _server_lock:
-        server, _server = _server, None
-    if server is not None and server.pid == os.getpid():
-        server.close()
+        servers = list(_servers.values())
+        _servers.clear()
+    for server in servers:
+        if server.pid == os.getpid():
+            server.close()
 
 
 def _after_fork() -> None:
-    global _server, _server_lock
+    global _server_lock
     _server_lock = threading.Lock()
-    server, _server = _server, None
-    if server is not None:
+    for server in _servers.values():
         server.forget()
+    _servers.clear()
 
 
 atexit.register(shut_down)
@@ -213,21 +227,22 @@ if hasattr(os, "register_at_fork"):
 
 
 class ForkLaunch:
-    """Ranks forked by the fork server, one for each descriptor; `preload` names modules for it to import before."""
+    """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before."""
 
-    def __init__(self, directory: str, fds: Sequence[int], preload: Sequence[str] = ()) -> None:
+    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = ()) -> None:
         self._inbox = wire.Inbox()
         self._over = False
-        self._awaited = len(fds)
+        self._ranks = list(fds)  # the server counts from 0
         self._pids: dict[int, int] = {}  # of the ranks that live
+        self._awaited = len(fds)
         for attempt in (1, 2):
-            self._server = _fork_server()
+            self._server = _fork_server(hash_seed)
             self._number = next(_numbers)
             self._socket, theirs = socket.socketpair()
             self._socket.setblocking(False)
             try:
                 with theirs:
-                    self._open(directory, theirs.fileno(), fds, preload)
+                    self._open(directory, theirs.fileno(), list(fds.values()), preload)
                 break
             except OSError as error:  # it has died since we last looked: once more, with another
                 self._socket.close()
@@ -246,15 +261,21 @@ class ForkLaunch:
     def events(self) -> list[Event]:
         if self._over:
             return []
-        events, alive = self._inbox.drain(self._socket)
-        for event in events:
+        told, alive = self._inbox.drain(self._socket)
+        events: list[Event] = []
+        for event in told:
             if event[0] == "forked":
-                self._pids.update(event[1])
+                forked = [(self._ranks[index], pid) for index, pid in event[1]]
+                self._pids.update(forked)
+                events.append(("forked", forked))
             elif event[0] == "exit":
-                self._pids.pop(event[1], None)
+                rank = self._ranks[event[1]]
+                self._pids.pop(rank, None)
                 self._awaited -= 1
+                events.append(("exit", rank, *event[2:]))
             else:
                 self._awaited = 0  # it says itself what is wrong
+                events.append(event)
                 if event[0] == "refused" and event[2]:
                     _discard(self._server)
         if not alive:
@@ -271,9 +292,10 @@ class ForkLaunch:
         return self._over
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
+        indices = [self._ranks.index(rank) for rank in ranks]
         try:
             self._server.send(
-                {"operation": "signal", "world": self._number, "ranks": list(ranks), "signal": int(number)}, timeout=2.0
+                {"operation": "signal", "world": self._number, "ranks": indices, "signal": int(number)}, timeout=2.0
             )
         except OSError:
             pass  # no server, no rank: they die with it
@@ -286,19 +308,19 @@ class ForkLaunch:
 
 
 class SpawnLaunch:
-    """Ranks started by exec, each a child of ours; each imports what is to be preloaded for itself."""
+    """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
 
-    def __init__(self, directory: str, fds: Sequence[int], preload: Sequence[str] = ()) -> None:
+    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = ()) -> None:
         self.channel: socket.socket | None = None
         self.over = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._news: list[Event] = []
         path = json.dumps(import_path())
-        for rank, fd in enumerate(fds):
+        for rank, fd in fds.items():
             with open(os.path.join(directory, f"rank{rank}.out"), "ab") as output:
                 self._processes[rank] = subprocess.Popen(
                     [*_interpreter(), "-c", _RANK_CODE, str(fd), str(os.getpid()), path],
-                    env=inherited_environment(),
+                    env={**inherited_environment(), "PYTHONHASHSEED": hash_seed},
                     pass_fds=(fd,),
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-EXPECT = {"code": "DDP101", "subjects": [], "ranks": [], "severity": "error"}
+EXPECT = {"code": "DDP101", "subjects": ["b.weight", "b.bias"], "ranks": [], "severity": "error"}
 
 
 def gen(step):

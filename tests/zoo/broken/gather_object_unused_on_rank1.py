@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-EXPECT = {"code": "DDP104", "subjects": [], "ranks": [1], "severity": "error"}
+EXPECT = {"code": "DDP104", "subjects": ["b.weight", "b.bias"], "ranks": [1], "severity": "error"}
 
 
 def gen(step):

@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-EXPECT = {"code": "DDP101", "subjects": [], "ranks": [], "severity": "error"}
+EXPECT = {"code": "DDP101", "subjects": ["unused.weight", "unused.bias"], "ranks": [], "severity": "error"}
 
 
 def gen(step):

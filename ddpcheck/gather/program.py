@@ -1,0 +1,88 @@
+"""What the program of this rank has derived and holds outside of tensors: label maps, lists of files, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ddpcheck.gather.session import the_session
+from ddpcheck.graph import MODULE_INTERNALS
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_MOST_ITEMS = 1 << 20
+_DEEPEST = 4
+
+
+def program_data() -> dict[str, str]:
+    """Plain values that the module and the recipe's functions hold, spelled, by name."""
+    session = the_session()
+    found: dict[str, str] = {}
+    for prefix, module in session.module.named_modules():
+        for key, value in vars(module).items():
+            if key not in MODULE_INTERNALS and not key.startswith("_"):
+                found.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0))
+    for role in ("loss", "shard"):
+        function = getattr(session.recipe, role, None)
+        for name, value in held_by(function):
+            for key, text in _spelled(name, value, 0).items():
+                found.setdefault(key, text)
+    return found
+
+
+def held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function finds in its closure, its defaults and, by the names in its code, among its globals."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    yield from zip(code.co_freevars, [_content(c) for c in getattr(function, "__closure__", None) or ()], strict=False)
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _spelled(name: str, value: Any, depth: int) -> Mapping[str, str]:
+    """The plain values in `value` as text that is equal for equal values, whatever order a set has."""
+    if isinstance(value, bool):
+        return {}  # "I am rank 0", most of the time
+    if isinstance(value, _PLAIN):
+        return {name: repr(value)}
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        text = _text(value, depth)
+        return {name: text} if text else {}
+    if depth < 1 and _is_of_the_user(value):
+        inner = [_spelled(f"{name}.{key}", item, depth + 1) for key, item in vars(value).items()]
+        return {key: text for found in inner for key, text in found.items()}
+    return {}
+
+
+def _is_of_the_user(value: Any) -> bool:
+    if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return not type(value).__module__.startswith(("torch", "builtins", "numpy"))
+
+
+def _text(value: Any, depth: int) -> str:
+    """A container of plain values spelled; empty where it holds anything else or too much."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if depth > _DEEPEST or not isinstance(value, list | tuple | dict | set | frozenset) or len(value) > _MOST_ITEMS:
+        return ""
+    if isinstance(value, dict):
+        items = [(_text(key, depth + 1), _text(item, depth + 1)) for key, item in value.items()]
+        whole = all(key and item for key, item in items)
+        return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}" if whole else ""
+    parts = [_text(item, depth + 1) for item in value]
+    if not all(parts):
+        return ""
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(parts)) + "}"
+    return f"[{', '.join(parts)}]" if isinstance(value, list) else f"({', '.join(parts)})"

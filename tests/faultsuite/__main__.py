@@ -1,0 +1,54 @@
+"""Run the suite and write what was heard: `docs/faults.md`, and the comparison of tools in the README.
+
+python -m tests.faultsuite                  all of it
+python -m tests.faultsuite parameters/      the cases whose name begins like this; prints, writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import sys
+import time
+from importlib.metadata import version
+
+from tests.faultsuite.cases import ROOT, all_cases
+from tests.faultsuite.runs import faults_in, faults_in_twin, run_case
+from tests.faultsuite.table import comparison, faults_page
+
+MARK = re.compile(r"(<!-- comparison -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faultsuite", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="beginnings of names of cases")
+    chosen = parser.parse_args().names
+    cases = [case for case in all_cases() if not chosen or str(case).startswith(tuple(chosen))]
+    rows, wrong = [], 0
+    begun = time.perf_counter()
+    for number, case in enumerate(cases, 1):
+        row = run_case(case)
+        rows.append(row)
+        faults = [f"broken: {fault}" for fault in faults_in(case, row.report)]
+        faults += [f"fixed: {fault}" for fault in faults_in_twin(row.twin)]
+        wrong += bool(faults)
+        said = "; ".join(faults) or f"{row.report.findings[0].code} as expected, twin clean"
+        print(f"[{number}/{len(cases)}] {case}: {row.tools['plain'].ending}; {said}", file=sys.stderr, flush=True)
+    versions = f"torch {version('torch')}, gloo, {platform.system()}, mmengine {version('mmengine')}"
+    page, table = faults_page(rows, versions), comparison(rows)
+    if chosen:
+        print(page, table, sep="\n")
+    else:
+        (ROOT / "docs").mkdir(exist_ok=True)
+        (ROOT / "docs" / "faults.md").write_text(page, encoding="utf-8")
+        readme = ROOT / "README.md"
+        text, count = MARK.subn(rf"\g<1>{table}\n\g<2>", readme.read_text(encoding="utf-8"))
+        assert count == 1, "the README has no place for the comparison"
+        readme.write_text(text, encoding="utf-8")
+    print(f"{len(rows)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Running the cases: under plain DDP, under other tools, and through ddpcheck, each in worlds of its own."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddpcheck.check import check
+from ddpcheck.errors import HangError, RankError
+from ddpcheck.findings import Report
+from ddpcheck.harness import World
+from tests.faultsuite.cases import ROOT, Case
+from tests.faultsuite.training import train
+
+Ending = Literal["trains on", "raises", "hangs", "aborts", "exits"]
+HANG = 6.0  # seconds after which a plain run counts as one that hangs; a run takes a tenth of one
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a person sees of a plain run.
+
+    Attributes:
+        ending: How it ended.
+        ranks: On which ranks, where it did not train on.
+        words: The first error, in one line.
+        text: All that was said, by exceptions and by output.
+        seconds: Until the end.
+    """
+
+    ending: Ending
+    ranks: tuple[int, ...] = ()
+    words: str = ""
+    text: str = field(default="", repr=False)
+    seconds: float = 0.0
+
+    def names(self, subjects: tuple[str, ...]) -> bool:
+        """Whether one of the subjects was named."""
+        named = (rf"(?:^|[^\w.]|\bmodule\.){re.escape(subject)}(?![\w.])" for subject in subjects)
+        return any(re.search(pattern, self.text, re.MULTILINE) for pattern in named)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case and all that was heard of it."""
+
+    case: Case
+    tools: dict[str, Heard]
+    twins: dict[str, Heard]
+    report: Report
+    twin: Report
+    seconds: float
+
+
+def run_plain(case: Case, twin: str, tool: str) -> Heard:
+    """Train on one of the two recipes of a case with a tool."""
+    target, expected = f"{case.path}:{twin}", case.expected
+    begun = time.perf_counter()
+    with World(expected.world_size, timeout=HANG, hash_seeds=True) as world:
+        try:
+            world.run(train, target, expected.steps, tool)
+        except RankError as error:
+            return _heard(error, _output(world), time.perf_counter() - begun)
+        return Heard("trains on", text=_output(world), seconds=time.perf_counter() - begun)
+
+
+def _output(world: World) -> str:
+    return "\n".join(world.output(rank) for rank in range(world.world_size))
+
+
+def _heard(error: RankError, output: str, seconds: float) -> Heard:
+    spoken = [one for one in error.failures if one.kind in ("raised", "exited", "died")]
+    if not spoken:
+        stuck = tuple(one.rank for one in error.failures if one.kind == "stuck")
+        return Heard("hangs", stuck, text=output, seconds=seconds)
+    first = error.first or spoken[0]
+    ranks = tuple(one.rank for one in spoken if one.kind == first.kind)
+    text = "\n".join([output, *(str(one.exception or one.message) + one.traceback for one in spoken)])
+    ending: Ending = "aborts" if first.kind == "died" else "exits" if first.kind == "exited" else "raises"
+    words = str(first.exception or first.message).strip().partition("\n")[0]
+    if isinstance(error, HangError):
+        ending = "hangs"
+    return Heard(ending, ranks, words, text, seconds)
+
+
+def run_case(case: Case, tools: tuple[str, ...] = ("plain", "debug", "mmengine")) -> Row:
+    """All that is known about a case."""
+    heard = {tool: run_plain(case, "broken", tool) for tool in tools}
+    twins = {tool: run_plain(case, "fixed", tool) for tool in tools}
+    begun = time.perf_counter()
+    report = report_on(case, "broken")
+    seconds = time.perf_counter() - begun
+    return Row(case, heard, twins, report, report_on(case, "fixed"), seconds)
+
+
+def report_on(case: Case, twin: str, *, world_size: int | None = None) -> Report:
+    """What ddpcheck says of one of the two recipes of a case."""
+    expected = case.expected
+    return check(
+        f"{case.path.relative_to(ROOT)}:{twin}",
+        world_size=world_size or expected.world_size,
+        steps=expected.steps,
+        timeout=expected.timeout or 20,
+    )
+
+
+def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> list[str]:
+    """Where a report on a broken recipe is not what is expected; in another world the ranks may be others."""
+    expected = case.expected
+    if not report.findings:
+        return ["nothing is found"]
+    first, *rest = report.findings
+    said = "\n".join([first.message, *first.evidence, str(first.location)])
+    wanted: list[tuple[str, object, object]] = [
+        ("code", first.code, expected.code),
+        ("severity", first.severity.value, expected.severity),
+        ("subjects", sorted(first.subjects), sorted(expected.subjects)),
+        ("others of its severity", [f.code for f in rest if f.severity is first.severity], []),
+    ]
+    if world_size in (None, expected.world_size):
+        wanted.append(("ranks", first.ranks, expected.ranks))
+    faults = [f"{what}: {is_}, should be {should}" for what, is_, should in wanted if is_ != should]
+    return faults + ([] if expected.cause in said else [f"the cause {expected.cause!r} is not told"])
+
+
+def faults_in_twin(report: Report) -> list[str]:
+    """Why a report on a fixed recipe is not clean."""
+    faults = [f"{f.code} {f.severity.value} {f.subjects}: {f.message}" for f in report.findings]
+    faults += [f"{c.name}: {c.status} {c.detail}" for c in report.checks if c.status != "passed"]
+    return faults + ([report.error.message] if report.error else [])

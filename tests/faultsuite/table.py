@@ -1,0 +1,119 @@
+"""What was heard of the faults, as tables: pure functions from rows to Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ddpcheck.findings import Finding
+from ddpcheck.rules import RULES
+from tests.faultsuite.runs import Heard, Row, faults_in, faults_in_twin
+
+FAMILIES = {
+    "parameters": "Parameters and the loss",
+    "ranks": "The same on every rank",
+    "gradients": "Gradients",
+    "running": "Running",
+    "training": "The training loop and the wrapper",
+}
+TOOLS = {
+    "plain": "plain DDP",
+    "debug": "`TORCH_DISTRIBUTED_DEBUG`",
+    "mmengine": "mmengine's `detect_anomalous_params`",
+}
+_LONGEST = 110
+
+
+def faults_page(rows: Sequence[Row], versions: str) -> str:
+    """The page of all faults: what plain DDP does, what ddpcheck says."""
+    missed = sum(bool(faults_in(row.case, row.report)) for row in rows)
+    flagged = sum(bool(faults_in_twin(row.twin)) for row in rows)
+    silent = sum(row.tools["plain"].ending == "trains on" for row in rows)
+    stuck = sum(row.tools["plain"].ending in ("hangs", "aborts") for row in rows)
+    lines = [
+        "# Every fault, and what is said of it",
+        "",
+        "Written by `make faults`, which runs each of these on real ranks; nothing here is typed. Each fault is a file",
+        "with a broken recipe and its clean twin, short enough to read. Plain DDP is a training loop of a few steps",
+        "without ddpcheck; where it *hangs*, a rank was still waiting after six seconds, and would have waited for the",
+        "30 minutes of the default timeout.",
+        "",
+        f"{versions}. {len(rows)} faults: plain DDP trains to the end without a word on {silent}, and hangs or dies",
+        f"without a Python traceback on {stuck}. ddpcheck misses {missed} of them, and flags {flagged} of the twins.",
+        "",
+    ]
+    for family, heading in FAMILIES.items():
+        chosen = [row for row in rows if row.case.family == family]
+        if not chosen:
+            continue
+        lines += [f"## {heading}", "", "| fault | plain DDP | ddpcheck | seconds |", "|---|---|---|---|"]
+        for row in chosen:
+            link = f"[{cell(row.case.title)}](../examples/faults/{row.case}.py)"
+            lines.append(f"| {link} | {plain_cell(row)} | {our_cell(row)} | {row.seconds:.2f} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """The table of tools for the README: of how many faults each one says what."""
+    total = len(rows)
+    lines = [
+        "| | names the culprit | stops without naming it | hangs or dies | trains on in silence | alarms on twins |",
+        "|---|---|---|---|---|---|",
+    ]
+    for tool, name in TOOLS.items():
+        kinds = [kind_of(row, row.tools[tool]) for row in rows]
+        alarms = sum(is_alarm(row.twins[tool]) for row in rows)
+        counts = " | ".join(str(kinds.count(kind)) for kind in ("names", "stops", "hangs", "silent"))
+        lines.append(f"| {name} | {counts} | {alarms} |")
+    found = sum(not faults_in(row.case, row.report) for row in rows)
+    silent = sum(not row.report.findings for row in rows)
+    alarms = sum(bool(faults_in_twin(row.twin)) for row in rows)
+    lines.append(f"| **ddpcheck** | **{found}** | {total - found - silent} | 0 | {silent} | {alarms} |")
+    return "\n".join(lines)
+
+
+def kind_of(row: Row, heard: Heard) -> str:
+    """What a tool has done for someone with this fault: "names" it, "stops", "hangs", or is "silent"."""
+    if heard.names(row.case.expected.subjects):
+        return "names"
+    if heard.ending in ("hangs", "aborts"):
+        return "hangs"
+    return "silent" if heard.ending == "trains on" else "stops"
+
+
+def is_alarm(heard: Heard) -> bool:
+    """Whether a tool complained about a clean twin."""
+    return heard.ending != "trains on" or "is not in the computational graph" in re.sub(r"\s+", " ", heard.text)
+
+
+def plain_cell(row: Row) -> str:
+    """How a plain run ended, on which ranks, in which words."""
+    heard = row.tools["plain"]
+    if heard.ending == "trains on":
+        return "silent"
+    world = row.case.expected.world_size
+    where = f" on rank {', '.join(map(str, heard.ranks))}" if heard.ranks and len(heard.ranks) < world else ""
+    words = f": “{cell(shortened(heard.words))}”" if heard.words else ""
+    return f"**{heard.ending}**{where}{words}"
+
+
+def our_cell(row: Row) -> str:
+    """The leading finding."""
+    if not row.report.findings:
+        return "nothing"
+    found: Finding = row.report.findings[0]
+    ranks = f" (rank {', '.join(map(str, found.ranks))})" if found.ranks else ""
+    return f"**{found.code}** {RULES[found.code].name}{ranks}: {cell(found.message)}"
+
+
+def shortened(words: str) -> str:
+    """The beginning of a message."""
+    words = re.sub(r"\[.*?\.(cc|cpp|h):\d+\]\s*", "", words)  # where in C++: a path of the machine that built torch
+    words = re.sub(r"\s+", " ", words).strip()
+    return words if len(words) <= _LONGEST else words[: words.rfind(" ", 0, _LONGEST)] + " …"
+
+
+def cell(text: str) -> str:
+    """Text that Markdown leaves as it is in a cell of a table."""
+    return re.sub(r"([|*_`<>\[\]\\])", r"\\\1", re.sub(r"\s+", " ", text))

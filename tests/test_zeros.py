@@ -1,0 +1,69 @@
+"""Where a gradient becomes zero: the operation and its line, on a graph and in a whole check."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+from ddpcheck.zeros import operation_of, zero_ends  # noqa: E402
+
+WEIGHT = torch.ones(3, requires_grad=True)
+X = torch.full((3,), 2.0)
+
+
+def times_zero() -> Any:
+    return (X + 0 * WEIGHT).sum()
+
+
+def dead_relu() -> Any:
+    return (X * (WEIGHT * 2 - 100).relu()).sum()
+
+
+def rounded() -> Any:
+    return (X * (WEIGHT / 3).round()).sum()
+
+
+def not_taken() -> Any:
+    return torch.where(X > 0, X, WEIGHT.exp()).sum()
+
+
+def two_ways() -> Any:
+    made = WEIGHT.tanh()
+    return (0 * made + made.detach() * made.round()).sum()
+
+
+@pytest.mark.parametrize(
+    ("forward", "reasons"),
+    [
+        (times_zero, {"mul()"}),
+        (dead_relu, {"relu()"}),
+        (rounded, {"round()"}),
+        (not_taken, {"where()"}),
+        (two_ways, {"mul()", "round()"}),
+    ],
+)
+def test_the_operation_that_passes_on_zeros_is_named_with_its_line(
+    forward: Callable[[], Any], reasons: set[str]
+) -> None:
+    end = zero_ends(forward, {"weight": WEIGHT})["weight"]
+    last = inspect.getsourcelines(forward)[1] + len(inspect.getsource(forward).splitlines()) - 1
+    assert end.cause == "zero" and end.reason in reasons
+    assert end.location is not None and end.location.path.endswith("test_zeros.py") and end.location.line == last
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_gradient_that_is_not_zero_or_never_was_anything_else_has_no_such_place() -> None:
+    assert zero_ends(lambda: (WEIGHT * X).sum(), {"weight": WEIGHT}) == {}
+    assert zero_ends(lambda: 0 * WEIGHT.sum(), {"weight": WEIGHT})["weight"].reason == "mul()"
+    other = torch.ones(3, requires_grad=True)
+    assert zero_ends(times_zero, {"other": other}) == {}
+
+
+def test_operations_are_named_as_people_write_them() -> None:
+    assert operation_of("MulBackward0") == "mul()"
+    assert operation_of("NativeLayerNormBackward0") == "native_layer_norm()"
+    assert operation_of("MyFunctionBackward") == "my_function()"
