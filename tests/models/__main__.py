@@ -97,8 +97,8 @@ def page(reports: dict[str, Report]) -> str:
     by_family = itertools.groupby(reports, key=lambda name: CATALOGUE[name].family)
     for family, members in by_family:
         of_family = list(members)
-        good = ", ".join(CATALOGUE[name].title for name in of_family if name in clean)
-        bad = ", ".join(CATALOGUE[name].title for name in of_family if name not in clean)
+        good = "; ".join(CATALOGUE[name].title for name in of_family if name in clean)
+        bad = "; ".join(CATALOGUE[name].title for name in of_family if name not in clean)
         lines.append(f"| {family} | {good} | {bad} |")
     lines += FOOT.splitlines()
     return "\n".join(lines) + "\n"
