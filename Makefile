@@ -10,7 +10,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format faults steady bench pictures test-gpu clean
+.PHONY: help report test lint types format faults steady models bench pictures test-gpu clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ types: $(READY) ## mypy --strict
 format: $(READY) ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+models: $(READY) ## every architecture of docs/models.md, checked and held against an oracle
+	$(BIN)/python -m tests.models
 
 # Other tools, which the faults are shown to, are installed for this alone.
 faults: $(READY) ## run every fault of examples/faults, and write docs/faults.md and the comparison in the README

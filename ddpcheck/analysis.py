@@ -17,18 +17,20 @@ from torch import nn
 from ddpcheck import rank as this_rank
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import ShardAnalysis
-from ddpcheck.gather.compare import fit
-from ddpcheck.gather.coupling import first_coupling
+from ddpcheck.gather.compare import fit, norm
+from ddpcheck.gather.coupling import Coupling, first_coupling
 from ddpcheck.gather.events import counted_backwards
 from ddpcheck.gather.randomness import QuietRandomness, quiet_modules
 from ddpcheck.gather.stepping import Gradients, clear_gradients, compute_loss, gradients_of
 from ddpcheck.graph import named_parameters
-from ddpcheck.nests import batch_size, map_nest, to_device
+from ddpcheck.nests import batch_size, map_nest, to_device, upcast
 from ddpcheck.reference import SingleProcess, make_batch, step_seed
 
 _MOST_ELEMENTS = 1 << 28  # of the gradients of all shards together
 _MOST_TERMS = 8
 _SAME = 1e-3
+_LARGEST_ROUNDING = 0.01  # of what may be put down to rounding where float64 tells it
+_COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, and are the same row by row
 
 
 def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
@@ -53,11 +55,7 @@ def _analyse(own: SingleProcess, step: int, gradient_file: Path, world_size: int
     batch = to_device(make_batch(own.recipe, step, seed=own.seed), own.device)
     try:
         shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
-        parts, losses = [], []
-        for shard in shards:
-            gradients, value = _gradients_by_part(own, shard, step)
-            parts.append(gradients)
-            losses.append(value)
+        parts, losses = _gradients_by_shard(own, own.module, shards, step)
     except Exception:  # a model that insists on its batch size, say
         return found
     terms = [term for of_shard in parts for term in of_shard]
@@ -78,6 +76,8 @@ def _analyse(own: SingleProcess, step: int, gradient_file: Path, world_size: int
         rank_residual=rank_residual,
         shard_losses=tuple(losses),
     )
+    with contextlib.suppress(Exception):  # a model that insists on its dtype
+        found = replace(found, rounded=_rounded(own, averaged, mean, batch, shards, step))
     with contextlib.suppress(Exception):  # a batch that cannot be repeated
         found = replace(found, summed=_summed_terms(own, batch, step))
     count = len(weights) // world_size
@@ -92,31 +92,77 @@ def _analyse(own: SingleProcess, step: int, gradient_file: Path, world_size: int
     return found
 
 
-def _gradients_by_part(own: SingleProcess, shard: Any, step: int) -> tuple[list[Gradients], float]:
-    """The gradients of each term of the loss on one shard, with zeros where there is none, and the loss."""
-    own.rewind(own.module)
-    clear_gradients(own.module)
+def _rounded(
+    own: SingleProcess, averaged: Gradients, mean: Gradients, batch: Any, shards: Sequence[Any], step: int
+) -> tuple[str, ...]:
+    """The gradients that differ from the global batch's by rounding alone: in float64 the difference is gone.
+
+    A single number, the gradient of a bias say, may lose far more on shards than it happened to lose on the global
+    batch. Only where the ranks computed what the shards give by themselves, for the float64 run tells nothing of them.
+    """
+    if own.double is None:
+        return ()
+    ([whole], *_), _ = _gradients_by_shard(own, own.double, [upcast(batch)], step, apart=False)
+    parts, _ = _gradients_by_shard(own, own.double, [upcast(shard) for shard in shards], step, apart=False)
+    found = []
+    for name, want in own.gradients.items():
+        allowed = own.tolerance[name] * own.scale[name]
+        gap = norm(averaged[name].double() - want.double()) if name in averaged else 0.0
+        if not allowed < gap <= _LARGEST_ROUNDING * own.scale[name]:
+            continue
+        exact = torch.stack([term[name] for of_shard in parts for term in of_shard]).sum(0) / len(shards)
+        if norm(averaged[name].double() - mean[name].double()) <= allowed and norm(exact - whole[name]) <= gap / 10:
+            found.append(name)
+    return tuple(found)
+
+
+def _gradients_by_shard(
+    own: SingleProcess, module: nn.Module, shards: Sequence[Any], step: int, *, apart: bool = True
+) -> tuple[list[list[Gradients]], list[float]]:
+    """The gradients of `module` on each shard by itself, with zeros where there is none, and the losses.
+
+    Args:
+        own: Of this process.
+        module: The module, in its own dtype or in float64.
+        shards: Parts of the batch, in the dtype of the module.
+        step: Counted from 0.
+        apart: Whether to keep the terms of the loss apart.
+    """
+    parts, losses = [], []
+    for shard in shards:
+        gradients, value = _gradients_by_part(own, module, shard, step, apart=apart)
+        parts.append(gradients)
+        losses.append(value)
+    return parts, losses
+
+
+def _gradients_by_part(
+    own: SingleProcess, module: nn.Module, shard: Any, step: int, *, apart: bool = True
+) -> tuple[list[Gradients], float]:
+    own.rewind(module)
+    clear_gradients(module)
     found: list[Gradients] = []
-    with _hushed(own), counted_backwards() as backwards:
+    with _hushed(own, module), counted_backwards() as backwards:
         seed = step_seed(own.seed, step)
-        loss = compute_loss(own.recipe, own.module, shard, step=step, seed=seed, place="shard by shard, ")
+        loss = compute_loss(own.recipe, module, shard, step=step, seed=seed, place="shard by shard, ")
         terms = [part for part in loss.parts if part.requires_grad]
-        apart = len(terms) <= _MOST_TERMS and not backwards[0]  # what the loss has accumulated itself belongs to all
+        # What the loss has accumulated itself belongs to all of its terms.
+        apart = apart and len(terms) <= _MOST_TERMS and not backwards[0]
         for term in terms if apart else [loss.total]:
             if apart:
-                clear_gradients(own.module)
+                clear_gradients(module)
             term.backward(retain_graph=True)
-            gradients = gradients_of(named_parameters(own.module))
+            gradients = gradients_of(named_parameters(module))
             found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
     return found, loss.value
 
 
 @contextlib.contextmanager
-def _hushed(own: SingleProcess) -> Iterator[None]:
+def _hushed(own: SingleProcess, module: nn.Module) -> Iterator[None]:
     if not own.draws:
         yield
         return
-    with quiet_modules(own.module), QuietRandomness():
+    with quiet_modules(module), QuietRandomness():
         yield
 
 
@@ -130,8 +176,8 @@ def _summed_terms(own: SingleProcess, batch: Any, step: int) -> tuple[int, ...]:
     def twice(leaf: Any) -> Any:
         return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size else leaf
 
-    whole, _ = _gradients_by_part(own, batch, step)
-    repeated, _ = _gradients_by_part(own, map_nest(twice, batch), step)
+    whole, _ = _gradients_by_part(own, own.module, batch, step)
+    repeated, _ = _gradients_by_part(own, own.module, map_nest(twice, batch), step)
     found = []
     for term, (once, double) in enumerate(zip(whole, repeated, strict=True)):
         ratio, residual = fit(double, [once])
@@ -193,20 +239,24 @@ def _named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> dict[str, Any]:
-    """The first module whose output for a sample of `shard` depends on the other samples, and the line that does it."""
+    """The first module whose output for a sample of `shard` depends on the other samples, and the line that does it.
 
-    def run(part: Any) -> Callable[[], None]:
+    In float64 a coupling shows that is smaller than rounding in the model's own dtype.
+    """
+
+    def run(module: nn.Module, part: Any) -> Callable[[], None]:
         def forward() -> None:
-            own.rewind(own.module)
-            with quiet_modules(own.module), QuietRandomness():
-                compute_loss(own.recipe, own.module, part, step=step, seed=step_seed(own.seed, step))
+            own.rewind(module)
+            with quiet_modules(module), QuietRandomness():
+                compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
 
         return forward
 
-    found = first_coupling(own.module, run(batch), run(shard))
-    kind = type(_submodule(own.module, found.module)).__name__ if found.module else ""
+    found = first_coupling(own.module, run(own.module, batch), run(own.module, shard))
+    if found == Coupling() and own.double is not None:
+        whole, part = run(own.double, upcast(batch)), run(own.double, upcast(shard))
+        found = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
+    if found.module is None:
+        return {"line": found.line}
+    kind = type(own.module.get_submodule(found.module)).__name__
     return {"module": found.module, "module_class": kind, "line": found.line}
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name)

@@ -59,6 +59,7 @@ def check(
     steps: int = 3,
     timeout: float = 30.0,
     seed: int = 0,
+    preload: Sequence[str] = (),
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
@@ -73,6 +74,7 @@ def check(
         steps: Training steps to run.
         timeout: Seconds that one phase of the check may take before it counts as a hang.
         seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules to report; default: all.
         ignore: Those not to report.
         progress: Called with a few words at the beginning of each phase.
@@ -83,7 +85,16 @@ def check(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    asked = ask(target, world_size=world_size, backend=backend, device=device, steps=steps, timeout=timeout, seed=seed)
+    asked = ask(
+        target,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        steps=steps,
+        timeout=timeout,
+        seed=seed,
+        preload=preload,
+    )
     outcome = CheckRun(target, asked, progress=progress or (lambda _text: None)).run()
     return outcome.report(select=select, ignore=ignore)
 
@@ -97,6 +108,7 @@ def ask(
     steps: int,
     timeout: float,
     seed: int,
+    preload: Sequence[str],
 ) -> Asked:
     """What was asked for, with the defaults that depend on the machine filled in.
 
@@ -117,6 +129,7 @@ def ask(
         steps=steps,
         seed=seed,
         timeout=timeout,
+        preload=tuple(preload),
     )
 
 
@@ -182,6 +195,7 @@ class CheckRun:
             device=self.asked.device,
             timeout=self.asked.timeout,
             process_group=group,
+            preload=self.asked.preload,
             hash_seeds=group,
             watch=DeadlockWatch() if group else None,
         )
@@ -363,7 +377,8 @@ class CheckRun:
             return False
         if self.outcome.analysis is None:
             analysing = self._start_single("analysis.analyse", step, averaged, self.asked.world_size)
-            self.outcome.add_analysis(self._settle_single(analysing))
+            if not self.outcome.add_analysis(step, self._settle_single(analysing)):
+                return False
             self.outcome.held = self._all("program.program_data")
         return True
 

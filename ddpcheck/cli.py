@@ -142,6 +142,8 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     what.add_argument("--device", metavar="NAME", help="cpu or cuda (default cpu)")
     what.add_argument("--timeout", metavar="SECONDS", help="after which a run counts as a hang (default 30)")
     what.add_argument("--seed", metavar="N", help="of all random numbers (default 0)")
+    modules = "modules that every rank needs, imported once before ranks are forked; comma separated or repeated"
+    what.add_argument("--preload", metavar="MODULES", action="append", help=modules)
     return what
 
 
@@ -156,7 +158,8 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
     return EXIT_USAGE
 
 
-_ASKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore")
+_RUN = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload")
+_ASKED = (*_RUN, "select", "ignore")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -191,8 +194,7 @@ def _matrix(arguments: argparse.Namespace) -> int:
 
 
 def _graph(arguments: argparse.Namespace) -> int:
-    names = ("world_size", "backend", "device", "steps", "timeout", "seed")
-    settings = load_settings({name: getattr(arguments, name) for name in names})
+    settings = load_settings({name: getattr(arguments, name) for name in _RUN})
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
     with _File(path) as file, _Progress(sys.stderr) as progress:
@@ -204,7 +206,7 @@ def _graph(arguments: argparse.Namespace) -> int:
             arguments.target,
             detail=arguments.detail,
             progress=progress,
-            **{name: getattr(settings, name) for name in names},
+            **{name: getattr(settings, name) for name in _RUN},
         )
         progress("laying out the picture")
         source = draw(fold(picture, marks), marks, report)

@@ -36,6 +36,7 @@ class Settings:
         select: Codes, prefixes or names of the rules to report; all when empty.
         ignore: Codes, prefixes or names of the rules to leave out.
         fail_on: The severity from which on findings fail the command; `None` for never.
+        preload: Modules that are imported once, before ranks are forked.
     """
 
     world_size: int = 2
@@ -47,6 +48,7 @@ class Settings:
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: Severity | None = Severity.ERROR
+    preload: tuple[str, ...] = ()
 
 
 def load_settings(
@@ -186,6 +188,17 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def _modules(value: Any) -> tuple[str, ...]:
+    expected = "names of modules, such as transformers"
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise TypeError(expected)
+    names = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(expected)
+    return names
+
+
 def _threshold(value: Any) -> Severity | None:
     choices = {**{severity.value: severity for severity in Severity}, "never": None}
     if not isinstance(value, str) or value.strip().lower() not in choices:
@@ -203,5 +216,6 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "select": _patterns,
     "ignore": _patterns,
     "fail_on": _threshold,
+    "preload": _modules,
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

@@ -50,6 +50,7 @@ def depict(
     steps: int = 3,
     timeout: float = 30.0,
     seed: int = 0,
+    preload: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _text: None,
 ) -> tuple[Report, Picture, tuple[Mark, ...]]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step.
@@ -63,6 +64,7 @@ def depict(
         steps: Training steps of the check; the picture shows the first.
         timeout: Seconds that one phase may take before it counts as a hang.
         seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
         progress: Called with a few words at the beginning of each phase.
 
     Returns:
@@ -84,6 +86,7 @@ def depict(
         steps=steps,
         timeout=timeout,
         seed=seed,
+        preload=preload,
         progress=progress,
     )
     if report.error is not None:

@@ -412,12 +412,13 @@ class ShardAnalysis:
         rank_residual: What that leaves, relative.
         shard_losses: The loss on each shard.
         global_loss: The loss on the global batch.
-        module: The first module whose output for a sample depends on the other samples; empty if there is none.
-        module_class: Its class.
+        module: The first module whose output for a sample depends on the other samples; empty for the model itself.
+        module_class: Its class; empty if there is none.
         line: The line of the user's code at which an operation couples them, where there is one.
         summed: The terms of the loss, by position, that double when every sample is there twice.
         count: What the loss is divided by, where it is found in the batch ("batch['labels'] != -100").
         counts: Its value on each rank.
+        rounded: The gradients that differ from the global batch's by rounding alone.
     """
 
     weights: tuple[float, ...] = ()
@@ -436,6 +437,7 @@ class ShardAnalysis:
     summed: tuple[int, ...] = ()
     count: str = ""
     counts: tuple[float, ...] = ()
+    rounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class World:
         process_group: bool = True,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
         hash_seeds: bool = False,
         watch: Watch | None = None,
     ) -> None:
@@ -80,6 +81,8 @@ class World:
             process_group: `False` for one rank without a process group.
             threads: That torch may use in each rank; by default the cores are shared out.
             env: Environment variables for the ranks, on top of ours.
+            preload: Names of modules that every rank needs and that take long to import; they are imported once, in the
+                server that ranks are forked from.
             hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, where the order of a set
                 of strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
             watch: Called every quarter of a second during a run with the world, the ranks that have finished and
@@ -112,6 +115,7 @@ class World:
         self._process_group = process_group
         self._threads = threads if threads is not None else max(1, allowed.cores() // world_size)
         self._env = allowed.check_env(env)
+        self._preload = allowed.check_modules("preload", preload)
         self._watch = watch
         self._owner = os.getpid()
         self._pending: Pending | None = None
@@ -227,6 +231,7 @@ class World:
             cwd=os.getcwd(),
             path=processes.import_path(),
             argv=tuple(sys.argv),
+            preload=self._preload,
         )
 
     # --- Failing -----------------------------------------------------------------------------------------------
@@ -243,6 +248,9 @@ class World:
 
     def _describe_failure(self, headline: str | None) -> BaseException:
         self.failed = True
+        if self._crew.refused:
+            self._crew.kill()
+            return UsageError(self._crew.trouble)
         dumps = self._crew.dump_stacks()
         now = time.monotonic()
         self._crew.kill()

@@ -58,6 +58,7 @@ class Asked:
     steps: int
     seed: int
     timeout: float
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +226,23 @@ class Outcome:
             self._note_parity(step, "single-process", difference)
         return any(difference.bad for difference in differences)
 
-    def add_analysis(self, analysis: ShardAnalysis | None) -> None:
-        """What the shards tell, of the step under way."""
-        self.analysis, self._analysed = analysis, self.local
+    def add_analysis(self, step: int, analysis: ShardAnalysis | None) -> bool:
+        """What the shards tell of a step that differs; returns whether it still does, rounding aside."""
+        rounded = analysis.rounded if analysis is not None else ()
+        self._single[step] = tuple(
+            replace(item, tolerance=max(item.tolerance, item.error)) if item.name in rounded else item
+            for item in self._single[step]
+        )
+        self._parity = [
+            replace(entry, tolerance=max(entry.tolerance, entry.relative_error))
+            if (entry.step, entry.reference) == (step, "single-process") and entry.parameter in rounded
+            else entry
+            for entry in self._parity
+        ]
+        differs = any(item.bad for item in self._single[step])
+        if differs:  # else the next step that differs is looked at
+            self.analysis, self._analysed = analysis, self.local
+        return differs
 
     def draws_alike(self) -> bool:
         """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""

@@ -169,7 +169,8 @@ def judge_single_process(
                 evidence=[*(f"called: {call}" for call in calls[1:]), *facts],
             )
         ]
-    if ran and not world_changed and analysis.weights_residual <= tolerance:
+    even = all(abs(weight * known.world_size - 1) <= tolerance for weight in analysis.weights)
+    if ran and not world_changed and analysis.weights_residual <= tolerance and not even:
         if scaled:  # with a common factor there is no need to tell the ranks' weights apart
             weight = 1 / (known.world_size * analysis.global_ratio)
             analysis = replace(analysis, weights=(weight,) * known.world_size)
@@ -201,11 +202,13 @@ def judge_single_process(
                 severity=Severity.ERROR,
             )
         ]
-    where = f"{analysis.module} ({analysis.module_class})" if analysis.module else "the loss"
+    where = (
+        f"{analysis.module or 'the model itself'} ({analysis.module_class})" if analysis.module_class else "the loss"
+    )
     line = analysis.line
     how = (
         f"the output of {where} for one sample depends on the other samples of the batch"
-        if analysis.module
+        if analysis.module_class
         else "no module mixes samples: the loss itself couples them"
     )
     found.append(

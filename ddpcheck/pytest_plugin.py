@@ -68,6 +68,7 @@ class DdpWorld:
                 backend=self._settings.backend or "gloo",  # works on every device, with any number of ranks
                 device=self._settings.device,
                 timeout=self._settings.timeout,
+                preload=self._settings.preload,
                 **self._options,
             )
             self._defer(self._world.close)
@@ -96,7 +97,7 @@ class DdpWorld:
         __tracebackhide__ = True
         from ddpcheck.check import check
 
-        names = ("world_size", "backend", "device", "steps", "timeout", "seed", "select", "ignore")
+        names = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
         report = check(recipe, **{**{name: getattr(self._settings, name) for name in names}, **options})
         if report.exit_code(self._settings.fail_on):
             pytest.fail(_as_text(report), pytrace=False)

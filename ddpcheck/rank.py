@@ -30,6 +30,7 @@ from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assertions import rewrite_on_import
+from ddpcheck.worlds.preloading import import_named
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -233,6 +234,9 @@ def _set_up(config: wire.RankConfig) -> None:
 
     torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
     _adopt(config)
+    for name in config.preload:  # after a fork it is there already
+        if refusal := import_named(name):
+            raise UsageError(refusal)
     device, shared = _choose_device(config)
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:

@@ -42,6 +42,7 @@ def check_matrix(
     steps: int = 3,
     timeout: float = 30.0,
     seed: int = 0,
+    preload: Sequence[str] = (),
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     step_times: bool = True,
@@ -60,6 +61,7 @@ def check_matrix(
         steps: Training steps to run in each row.
         timeout: Seconds that one phase of a row may take before it counts as a hang; one that hangs costs its row.
         seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules that may decide a verdict; default: all.
         ignore: Those that may not.
         step_times: Whether to measure how long a step takes under each row that is right.
@@ -71,7 +73,16 @@ def check_matrix(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    asked = ask(target, world_size=world_size, backend=backend, device=device, steps=steps, timeout=timeout, seed=seed)
+    asked = ask(
+        target,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        steps=steps,
+        timeout=timeout,
+        seed=seed,
+        preload=preload,
+    )
     sweep = _Sweep(target, asked, select=select, ignore=ignore, progress=progress or (lambda _text: None))
     return sweep.matrix(step_times=step_times)
 

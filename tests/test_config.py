@@ -48,14 +48,17 @@ def test_every_setting_can_be_set_everywhere(project: Path) -> None:
         "select": "DDP1,hang",
         "ignore": "DDP109",
         "fail_on": "never",
+        "preload": "transformers, torch.fx",
     }
-    expected = Settings(4, "nccl", "cuda", 7, 2.5, 9, ("DDP1", "hang"), ("DDP109",), None)
+    modules = ("transformers", "torch.fx")
+    expected = Settings(4, "nccl", "cuda", 7, 2.5, 9, ("DDP1", "hang"), ("DDP109",), None, modules)
     assert load_settings(values, environ={}) == expected
     assert load_settings(environ={f"DDPCHECK_{name.upper()}": value for name, value in values.items()}) == expected
     write(
         project,
         'world-size = 4\nbackend = "nccl"\ndevice = "cuda"\nsteps = 7\ntimeout = 2.5\nseed = 9\n'
-        'select = ["DDP1", "hang"]\nignore = ["DDP109"]\nfail-on = "never"',
+        'select = ["DDP1", "hang"]\nignore = ["DDP109"]\nfail-on = "never"\n'
+        'preload = ["transformers", "torch.fx"]',
     )
     assert load_settings(environ={}) == expected
 
@@ -76,6 +79,7 @@ def test_patterns_come_repeated_and_comma_separated() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ({"preload": "not a module"}, "--preload: expected names of modules, such as transformers, got 'not a module'"),
         ({"world_size": "0"}, "--world-size: expected a whole number of at least 1, got '0'"),
         ({"world_size": "two"}, "--world-size: expected a whole number"),
         ({"steps": "-1"}, "--steps: expected a whole number of at least 1"),

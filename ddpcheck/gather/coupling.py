@@ -26,11 +26,12 @@ class Coupling:
     """The first place at which a sample depends on others.
 
     Attributes:
-        module: Name of the module whose output does; empty if there is none.
+        module: Name of the module whose output does while its input does not; empty for the whole; None if there is
+            none.
         line: Of the user's code at which an operation does.
     """
 
-    module: str = ""
+    module: str | None = None
     line: Location | None = None
 
 
@@ -38,6 +39,7 @@ class Coupling:
 class _Pass:
     """What a forward pass computed: by module and call, and by line of the user's code, in order."""
 
+    inputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
@@ -66,35 +68,54 @@ class _Operations(TorchFunctionMode):
         return result
 
 
-def first_coupling(module: nn.Module, whole: Callable[[], None], part: Callable[[], None]) -> Coupling:
+def first_coupling(
+    module: nn.Module, whole: Callable[[], None], part: Callable[[], None], *, rounding: float = 0.0
+) -> Coupling:
     """Find where an output for a sample of a part of the batch is another one than in the whole batch.
 
     Args:
         module: Whose submodules are watched.
         whole: Runs the loss on the whole batch.
         part: Runs it on a part.
+        rounding: What is no difference, relative; 0: by the dtype.
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
-    modules: dict[str, list[torch.Tensor]] = {}
-    for (name, _), outputs in of_whole.outputs.items():
-        modules.setdefault(name, []).extend(outputs)
+    given, made = _by_module(of_whole.inputs), _by_module(of_whole.outputs)
     lines: dict[Location, list[torch.Tensor]] = {}
     for line, outputs in of_whole.operations:
         lines.setdefault(line, []).extend(outputs)
+
+    def meet(full: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], *, pairs: bool = False) -> bool:
+        return _meet(full, alone, rounding, pairs=pairs)
+
     return Coupling(
-        next((name for (name, _), part in of_part.outputs.items() if _meet(modules.get(name, ()), part)), ""),
-        next((line for line, part in of_part.operations if _meet(lines.get(line, ()), part, pairs=True)), None),
+        next(
+            (
+                key[0]
+                for key, alone in of_part.outputs.items()
+                if meet(made.get(key[0], ()), alone) and not meet(given.get(key[0], ()), of_part.inputs[key])
+            ),
+            None,
+        ),
+        next((line for line, alone in of_part.operations if meet(lines.get(line, ()), alone, pairs=True)), None),
     )
 
 
-def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, pairs: bool = False) -> bool:
+def _by_module(calls: Mapping[tuple[str, int], Sequence[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for (name, _), tensors in calls.items():
+        found.setdefault(name, []).extend(tensors)
+    return found
+
+
+def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
     """Whether samples depend on each other in one of `part`: its rows are in none of `whole`, of which there may be
     several (micro-batches); or, where `pairs` are asked for, it has an element for every pair of samples.
     """
     for alone in part:
         alike = [full for full in whole if full.shape == alone.shape]  # a micro-batch of the same size
         grown = [full for full in whole if len(_axes(full, alone)) == 1]
-        if grown and all(_depends(full, alone) for full in (*grown, *alike)):
+        if grown and all(_depends(full, alone, rounding) for full in (*grown, *alike)):
             return True
         if pairs and any(_pairs(full, alone) for full in whole):
             return True
@@ -103,24 +124,34 @@ def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, pairs:
 
 def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
     seen = _Pass()
-    with _kept_outputs(module, seen), _Operations(seen):
+    with _kept_calls(module, seen), _Operations(seen):
         forward()
     return seen
 
 
 @contextmanager
-def _kept_outputs(module: nn.Module, seen: _Pass) -> Iterator[None]:
+def _kept_calls(module: nn.Module, seen: _Pass) -> Iterator[None]:
     counts: dict[str, int] = {}
+    given: dict[str, list[list[torch.Tensor]]] = {}  # to calls that have not ended
 
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            with torch._C.DisableTorchFunction():
+                given.setdefault(name, []).append(seen.kept([args, kwargs]))
+
+        return hook
+
+    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             counts[name] = counts.get(name, 0) + 1
             with torch._C.DisableTorchFunction():
+                seen.inputs[name, counts[name]] = given[name].pop()
                 seen.outputs[name, counts[name]] = seen.kept(output)
 
         return hook
 
-    handles = [m.register_forward_hook(keep(name)) for name, m in module.named_modules() if name]
+    handles = [m.register_forward_pre_hook(before(name), with_kwargs=True) for name, m in module.named_modules()]
+    handles += [m.register_forward_hook(after(name)) for name, m in module.named_modules()]
     try:
         yield
     finally:
@@ -128,13 +159,13 @@ def _kept_outputs(module: nn.Module, seen: _Pass) -> Iterator[None]:
             handle.remove()
 
 
-def _depends(whole: torch.Tensor, part: torch.Tensor) -> bool:
+def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
     """Whether rows of `part` are not among those of `whole`; they may be at other places (two views in one batch)."""
     axes = _axes(whole, part) or [0]
     all_rows = whole.movedim(axes[0], 0).flatten(1).double() if whole.dim() > 1 else whole[:, None].double()
     rows = part.movedim(axes[0], 0).flatten(1).double() if part.dim() > 1 else part[:, None].double()
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
-    allowed = _NOT_ROUNDING * float(torch.finfo(part.dtype).eps) * scale
+    allowed = (rounding or _NOT_ROUNDING * float(torch.finfo(part.dtype).eps)) * scale
     return any(float(torch.linalg.vector_norm(all_rows - row, dim=1).min()) > allowed for row in rows[:_MOST_ROWS])
 
 

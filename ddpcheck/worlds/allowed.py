@@ -46,6 +46,16 @@ def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
     return env
 
 
+def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of modules, having refused all that cannot be one."""
+    for module in () if isinstance(modules, str) else modules:
+        if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+            raise UsageError(f"{name} must hold names of modules such as 'transformers', got {module!r}.")
+    if isinstance(modules, str):
+        raise UsageError(f"{name} must be a list of names of modules, got {modules!r}.")
+    return tuple(modules)
+
+
 def choose_start_method(method: object) -> Literal["fork", "spawn"]:
     """Return how ranks start on this system; `None` leaves it to us."""
     if sys.platform == "win32":

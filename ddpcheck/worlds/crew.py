@@ -44,12 +44,14 @@ class Crew:
         ranks: What is known about each.
         run: Number of the run under way; replies to an earlier one are dropped.
         trouble: Why no rank can go on, empty while they can.
+        refused: Whether that is because of what the world was asked to be.
     """
 
     def __init__(self, directory: Path) -> None:
         self.ranks: list[Rank] = []
         self.run = 0
         self.trouble = ""
+        self.refused = False
         self._directory = directory
         self._launches: list[processes.ForkLaunch | processes.SpawnLaunch] = []  # one for each hash seed
         self._launch_of: dict[int, processes.ForkLaunch | processes.SpawnLaunch] = {}  # by rank
@@ -73,7 +75,7 @@ class Crew:
             launch = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
             for seed in dict.fromkeys(hash_seeds):
                 fds = {rank: end.fileno() for rank, end in enumerate(theirs) if hash_seeds[rank] == seed}
-                self._launches.append(launch(str(self._directory), fds, seed))
+                self._launches.append(launch(str(self._directory), fds, seed, config.preload))
                 self._launch_of.update(dict.fromkeys(fds, self._launches[-1]))
         finally:
             for other in theirs:
@@ -155,6 +157,7 @@ class Crew:
             rank.ended = (event[2], event[3])
         else:
             self.trouble = event[1]
+            self.refused = event[0] == "refused"
 
     # --- Ending ------------------------------------------------------------------------------------------------
 

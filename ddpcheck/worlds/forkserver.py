@@ -1,6 +1,7 @@
-"""The fork server: a process that has imported torch and nothing of the user's, and forks ranks on request.
+"""The fork server: a process that has imported torch and forks ranks on request.
 
-It is started by exec, stays single-threaded, runs no operation of torch, and holds no state that a rank could
+Nothing of the user's runs in it but the import of modules that the user has named for it. It is started by exec,
+ stays single-threaded, runs no operation of torch, and holds no state that a rank could
 inherit. Requests arrive as one packet each on a socket from the parent; file descriptors come along with them.
 Forks and exits are reported on the socket of the world they belong to. When the parent goes away, by whatever
 death, every rank goes with it, and so do the scratch directories.
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ddpcheck import rank as rank_module
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import preloading, wire
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
@@ -88,6 +89,8 @@ class Server:
         self._worlds: dict[int, _World] = {}
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
         self._broken = ""
+        self._unsafe = ""  # why no rank can be forked any more
+        self._refusals: dict[str, str] = {}  # by module that was asked for: why it cannot be had, empty where it can
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: tuple[str, ...]) -> None:
@@ -151,12 +154,38 @@ class Server:
             notify = socket.socket(fileno=fds.pop(0))
             notify.setblocking(False)
             self._worlds[request["world"]] = _World(notify, request["directory"], request["size"])
-            self._fork_all(request["world"], fds)
+            if refusal := self._import_named(request["preload"]):
+                self._refuse(request["world"], refusal, fds)
+            else:
+                self._fork_all(request["world"], fds)
         elif operation == "more":
             self._fork_all(request["world"], fds)
         elif operation == "signal":
             self._signal(request["world"], request["ranks"], request["signal"])
         return True
+
+    def _import_named(self, names: tuple[str, ...]) -> str:
+        """Import what the user wants in every rank, once; returns why that cannot be, in a sentence."""
+        for name in names:
+            if name not in self._refusals:
+                self._refusals[name] = preloading.import_named(name)
+                gc.freeze()
+                if (count := _threads()) > 1:  # a fork copies one thread, and the locks that the others hold
+                    self._unsafe = (
+                        f"preload: importing {name!r} leaves {count - 1} thread(s) running, and such a process cannot "
+                        "be forked; do not preload it"
+                    )
+            if self._refusals[name]:
+                return self._refusals[name]
+        return self._unsafe
+
+    def _refuse(self, number: int, sentence: str, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        world = self._worlds[number]
+        world.size = 0
+        world.tell(("refused", sentence, bool(self._unsafe)))
+        self._drop_if_over(number)
 
     def _fork_all(self, number: int, fds: list[int]) -> None:
         world = self._worlds.get(number)
@@ -278,6 +307,13 @@ def _children() -> list[int]:
             return [int(word) for word in file.read().split()]
     except OSError:
         return []
+
+
+def _threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
 
 
 def _drain(sock: socket.socket) -> None:

@@ -32,6 +32,9 @@ _SINGLE_THREADED = {
     "MKL_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way of counting GPUs forbids a fork afterwards
 }
+_UNLESS_SET = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
+}
 _FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own to every one of the user's
 
 # Under a launcher every rank has a hash seed of its own, so that an order taken from a set of strings differs from rank
@@ -49,7 +52,7 @@ _RANK_CODE = (
 )
 
 Event = tuple[Any, ...]
-"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)` or `("error", text)`."""
+"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`."""
 
 
 class Launch(Protocol):
@@ -121,7 +124,7 @@ class _ForkServer:
                     json.dumps(import_path()),
                     json.dumps(more),
                 ],
-                env={**inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
+                env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -224,9 +227,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class ForkLaunch:
-    """Ranks forked by the fork server of a hash seed, one for each descriptor."""
+    """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before."""
 
-    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str) -> None:
+    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = ()) -> None:
         self._inbox = wire.Inbox()
         self._over = False
         self._ranks = list(fds)  # the server counts from 0
@@ -239,7 +242,7 @@ class ForkLaunch:
             self._socket.setblocking(False)
             try:
                 with theirs:
-                    self._open(directory, theirs.fileno(), list(fds.values()))
+                    self._open(directory, theirs.fileno(), list(fds.values()), preload)
                 break
             except OSError as error:  # it has died since we last looked: once more, with another
                 self._socket.close()
@@ -248,8 +251,9 @@ class ForkLaunch:
                 _discard(self._server)
         self.channel: socket.socket | None = self._socket
 
-    def _open(self, directory: str, notify: int, fds: Sequence[int]) -> None:
+    def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str]) -> None:
         request = {"operation": "open", "world": self._number, "directory": directory, "size": len(fds)}
+        request["preload"] = tuple(preload)
         self._server.send(request, [notify, *fds[:MAX_FDS]])
         for first in range(MAX_FDS, len(fds), MAX_FDS):
             self._server.send({"operation": "more", "world": self._number}, fds[first : first + MAX_FDS])
@@ -272,6 +276,8 @@ class ForkLaunch:
             else:
                 self._awaited = 0  # it says itself what is wrong
                 events.append(event)
+                if event[0] == "refused" and event[2]:
+                    _discard(self._server)
         if not alive:
             self._over = True
             if self._awaited:  # the ranks have died with it, but not what they had started
@@ -302,9 +308,9 @@ class ForkLaunch:
 
 
 class SpawnLaunch:
-    """Ranks started by exec with a hash seed, each a child of ours."""
+    """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
 
-    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str) -> None:
+    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = ()) -> None:
         self.channel: socket.socket | None = None
         self.over = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -46,6 +46,7 @@ class RankConfig:
     cwd: str
     path: tuple[str, ...]
     argv: tuple[str, ...]
+    preload: tuple[str, ...] = ()
 
 
 def pack(message: object) -> bytes:

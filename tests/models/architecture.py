@@ -1,0 +1,172 @@
+"""What an architecture of the catalogue is: a class of `transformers`, a tiny configuration, a batch, and its truth."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck import Recipe
+from tests.models import batches as b
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # configurations only: nothing is ever fetched
+
+ENCODER, DECODER_ONLY, SEQ2SEQ = "Encoders", "Decoders", "Encoder-decoders"
+VISION, AUDIO, SEVERAL, RECURRENT = "Vision", "Audio", "Several modalities", "State space and recurrent"
+MIXTURE, TIME = "Mixtures of experts", "Time series and control"
+
+TEXT = {
+    "vocab_size": b.VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+DECODER = {**TEXT, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = {**DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+IMAGE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 3,
+}
+TWO_STACKS = {
+    "vocab_size": b.VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+T5 = {
+    "vocab_size": b.VOCABULARY,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+SPEECH = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
+PLAIN_SPEECH = {**SPEECH, "layerdrop": 0.0, "mask_time_prob": 0.0}
+SERIES = {
+    "prediction_length": 4,
+    "context_length": 24,
+    "lags_sequence": [1, 2, 4],
+    "num_time_features": 1,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+
+NO_LAYER_DROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A configuration inside a configuration."""
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Any:
+        """Make the configuration."""
+        transformers = importlib.import_module("transformers")
+        options = {key: value.build() if isinstance(value, Nested) else value for key, value in self.options.items()}
+        return getattr(transformers, self.kind)(**copy.deepcopy(options))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture, how it is trained here, and what is true of it under DDP.
+
+    Attributes:
+        family: Heading in the table.
+        title: What it is called there.
+        cls: Class in `transformers`.
+        options: Of its configuration.
+        batch: Its global batches.
+        expected: Codes that are true of it, each with what makes it true, in a few words (DDP105 counts as DDP104).
+        config: Class of the configuration, where it does not follow from `cls`.
+        loss: Of model and batch; the model's own by default.
+        shard: Where the batch is more than tensors.
+        needs: Modules that must be there.
+    """
+
+    family: str
+    title: str
+    cls: str
+    options: dict[str, Any]
+    batch: Callable[[int], b.Batch]
+    expected: Mapping[str, str] = field(default_factory=dict)
+    config: str = ""
+    loss: Callable[[nn.Module, b.Batch], Any] = None  # type: ignore[assignment]
+    shard: Callable[[b.Batch, int, int], b.Batch] | None = None
+    needs: tuple[str, ...] = ()
+
+    def build(self) -> nn.Module:
+        """Make the model with random weights, in train mode."""
+        cls = getattr(importlib.import_module("transformers"), self.cls)
+        config = Nested(self.config or cls.config_class.__name__, self.options).build()
+        module: nn.Module = cls(config)
+        return module.train()
+
+    def recipe(self) -> Recipe:
+        """As ddpcheck wants it."""
+        return Recipe(model=self.build, batch=self.batch, loss=self.loss or own_loss, shard=self.shard)
+
+
+def own_loss(model: nn.Module, batch: b.Batch) -> torch.Tensor:
+    """What the model computes from the labels in the batch."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss.mean()
+
+
+def last_state(model: nn.Module, batch: b.Batch) -> torch.Tensor:
+    """A stand-in for a head of one's own on the last hidden state."""
+    state: torch.Tensor = model(**batch).last_hidden_state
+    return state.square().mean()
+
+
+def on_output(name: str) -> Callable[[nn.Module, b.Batch], torch.Tensor]:
+    """The mean square of one output."""
+
+    def loss(model: nn.Module, batch: b.Batch) -> torch.Tensor:
+        value: torch.Tensor = getattr(model(**batch), name)
+        return value.square().mean()
+
+    return loss

@@ -1,0 +1,80 @@
+"""Architectures from `transformers`: ddpcheck says of each what an oracle without ddpcheck finds out, and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers, which the architectures come from, is not installed")
+
+import torch
+
+from ddpcheck.findings import Report
+from tests.models.catalogue import CATALOGUE
+from tests.models.comparing import codes_of, disagreements, report_on
+from tests.models.oracle import Truth, find_truth
+
+# One of a kind: `make models` and `-m slow` check all of them.
+QUICK = """
+    bert bert_bare electra deberta_v2 albert modernbert longformer gpt2 gpt2_padded llama gemma2 falcon bloom t5 bart
+    m2m100 vit swin convnext resnet segformer detr wav2vec2 wav2vec2_layerdrop whisper clip blip llava vilt mamba rwkv
+    mixtral mixtral_balanced switch autoformer patchtsmixer
+""".split()
+IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CATALOGUE]
+)
+def test_what_is_said_of_an_architecture_is_what_an_oracle_finds_out(name: str) -> None:
+    for needed in CATALOGUE[name].needs:
+        pytest.importorskip(needed)
+    assert disagreements(name, report_on(name), find_truth(CATALOGUE[name])) == []
+
+
+@pytest.mark.parametrize(("name", "world_size"), IN_OTHER_WORLDS)
+def test_it_is_the_same_on_more_ranks(name: str, world_size: int) -> None:
+    assert disagreements(name, report_on(name, world_size, steps=2), find_truth(CATALOGUE[name], world_size)) == []
+
+
+def test_the_architectures_named_here_exist() -> None:
+    assert set(QUICK) | {name for name, _ in IN_OTHER_WORLDS} <= set(CATALOGUE)
+
+
+HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, weights=(), exact=True)
+
+
+def report_with(*codes: str) -> Report:
+    from ddpcheck.findings import Finding, Severity
+
+    findings = [Finding(code, ("a",), "It is so.", Severity.ERROR) for code in codes]
+    return Report("tests.models.catalogue:bert", findings=tuple(findings))
+
+
+@pytest.mark.parametrize(
+    ("codes", "truth", "said"),
+    [
+        ([], {}, []),
+        (["DDP101"], {}, ["codes ['DDP101']", "never a gradient: said but not so ['a']"]),
+        ([], {"never": frozenset("b")}, ["so but not said ['b']"]),
+        ([], {"zero": frozenset("b")}, ["always zero"]),
+        (["DDP304"], {}, ["codes", "which it does not"]),
+        ([], {"gap": 0.5}, ["DDP304 it is"]),
+        ([], {"gap": 0.5, "summed": True}, ["DDP305 it is"]),
+        ([], {"gap": 0.5, "weights": (0.4, 0.6)}, ["DDP305 it is"]),
+        ([], {"gap": 1e-4, "exact": False}, []),
+    ],
+)
+def test_the_comparison_can_fail(codes: list[str], truth: dict[str, object], said: list[str]) -> None:
+    found = disagreements("bert", report_with(*codes), dataclasses.replace(HEALTHY, **truth))  # type: ignore[arg-type]
+    assert len(found) == len(said) and all(part in whole for part, whole in zip(said, found, strict=True)), found
+
+
+def test_a_code_that_depends_on_the_draw_counts_as_one() -> None:
+    assert codes_of(report_with("DDP105", "DDP104", "DDP101")) == ["DDP101", "DDP104"]

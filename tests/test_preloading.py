@@ -1,0 +1,91 @@
+"""Modules that are imported once, before ranks are forked: what comes of them, and of those that cannot be had."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from ddpcheck.check import check
+from ddpcheck.errors import UsageError
+from ddpcheck.harness import World
+from ddpcheck.worlds import processes
+
+METHODS: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Make a module that a fresh fork server and its ranks can import, and nobody afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    processes.shut_down()
+
+    def write(name: str, source: str) -> str:
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        return name
+
+    yield write
+    processes.shut_down()
+
+
+def imported_by(name: str) -> tuple[int, int]:
+    module = sys.modules[name]
+    return module.PID, os.getpid()
+
+
+def is_there(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_a_module_is_imported_once_and_is_there_in_every_rank(module) -> None:
+    name = module("ddpcheck_preloaded_once", "import os\nPID = os.getpid()\n")
+    with World(2, preload=[name]) as world:
+        first = world.run(imported_by, name)
+    with World(2, preload=[name]) as world:
+        second = world.run(imported_by, name)
+    servers = {importer for importer, _ in first + second}
+    assert not servers & {rank for _, rank in first + second}
+    assert len(servers) <= 2
+
+
+def test_a_rank_that_is_started_by_spawn_imports_it_for_itself(module) -> None:
+    name = module("ddpcheck_preloaded_alone", "")
+    with World(1, preload=[name], start_method="spawn") as world:
+        assert world.run(is_there, name) == [True]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [(None, "ModuleNotFoundError: No module named"), ("1 / 0", "ZeroDivisionError: division by zero")],
+)
+def test_a_module_that_cannot_be_imported_is_one_sentence(module, method, source, reason) -> None:
+    name = "ddpcheck_no_such_module" if source is None else module("ddpcheck_raises", source)
+    with World(2, preload=[name], start_method=method) as world, pytest.raises(UsageError) as caught:
+        world.run(os.getpid)
+    assert str(caught.value).startswith(f"preload: the module {name!r} cannot be imported: {reason}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_starts_a_thread_is_refused_and_the_next_world_is_none_the_worse(module) -> None:
+    threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    name = module("ddpcheck_threaded", threaded)
+    with World(2, preload=[name]) as world, pytest.raises(UsageError, match=r"leaves 1 thread.* do not preload it"):
+        world.run(os.getpid)
+    with World(2) as world:
+        assert len(set(world.run(os.getpid))) == 2
+
+
+def test_check_hands_it_on_and_its_error_is_one_of_usage() -> None:
+    target = str(Path(__file__).parent / "zoo" / "healthy" / "lstm.py")
+    with pytest.raises(UsageError, match="preload: the module 'ddpcheck_no_such_module' cannot be imported"):
+        check(target, preload=["ddpcheck_no_such_module"])
+
+
+@pytest.mark.parametrize("wrong", ["torch", ["a b"], [3], ["."]])
+def test_what_can_be_no_module_is_refused_before_anything_starts(wrong) -> None:
+    with pytest.raises(UsageError, match="preload must"):
+        World(2, preload=wrong)
