@@ -6,7 +6,7 @@ This module is light: torch is only imported on the ranks.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpcheck.check import check
