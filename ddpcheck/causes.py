@@ -44,9 +44,24 @@ def _knew_nothing(cause: Finding, _consequence: Finding) -> bool:
     return MADE_IN_FORWARD in cause.message
 
 
+def _of_the_loss(_cause: Finding, consequence: Finding) -> bool:
+    """Whether it is only known that another loss comes out on a rank, not what that is computed from."""
+    return consequence.subjects == ("loss",)
+
+
+def _of_the_same(cause: Finding, consequence: Finding) -> bool:
+    return set(consequence.subjects) <= set(cause.subjects)
+
+
 _ANOTHER_PROGRAM = frozenset({"DDP104", "DDP106"})
 
 _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
+    (("DDP106",), ("DDP515",), _of_the_same),
+    (
+        *(("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP214", "DDP216", "DDP503", "DDP513", "DDP515"),),
+        ("DDP516",),
+        _of_the_loss,
+    ),
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
     (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
     (("DDP223",), ("DDP306",), _always),

@@ -39,7 +39,7 @@ from ddpcheck.lockstep import (
 )
 from ddpcheck.loop import judge_values_changed
 from ddpcheck.outcome import Asked, Outcome
-from ddpcheck.program import judge_changes, judge_options
+from ddpcheck.program import judge_batches, judge_changes, judge_options
 from ddpcheck.target import find_file, is_path, split_target
 from ddpcheck.wording import Names
 
@@ -290,7 +290,7 @@ class CheckRun:
             self.outcome.add_local(local)
             self._check_in_step(local)
             self._check_packing(local, step)
-            self._check_batch([item.batch for item in local], step)
+            self._check_batches([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.drew for item in local)
             self._all("local.average", step, None if draws else averaged)
@@ -349,6 +349,13 @@ class CheckRun:
         if any("reduce" in call.operation and call.elements > 1 for call in calls):
             self._packing_checked = True
             self._add(judge_packing(self._all("shards.packed_payloads", step)))
+
+    def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
+        """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
+        if len(set(batches)) > 1 and self._all("local.batch_again", step) == list(batches):
+            self._add(judge_batches(batches, step))
+            self._skip_rest("DDP516: the ranks do not train on parts of one batch")
+        self._check_batch(batches, step)
 
     def _check_batch(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         if len({batch for batch in batches if batch}) > 1:

@@ -68,6 +68,7 @@ class Wrapped:
         parameters: Fingerprint of each parameter.
         buffers: Of each buffer.
         loss_location: The line that defines the loss.
+        hooks: What the recipe's `wrap` puts in the way of gradients.
         wrapper: Its class.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
         changed: What happened to parameters since DDP was constructed, in words.
@@ -84,6 +85,7 @@ class Wrapped:
     parameters: Mapping[str, int]
     buffers: Mapping[str, int]
     loss_location: Location | None
+    hooks: tuple[GradientHook, ...]
     wrapper: str
     broadcasts_buffers: bool
     changed: Mapping[str, str] = field(default_factory=dict)

@@ -308,6 +308,7 @@ class Outcome:
             hooks=tuple(dict.fromkeys(hook for item in self._repeated for hook in item.hooks)),
             backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
             loss_location=self.wrapped[0].loss_location if self.wrapped else None,
+            wrap_hooks=self.wrapped[0].hooks if self.wrapped else (),
             differs=any(self._differs(step) for step in self._single),
         )
 

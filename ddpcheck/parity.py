@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpcheck.evidence import Call, Difference, GradientHook, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
-from ddpcheck.program import judge_program_data
+from ddpcheck.program import judge_program_data, judge_programs
 from ddpcheck.wording import Names, listed, make_finding, spelled
 
 
@@ -37,6 +37,7 @@ class Circumstances:
         hooks: What the user's code puts in the way of gradients.
         backwards: Backward passes in a step, of the single process and of a rank.
         loss_location: The line that defines the loss.
+        wrap_hooks: Those of them that are put there while wrapping, and so only under the wrapper.
         differs: Whether the ranks' average is another gradient than the global batch's.
     """
 
@@ -57,6 +58,7 @@ class Circumstances:
     hooks: tuple[GradientHook, ...] = ()
     backwards: tuple[int, int] = (1, 1)
     loss_location: Location | None = None
+    wrap_hooks: tuple[GradientHook, ...] = ()
     differs: bool = False
 
 
@@ -143,6 +145,12 @@ def judge_single_process(
         ]
     if world_changed and (derived := judge_program_data(known.held, far=far, steps=steps, facts=facts)):
         return derived
+    communicates = bool(known.collectives or known.gathers)
+    if world_changed and not communicates and analysis.rank_residual > tolerance:
+        deliberate = known.wrapper.find_unused_parameters
+        apart = judge_programs(known.losses, analysis.shard_losses, deliberate=deliberate, steps=steps, facts=facts)
+        if apart:
+            return apart
     if world_changed and analysis.rank_residual <= tolerance:
         share = ", ".join(f"{weight:.4g}" for weight in analysis.rank_weights)
         return [

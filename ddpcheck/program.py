@@ -6,12 +6,13 @@ Pure functions from what ranks say in words (`ddpcheck.gather.construction`, `dd
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.options import are_harmless
-from ddpcheck.wording import listed, make_finding, odd_ranks, verb, who_says_what
+from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
@@ -80,6 +81,62 @@ def judge_program_data(
             steps=steps,
             evidence=[
                 *(f"{name}: " + "; ".join(who_says_what(_where_they_part(values[name]))) for name in differing),
+                *facts,
+            ],
+        )
+    ]
+
+
+def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
+    """DDP516: ranks that make another global batch than the others, and the same one each time.
+
+    Args:
+        batches: Fingerprints of the tensors of the batch, by rank.
+        step: Whose batch it is.
+    """
+    ranks = odd_ranks(batches)
+    return [
+        make_finding(
+            "DDP516",
+            (f"batch({step})",),
+            f"batch({step}) makes another global batch on {spelled(ranks)}, and the same one each time it is called, "
+            "so the ranks do not train on parts of one batch.",
+            ranks=ranks,
+            evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
+        )
+    ]
+
+
+def judge_programs(
+    losses: Sequence[float], alone: Sequence[float], *, deliberate: bool, steps: Sequence[int], facts: Sequence[str]
+) -> list[Finding]:
+    """DDP516: ranks that compute another loss on their shard than a process does that is no rank.
+
+    Args:
+        losses: By rank.
+        alone: Of the same shards in a single process.
+        deliberate: Whether parameters that take part on some ranks only are allowed for, as by someone who knows that
+            the ranks do different things.
+        steps: In which the gradients differ.
+        facts: On the gradients.
+    """
+    if len(losses) != len(alone):
+        return []
+    ranks = [r for r, (a, b) in enumerate(zip(losses, alone, strict=True)) if not math.isclose(a, b, rel_tol=1e-3)]
+    if not ranks or len(ranks) == len(losses):
+        return []
+    rank = ranks[0]
+    return [
+        make_finding(
+            "DDP516",
+            ("loss",),
+            f"On {spelled(ranks)} the model or the loss computes something else from the same samples than a single "
+            "process does, and than the other ranks do from theirs.",
+            ranks=ranks,
+            steps=steps,
+            severity=Severity.WARNING if deliberate else None,
+            evidence=[
+                f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
                 *facts,
             ],
         )

@@ -125,6 +125,17 @@ def _judge_mismatch(
             steps=some_steps(steps, len(by_step)),
             evidence=facts,
         )
+    if known.wrap_hooks:
+        hook = known.wrap_hooks[0]
+        return make_finding(
+            "DDP310",
+            known.names.subjects(names),
+            f"{hook.what[0].upper()}{hook.what[1:]}, registered while wrapping, is in the way of gradients: what the "
+            f"wrapper left in .grad of {len(names)} parameter(s) is not the average of the ranks' own.",
+            steps=some_steps(steps, len(by_step)),
+            location=hook.location or known.names.location(names),
+            evidence=[*(f"in the way of gradients: {hook}" for hook in known.wrap_hooks[:3]), *facts],
+        )
     drifted = list(known.local_buffers)
     again = max(item.wrapper_calls for items in by_step.values() for item in items)
     if known.broadcasts_buffers and again > 1 and drifted:

@@ -127,6 +127,7 @@ def test_options_reach_the_check(stub_check) -> None:
     calls = stub_check(Report("t"))
     line = (
         "report net.py:r --steps 5 --world-size 4 --backend gloo --device cuda --timeout 9 --seed 1 --select DDP1,hang"
+        " --preload json,csv.x"
     )
     assert cli.main([*line.split(), "--ignore", "DDP107", "--ignore", "DDP109"]) == 0
     [(target, options)] = calls
@@ -139,6 +140,7 @@ def test_options_reach_the_check(stub_check) -> None:
         "steps": 5,
         "timeout": 9.0,
         "seed": 1,
+        "preload": ("json", "csv.x"),
         "select": ("DDP1", "hang"),
         "ignore": ("DDP107", "DDP109"),
     }

@@ -29,6 +29,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     assert session.wrapped is not None and session.optimizer is not None
     session.calls.clear()
     put_back(session.started)
+    this_rank.set_place(f"step {step}: zero_grad")
     session.optimizer.zero_grad()
     clear_gradients(session.module)
     assert session.wrapper is not None

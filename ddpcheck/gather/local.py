@@ -142,6 +142,12 @@ def local_step(step: int) -> LocalStep:
     )
 
 
+def batch_again(step: int) -> tuple[int, ...]:
+    """The fingerprints of the global batch of `step`, made once more."""
+    session = the_session()
+    return batch_fingerprint(make_batch(session.recipe, step, seed=session.seed))
+
+
 def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for index, name in enumerate(parameters):

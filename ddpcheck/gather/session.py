@@ -24,6 +24,7 @@ from ddpcheck.collectives import record_collectives, unlogged
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Built,
+    GradientHook,
     ModuleDescription,
     Wrapped,
     WrapperFacts,
@@ -37,7 +38,7 @@ from ddpcheck.gather.construction import (
     wrapper_attributes,
 )
 from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
-from ddpcheck.gather.hooks import record_hooks
+from ddpcheck.gather.hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.randomness import seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
@@ -69,6 +70,7 @@ class Session:
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
         constructions: How many `DistributedDataParallel` this rank has made, or has begun to make.
+        wrap_hooks: What `wrap` has put in the way of gradients.
         started: What puts that back to what it was when the step began.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
@@ -92,6 +94,7 @@ class Session:
     before: ModuleState | None = None
     surroundings: Surroundings | None = None
     constructions: int = 0
+    wrap_hooks: tuple[GradientHook, ...] = ()
     started: list[Undo] = field(default_factory=list)
     after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
@@ -183,8 +186,10 @@ def wrap() -> Wrapped:
     this_rank.set_place("wrapping the model")
     names = {id(p): name for name, p in session.module.named_parameters()}
     original = session.module
+    hooks = recorded_hooks()
     with _watch_construction() as construction:
         session.wrapped = session.recipe.wrap_module(session.module, session.device)
+    session.wrap_hooks += tuple(hook for hook in recorded_hooks() if hook not in hooks)
     session.wrapper = find_ddp(session.wrapped)
     if session.wrapper is not session.wrapped and session.wrapper.module is not original:
         session.wrapper = session.wrapped  # a part of the model is wrapped, not the whole
@@ -228,6 +233,7 @@ def wrap() -> Wrapped:
         parameters=fingerprints(session.module.named_parameters()),
         buffers=fingerprints(session.module.named_buffers()),
         loss_location=_defined_at(session.recipe.loss),
+        hooks=session.wrap_hooks,
         wrapper=type(session.wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(session),
         changed=_changes(construction.seen, session.module) if construction.seen else {},

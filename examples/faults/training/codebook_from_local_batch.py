@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ddpcheck import Recipe
 
 EXPECT = {
-    "code": "DDP306",
+    "code": "DDP515",
     "subjects": ["codes"],
     "ranks": [],
     "severity": "error",
-    "cause": "in the forward pass",
+    "cause": "The forward or backward pass of step 0 sets codes",
 }
 
 
