@@ -15,7 +15,7 @@ EXPECT = {
     "subjects": ["0.weight", "0.bias", "2.weight", "2.bias"],
     "ranks": [],
     "severity": "error",
-    "cause": "clip_in_hooks_of_wrap.py:37",
+    "cause": "clip_in_hooks_of_wrap.py:36",
 }
 
 
