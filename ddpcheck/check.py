@@ -151,6 +151,10 @@ class Stopped(Exception):
     """The rest of the check cannot be run; the reason is in the outcome already."""
 
 
+class OptionsStopped(Stopped):
+    """The options that the wrapper is given differ between ranks, so that its constructor would not return."""
+
+
 class CheckRun:
     """One check under way: sends the ranks through their phases, and keeps what they tell in an `Outcome`."""
 
@@ -244,7 +248,8 @@ class CheckRun:
             if differing is None:
                 raise
             self.outcome.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
-            self._skip_rest("DDP221: DDP would stop, hang or abort")
+            self.outcome.rest_skipped = "DDP221: DDP would stop, hang or abort"
+            raise OptionsStopped from error
 
     def _check_after_wrapping(self, wrapped: Sequence[Wrapped]) -> None:
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")

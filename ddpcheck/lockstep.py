@@ -16,8 +16,8 @@ from ddpcheck.errors import EmptyShardError, RankError, RankFailure
 from ddpcheck.evidence import Call, Packed
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.rules import RULES
-from ddpcheck.wording import odd_ranks, spelled
-from ddpcheck.worlds.failures import phrase
+from ddpcheck.wording import odd_ranks, spelled, verb
+from ddpcheck.worlds.failures import agreeing, phrase
 
 if TYPE_CHECKING:
     from ddpcheck.harness import World
@@ -109,7 +109,7 @@ def judge_packing(sent: Sequence[Sequence[Packed]]) -> list[Finding]:
                 code="DDP407",
                 subjects=(call.operation,),
                 message=(
-                    f"{spelled(odd).capitalize()} puts what goes into {call.operation}"
+                    f"{spelled(odd).capitalize()} {verb('puts', 'put', odd)} what goes into {call.operation}"
                     f"{f' at {call.location}' if call.location else ''} together in another order than the rest."
                 ),
                 severity=RULES["DDP407"].severity,
@@ -207,12 +207,15 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
     same = tuple(f.rank for f in blamed if (f.kind, f.type) == (first.kind, first.type))
     ranks = () if len(same) == world_size else same
     code = "DDP401" if first.kind == "raised" else "DDP404"
-    who = "Every rank" if not ranks and world_size > 1 else spelled(same).capitalize()
+    if not ranks and world_size > 1:
+        said = f"Every rank {phrase(first)}"
+    else:
+        said = f"{spelled(same).capitalize()} {agreeing(phrase(first), same)}"
     return [
         Finding(
             code=code,
             subjects=(first.place or "run",),
-            message=f"{who} {phrase(first).rstrip('.')}{f', in {first.place}' if first.place else ''}.",
+            message=f"{said.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
             severity=Severity.ERROR,
             ranks=ranks,
             location=_parse_location(first.location),
@@ -237,8 +240,9 @@ def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
             code="DDP405",
             subjects=(f"step {step}",),
             message=(
-                f"{spelled(ranks).capitalize()} has no samples in step {step}, and the others have: in a training loop "
-                "it leaves, and they wait in backward for its gradients."
+                f"{spelled(ranks).capitalize()} {verb('has', 'have', ranks)} no samples in step {step}, and the others "
+                f"have: in a training loop {verb('it leaves', 'they leave', ranks)}, and the others wait in backward "
+                f"for {verb('its', 'their', ranks)} gradients."
             ),
             severity=RULES["DDP405"].severity,
             ranks=ranks,

@@ -321,9 +321,11 @@ class Outcome:
         known = self._circumstances(module_locations)
         found = list(self.findings)
         if self._evidence:
-            found += judge_parameters(
+            parameters = judge_parameters(
                 self._evidence, known.wrapper, self.names, awake=self.awake, zero_ends=self.zero_ends
             )
+            by_name = {finding.code for finding in parameters}  # which say more than that backward raised
+            found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
         if not self.withheld:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
             single = {step: self._widened(differences) for step, differences in self._single.items()}

@@ -34,10 +34,11 @@ class _Event:
 _Taint = dict[int, "_Event | None"]  # parameter index -> the event that cut it, None while its path is whole
 
 
-_LEAVES_TORCH = frozenset(
+LEAVES_TORCH = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
     | {"__format__"}
 )
+"""Functions that make a Python or numpy value of a tensor."""
 
 
 _READS_NO_VALUE = frozenset(
@@ -119,7 +120,7 @@ class PathRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch._C._set_grad_enabled and not args[0]:
             self._note_region()
-        value_of = args[1:] if _function_name(func) in _READS_NO_VALUE else args
+        value_of = args[1:] if function_name(func) in _READS_NO_VALUE else args
         inputs = list(_tensors_in((value_of, kwargs)))
         before = self._merged(inputs)
         result = func(*args, **kwargs)
@@ -155,7 +156,7 @@ class PathRecorder(TorchFunctionMode):
     def _spread(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], before: _Taint, result: Any
     ) -> None:
-        name = _function_name(func)
+        name = function_name(func)
         outputs = list(_tensors_in(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
@@ -163,7 +164,7 @@ class PathRecorder(TorchFunctionMode):
         written = [args[0]] if in_place and args and isinstance(args[0], torch.Tensor) else []
         written += list(_tensors_in(kwargs.get("out")))
         if not outputs and not written:
-            if name in _LEAVES_TORCH:
+            if name in LEAVES_TORCH:
                 event = self._event(f"{name.strip('_')}(), which leaves torch")
                 for index in before:
                     self._left_torch[index] = event
@@ -172,8 +173,8 @@ class PathRecorder(TorchFunctionMode):
         event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
         given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
         for output in (*outputs, *written):
-            whole = output.requires_grad and (output.grad_fn is not None or id(output) in given)
-            self._follow([output], before, event, None if whole else self._event(_cut_reason(name, output)))
+            whole = output.requires_grad and (not output.is_leaf or id(output) in given)
+            self._follow([output], before, event, None if whole else self._event(cut_reason(name, output)))
         for target in written:
             taint = dict(before)
             self._written.setdefault(_storage_key(target), {}).update(taint)
@@ -257,7 +258,8 @@ def _storage_key(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def _function_name(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of a function as a `TorchFunctionMode` meets it; of a property, that of the property."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         resolved = resolve_name(func) or ""
@@ -265,7 +267,8 @@ def _function_name(func: Callable[..., Any]) -> str:
     return name
 
 
-def _cut_reason(name: str, output: torch.Tensor) -> str:
+def cut_reason(name: str, output: torch.Tensor) -> str:
+    """Why `output`, just made by the function `name` of what requires grad, is not connected to it by autograd."""
     if name == "data":
         return ".data"
     if name in ("detach", "detach_"):

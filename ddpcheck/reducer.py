@@ -321,11 +321,16 @@ _WRAPPER_ERRORS = (
         "DDP302",
         "A parameter that takes part without the wrapper did not under it",
     ),
+    (
+        "training graph has changed in this iteration",
+        "DDP513",
+        "The graph is not the one that DDP recorded in the first step",
+    ),
 )
 
 
 def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]:
-    """DDP302, 311, 406 and 501 from how the wrapper fails in a step that the unwrapped module has just done."""
+    """DDP302, 311, 406, 501 and 513 from how the wrapper fails in a step that the unwrapped module has just done."""
     first = error.first
     finished = [item for item in error.results.values() if isinstance(item, DdpStepEvidence)]
     bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]

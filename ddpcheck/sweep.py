@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.advice import advise
-from ddpcheck.check import CheckRun, Stopped, ask, on_rank
+from ddpcheck.check import CheckRun, OptionsStopped, Stopped, ask, on_rank
 from ddpcheck.errors import EXIT_HANG, RankError
 from ddpcheck.findings import Location, ReportError, Severity
 from ddpcheck.matrix import Matrix, MatrixRow, StepTime, Verdict
@@ -107,6 +107,7 @@ class _Sweep(CheckRun):
         self._references: dict[bool, Outcome] = {}  # by whether the wrapper broadcasts buffers
         self._kept: set[bool] = set()  # those whose steps are on the ranks of this world
         self._synced = False  # the first of them
+        self._reference_options: Options | None = None  # those of its wrapper
         self._module_locations: dict[str, Location] = {}
         self._facts = ModelFacts()
         self._baseline: Options | None = None
@@ -127,7 +128,7 @@ class _Sweep(CheckRun):
             try:
                 self._start_worlds(stack)
                 self._prepare()
-                self._run_reference(None)
+                self._run_first_reference()
             except Stopped:
                 pass
             except RankError as failure:
@@ -157,6 +158,21 @@ class _Sweep(CheckRun):
         )
 
     # What the options cannot change
+
+    def _run_first_reference(self) -> None:
+        """With the recipe's own options; where no wrapper can be made with those, with torch's defaults."""
+        outcome = self.outcome.fork()
+        try:
+            self._run_reference(None)
+        except OptionsStopped:
+            stopped, self.outcome = self.outcome, outcome
+            self._reference_options = DEFAULTS
+            self._replace_world()
+            try:
+                self._run_reference(DEFAULTS)
+            except OptionsStopped:  # what the matrix does not set differs as well
+                self.outcome = stopped
+                raise
 
     def _run_reference(self, options: Options | None) -> None:
         """Go through the steps without the wrapper, and keep what each begins from and comes to."""
@@ -210,14 +226,17 @@ class _Sweep(CheckRun):
 
     def _restart(self) -> None:
         """A world for the rows that are left after one that took its world with it; the references are known."""
-        self.world.close()
-        self.world = self._worlds.enter_context(self._make_world(self.asked.world_size, group=True))
-        self._all("session.build", self.target, self.asked.seed)
-        self._keep_again(None)
+        self._replace_world()
+        self._keep_again(self._reference_options)
         self._kept = {self._synced}
         if self._baseline is not None:
             self._all("rows.begin_row", self._baseline)
             self._all("rows.keep_baseline")
+
+    def _replace_world(self) -> None:
+        self.world.close()
+        self.world = self._worlds.enter_context(self._make_world(self.asked.world_size, group=True))
+        self._all("session.build", self.target, self.asked.seed)
 
     def _keep_again(self, options: Options | None) -> None:
         """The steps of the ranks by themselves, without what has been judged already."""
@@ -237,12 +256,13 @@ class _Sweep(CheckRun):
             self._try(Trial(own), is_own=True)
             return
         first = first_trials(self._facts)
-        queue = [options for options in first if options != own]
-        queue.insert(0 if own == DEFAULTS else 1, own)
+        spelled_out = self._facts.own is not None  # else the recipe's own are several, and none of the others
+        queue = [options for options in first if not (spelled_out and options == own)]
+        queue.insert(0 if spelled_out and own == DEFAULTS else 1, own)
         self._expected = len(queue) + len(further_trials(self._facts, DEFAULTS, []))
         for options in queue:
             self._try(Trial(options), is_own=options is own)
-        right = [row.options for row in rows if row.fine]
+        right = [row.options for row in rows if row.fine and not row.label]
         base = next((options for options in first if options in right), next(iter(right), DEFAULTS))
         graphs = [options for options in first if options in right and options != DEFAULTS]
         if right or not any(row.failure is not None and row.failure.exit_code == EXIT_HANG for row in rows):

@@ -50,9 +50,9 @@ def who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tup
     return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
 
 
-def verb(of_one: str, of_several: str, names: Sequence[str]) -> str:
-    """The form of a verb that goes with so many names."""
-    return of_one if len(names) == 1 else of_several
+def verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
+    """The form of a verb that goes with so many subjects."""
+    return of_one if len(subjects) == 1 else of_several
 
 
 @dataclass(frozen=True, slots=True)

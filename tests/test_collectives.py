@@ -21,6 +21,7 @@ from ddpcheck.lockstep import (
     judge_failure,
     judge_packing,
 )
+from ddpcheck.worlds import failures
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
@@ -390,3 +391,18 @@ def test_a_mismatch_in_the_logs_is_the_cause_of_a_hang_or_of_a_broken_connection
     assert judge(failure(0, "stuck"), logs=logs).code == "DDP403"
     assert judge(failure(0, "raised", "gloo: connection closed by peer"), logs=logs).code == "DDP403"
     assert judge(failure(1, "raised", "rank 1 raised KeyError"), logs=logs).code == "DDP401"
+
+
+@pytest.mark.parametrize(
+    ("code", "one", "several"),
+    [
+        (-11, "rank 1 was killed by SIGSEGV", "ranks 1 and 2 were killed by SIGSEGV"),
+        (1, "rank 1 ended with exit code 1 before its", "ranks 1 and 2 ended with exit code 1 before their"),
+    ],
+)
+def test_what_happened_to_several_ranks_is_said_in_the_plural(code: int, one: str, several: str) -> None:
+    for ranks, words in (([1], one), ([1, 2], several)):
+        error = failures.error([failures.died(rank, code, 0.0) for rank in ranks])
+        assert str(error).startswith(words)
+        (finding,) = judge_failure(error, [[]] * 4, 4)
+        assert finding.message.startswith(words[0].upper() + words[1:])

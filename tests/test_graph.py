@@ -1,5 +1,6 @@
 """What the graph can tell: the engine and the walk agree, depth is no trouble, and a cut path is told with its line."""
 
+import gc
 import inspect
 import io
 import os
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from ddpcheck import graph  # noqa: E402
 from ddpcheck.evidence import PathEnd  # noqa: E402
+from ddpcheck.gather.flow import FlowRecorder  # noqa: E402
 from ddpcheck.graph import (  # noqa: E402
     EngineProbe,
     all_names,
@@ -29,7 +31,7 @@ from ddpcheck.graph import (  # noqa: E402
     unregistered_tensors,
     walk_graph,
 )
-from ddpcheck.paths import Explainer  # noqa: E402
+from ddpcheck.paths import Explainer, PathRecorder  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -140,6 +142,19 @@ if BACKWARD:
 del loss
 print("freed")
 """
+
+
+def test_following_a_path_makes_no_python_object_for_a_node_of_the_graph() -> None:
+    """A chain of such objects is freed recursively: at some 50,000 the process ends."""
+    model = nn.ParameterDict({"gate": torch.ones(1)})
+    for recorder in (PathRecorder(model, [model["gate"]]), FlowRecorder({}, (), ())):
+        with recorder:
+            y = model["gate"]
+            for _ in range(50):
+                y = y * model["gate"]
+            cut = y.detach() * 2
+        made = [thing for thing in gc.get_objects() if type(thing).__name__ == "MulBackward0"]
+        assert made == [] and cut.grad_fn is None
 
 
 @pytest.mark.parametrize("backward", [True, False])

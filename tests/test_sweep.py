@@ -6,6 +6,7 @@ import pytest
 
 import ddpcheck
 from ddpcheck.matrix import Matrix
+from tests.faultsuite.cases import FAULTS
 
 ZOO = Path(__file__).parent / "zoo"
 HEAD = """
@@ -24,8 +25,12 @@ def loss(model, batch):
 """
 
 
-def matrix_of(target: Path, **options) -> Matrix:
-    return ddpcheck.check_matrix(str(target), **{"timeout": 20, "step_times": False, **options})
+def broken(name: str) -> str:
+    return f"{FAULTS / name}.py:broken"
+
+
+def matrix_of(target: Path | str, **options) -> Matrix:
+    return ddpcheck.check_matrix(str(target), **{"timeout": 20, "steps": 2, "step_times": False, **options})
 
 
 def verdicts(matrix: Matrix) -> dict[str, str]:
@@ -50,15 +55,15 @@ def test_heads_that_take_turns_need_find_unused_parameters() -> None:
     matrix = matrix_of(ZOO / "healthy" / "alternating_heads_find_unused.py")
     found = verdicts(matrix)
     assert matrix.own is not None and matrix.own.options.arguments == {"find_unused_parameters": True}
-    assert (found["defaults"], found["static_graph=True"]) == ("stops DDP105", "stops DDP105")
+    assert (found["defaults"], found["static_graph=True"]) == ("stops DDP105", "stops DDP513")
     assert found["find_unused_parameters=True, gradient_as_bucket_view=True"] == "right"
     assert found["find_unused_parameters=True, skip_all_reduce_unused_params=True"] == "right"
-    assert said(matrix, "needs").startswith("It needs find_unused_parameters=True: without, it stops: DDP105 heads.1")
+    assert said(matrix, "needs").startswith("It needs find_unused_parameters=True: without, it stops: DDP105 heads.0")
     assert matrix.ok
 
 
 def test_a_layer_in_two_reentrant_checkpoints_needs_static_graph() -> None:
-    matrix = matrix_of(ZOO / "broken" / "reentrant_twice.py")
+    matrix = matrix_of(broken("running/reentrant_checkpoint"))
     found = verdicts(matrix)
     assert (found["defaults"], found["find_unused_parameters=True"]) == ("stops DDP406", "stops DDP406")
     assert found["static_graph=True"] == "right"
@@ -67,13 +72,13 @@ def test_a_layer_in_two_reentrant_checkpoints_needs_static_graph() -> None:
 
 
 def test_no_option_mends_a_loss_that_sums() -> None:
-    matrix = matrix_of(ZOO / "broken" / "sum_loss.py")
+    matrix = matrix_of(broken("gradients/summed_loss"))
     assert {row.code for row in matrix.rows if row.verdict != "skipped"} == {"DDP305"}
     assert "not mended by any option" in said(matrix, "fault")
 
 
 def test_a_buffer_that_broadcasts_overwrite_needs_them_off() -> None:
-    matrix = matrix_of(ZOO / "broken" / "buffer_broadcast_between_forwards.py")
+    matrix = matrix_of(broken("gradients/buffer_broadcast_between_forwards"))
     found = {row.title: row for row in matrix.rows}
     assert (found["defaults"].verdict, found["defaults"].code) == ("wrong", "DDP311")
     without = next(row for title, row in found.items() if row.fine)
@@ -82,7 +87,7 @@ def test_a_buffer_that_broadcasts_overwrite_needs_them_off() -> None:
 
 
 def test_buffers_that_drift_without_broadcasts_are_told_from_those_that_are_overwritten() -> None:
-    matrix = matrix_of(ZOO / "broken" / "ema_buffer_local.py")
+    matrix = matrix_of(broken("ranks/moving_average_overwritten"))
     codes = {row.title: {finding.code for finding in row.findings} for row in matrix.rows if row.verdict == "right"}
     [off] = [title for title in codes if "sync_buffers" in title or "broadcast" in title]
     assert codes["defaults"] == {"DDP215"} and codes[off] == {"DDP214"}
@@ -108,14 +113,14 @@ def test_a_row_that_fails_costs_its_own_world_only() -> None:
 
 
 def test_options_that_differ_between_ranks_are_a_fault_of_the_recipes_own_row_only() -> None:
-    matrix = matrix_of(ZOO / "broken" / "find_unused_differs.py")
+    matrix = matrix_of(broken("ranks/find_unused_on_one_rank"))
     [own, *others] = [row for row in matrix.rows if row.verdict != "skipped"]
     assert (own.verdict, own.code) == ("stops", "DDP221")
     assert {row.verdict for row in others} == {"right", "lossy"}
 
 
 def test_what_a_row_says_does_not_depend_on_optimizers_that_differ() -> None:
-    matrix = matrix_of(ZOO / "broken" / "optimizer_lr_differs.py")
+    matrix = matrix_of(broken("ranks/learning_rate"))
     assert matrix.own is not None and [finding.code for finding in matrix.own.findings] == ["DDP223"]
 
 
@@ -153,22 +158,25 @@ def wrap(module, device):
 
 
 def test_a_wrapper_that_is_no_ddp_has_one_row() -> None:
-    matrix = matrix_of(ZOO / "broken" / "wrapper_does_not_synchronise.py")
+    matrix = matrix_of(broken("gradients/wrapper_without_reduction"))
     [own] = matrix.rows
     assert (own.verdict, own.code, own.title) == ("wrong", "DDP301", "as the recipe wraps it")
     assert any("no DistributedDataParallel" in note for note in matrix.world["notes"])
 
 
-@pytest.mark.parametrize(("name", "code"), [("hangs_on_rank1", 4), ("raises_everywhere", 3), ("shape_differs", 1)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("running/sleeps_on_one_rank", 4), ("running/raises_everywhere", 3), ("ranks/parameter_shape", 1)],
+)
 def test_what_fails_whatever_the_options_are_is_said_once(name: str, code: int) -> None:
-    matrix = matrix_of(ZOO / "broken" / f"{name}.py", timeout=2 if code == 4 else 20)
+    matrix = matrix_of(broken(name), timeout=2 if code == 4 else 20)
     assert [row.own for row in matrix.rows] == [True] and matrix.rows[0].verdict == "stops"
     assert matrix.exit_code() == code
     assert (matrix.error is None) == (code == 1)
 
 
 def test_where_every_way_hangs_no_further_options_are_tried() -> None:
-    matrix = matrix_of(ZOO / "broken" / "bypass_on_rank1.py", timeout=2)
+    matrix = matrix_of(broken("training/inner_module_called_on_a_rank"), timeout=2)
     assert {row.verdict for row in matrix.rows} == {"stops"} and len(matrix.rows) == 3
     assert matrix.exit_code() == 4
     assert any("no further options were tried" in note for note in matrix.world["notes"])
@@ -179,14 +187,14 @@ def test_where_every_way_hangs_no_further_options_are_tried() -> None:
 )
 def test_the_recipes_own_row_says_what_a_check_says(name: str) -> None:
     path = ZOO / f"{name}.py"
-    report, matrix = ddpcheck.check(str(path), timeout=20), matrix_of(path)
+    report, matrix = ddpcheck.check(str(path), steps=2, timeout=20), matrix_of(path)
     assert matrix.own is not None
     assert matrix.own.findings == report.findings
     assert matrix.exit_code() == report.exit_code()
 
 
 def test_rules_that_are_ignored_decide_nothing() -> None:
-    matrix = matrix_of(ZOO / "broken" / "sum_loss.py", ignore=("DDP305",))
+    matrix = matrix_of(broken("gradients/summed_loss"), ignore=("DDP305",))
     assert matrix.ok and {row.verdict for row in matrix.rows} <= {"right", "lossy", "skipped"}
 
 

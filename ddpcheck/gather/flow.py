@@ -18,7 +18,7 @@ from ddpcheck.evidence import PathEnd
 from ddpcheck.graph import WALK_LIMIT
 from ddpcheck.locate import user_location
 from ddpcheck.nests import iter_tensors
-from ddpcheck.paths import _LEAVES_TORCH, _cut_reason, _function_name
+from ddpcheck.paths import LEAVES_TORCH, cut_reason, function_name
 
 Place = tuple[str | None, int]
 """A module's path (`None`: the loss function) and the part of its forward, counted by the calls that lie between."""
@@ -173,7 +173,7 @@ class FlowRecorder(TorchFunctionMode):
         required = [tensor.requires_grad for tensor in inputs]
         result = func(*args, **kwargs)
         if inputs:
-            self._record(_function_name(func), args, kwargs, inputs, required, result)
+            self._record(function_name(func), args, kwargs, inputs, required, result)
         return result
 
     def _record(
@@ -189,7 +189,7 @@ class FlowRecorder(TorchFunctionMode):
         if name == "__setitem__" and isinstance(args[0], torch.Tensor):
             outputs.append(args[0])
         outputs += iter_tensors(kwargs.get("out"))
-        if not outputs and name not in _LEAVES_TORCH:
+        if not outputs and name not in LEAVES_TORCH:
             return
         frame = self._frames[-1]
         place = (frame.module, frame.part)
@@ -280,7 +280,7 @@ class FlowRecorder(TorchFunctionMode):
         if not outputs:
             reason = f"{name.strip('_')}(), which leaves torch"
         elif lost:
-            reason = _cut_reason(name, outputs[0])
+            reason = cut_reason(name, outputs[0])
         for index, end in enumerate(self._ends):
             if (end.location, end.module, end.reason) == (where, module, reason) and where is not None:
                 return index

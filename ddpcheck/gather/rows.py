@@ -103,8 +103,7 @@ def begin_row(options: Options | None) -> Wrapped:
     else:
         _note(rows, session.module)
     rows.given = []
-    with overridden_options(options, rows.given):
-        wrapped = phases.wrap()
+    wrapped = phases.wrap(overridden_options(options, rows.given))
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)
         assert session.wrapper is not None

@@ -180,14 +180,18 @@ def aliases() -> dict[str, tuple[str, ...]]:
     return {names[0]: names for names in all_names(the_session().module).values() if len(names) > 1}
 
 
-def wrap() -> Wrapped:
-    """Wrap the module as the user does, and make the optimizers."""
+def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapped:
+    """Wrap the module as the user does, and make the optimizers.
+
+    Args:
+        around: Entered for the recipe's own `wrap`; it may change what the DDP constructor is told.
+    """
     session = the_session()
     this_rank.set_place("wrapping the model")
     names = {id(p): name for name, p in session.module.named_parameters()}
     original = session.module
     hooks = recorded_hooks()
-    with _watch_construction() as construction:
+    with _watch_construction() as construction, around or contextlib.nullcontext():
         session.wrapped = session.recipe.wrap_module(session.module, session.device)
     session.wrap_hooks += tuple(hook for hook in recorded_hooks() if hook not in hooks)
     session.wrapper = find_ddp(session.wrapped)

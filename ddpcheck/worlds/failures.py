@@ -190,7 +190,8 @@ def error(failures: Sequence[RankFailure]) -> RankError:
     if len(same) > 1:  # in order of rank, so that the same failure reads the same every time
         ordered = sorted(same, key=lambda one: one.rank) + [one for one in ordered if one not in same]
     others = _summary(ordered[len(same) :])
-    message = f"{name_ranks([one.rank for one in same])} {headline}" + (f" ({others})" if others else "")
+    ranks = [one.rank for one in same]
+    message = f"{name_ranks(ranks)} {agreeing(headline, ranks)}" + (f" ({others})" if others else "")
     return RankError(message, ordered, detail=_detail(ordered))
 
 
@@ -225,12 +226,18 @@ def _group(said: Sequence[tuple[int, str]]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, phrase in said:
         groups.setdefault(phrase, []).append(rank)
-    parts = []
-    for phrase, ranks in groups.items():
-        if len(ranks) > 1:
-            phrase = re.sub(r"^waits in", "wait in", re.sub(r"^is in", "are in", re.sub(r"^was ", "were ", phrase)))
-        parts.append(f"{name_ranks(ranks)} {phrase}")
-    return "; ".join(parts)
+    return "; ".join(f"{name_ranks(ranks)} {agreeing(phrase, ranks)}" for phrase, ranks in groups.items())
+
+
+_OF_SEVERAL = {"was": "were", "is": "are", "waits": "wait"}
+
+
+def agreeing(phrase: str, ranks: Sequence[int]) -> str:
+    """What happened to each of `ranks`, said of all of them: "was killed by SIGSEGV" becomes "were killed by ..."."""
+    if len(ranks) == 1:
+        return phrase
+    verb, space, rest = phrase.partition(" ")
+    return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
