@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -49,16 +50,19 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
     return found
 
 
-def compare_options(mine: dict[str, str], *, number: int) -> None:
+_constructions = itertools.count()  # of this process: keys of the store are never used twice
+
+
+def compare_options(mine: dict[str, str]) -> None:
     """Ask the other ranks, over the store, whether they construct the wrapper with the same options.
 
     Args:
         mine: Of `constructor_options`.
-        number: How many wrappers this rank has constructed before.
 
     Raises:
         OptionsDifferError: They do not, in a way that would make DDP stop, hang or pair up the wrong tensors.
     """
+    number = next(_constructions)
     world_size = dist.get_world_size()
     alone = mine.get("process_group", "None") != "None"  # of another group: nobody else may come
     if world_size == 1 or alone or not mine:

@@ -69,7 +69,6 @@ class Session:
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
-        constructions: How many `DistributedDataParallel` this rank has made, or has begun to make.
         wrap_hooks: What `wrap` has put in the way of gradients.
         started: What puts that back to what it was when the step began.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
@@ -93,7 +92,6 @@ class Session:
     batch: Any = None
     before: ModuleState | None = None
     surroundings: Surroundings | None = None
-    constructions: int = 0
     wrap_hooks: tuple[GradientHook, ...] = ()
     started: list[Undo] = field(default_factory=list)
     after: ModuleState | None = None
@@ -324,13 +322,11 @@ def _watch_construction() -> Iterator[_Construction]:
     ddp: Any = nn.parallel.DistributedDataParallel
     original = ddp.__init__
     found = _Construction()
-    session = the_session()
 
     @functools.wraps(original)
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         found.options = constructor_options(original, self, *args, **kwargs)
-        compare_options(found.options, number=session.constructions)
-        session.constructions += 1
+        compare_options(found.options)
         original(self, *args, **kwargs)
         found.seen.update({name: _Seen.of(p) for name, p in self.module.named_parameters()})
 
