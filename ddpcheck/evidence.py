@@ -68,7 +68,6 @@ class Wrapped:
         parameters: Fingerprint of each parameter.
         buffers: Of each buffer.
         loss_location: The line that defines the loss.
-        hooks: What the recipe's `wrap` puts in the way of gradients.
         wrapper: Its class.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
         changed: What happened to parameters since DDP was constructed, in words.
@@ -77,6 +76,7 @@ class Wrapped:
         not_handed_over: Why the single process cannot have that module.
         strange: How many tensors the optimizer holds that are no parameters of the module.
         lacking: Parameters that require grad and that no group of the optimizer holds.
+        hooks: What the recipe's `wrap` puts in the way of gradients.
     """
 
     facts: WrapperFacts
@@ -85,7 +85,6 @@ class Wrapped:
     parameters: Mapping[str, int]
     buffers: Mapping[str, int]
     loss_location: Location | None
-    hooks: tuple[GradientHook, ...]
     wrapper: str
     broadcasts_buffers: bool
     changed: Mapping[str, str] = field(default_factory=dict)
@@ -94,6 +93,7 @@ class Wrapped:
     not_handed_over: str = ""
     strange: int = 0
     lacking: tuple[str, ...] = ()
+    hooks: tuple[GradientHook, ...] = ()
 
 
 # The forward pass and the parameters

@@ -125,7 +125,7 @@ def _judge_mismatch(
             steps=some_steps(steps, len(by_step)),
             evidence=facts,
         )
-    if known.wrap_hooks:
+    if known.wrap_hooks and known.wrapper.is_ddp:  # a wrapper of one's own reduces by hooks
         hook = known.wrap_hooks[0]
         return make_finding(
             "DDP310",
