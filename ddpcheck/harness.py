@@ -258,7 +258,8 @@ class World:
         for rank in self._crew.ranks:
             place, collective = read_slots(self.directory, rank.number)
             output = failures.tail(self._crew.path(rank.number, "out"))
-            if rank.answer is not None:
+            # What a stuck rank says once others are being killed is about that: they are not all killed at once.
+            if rank.answer is not None and rank.number not in dumps:
                 kind, reply = rank.answer
                 if kind == "result":
                     continue

@@ -94,7 +94,7 @@ def judge_single_process(
     if not bad or analysis is None:
         return []
     first = bad[min(bad)]
-    worst = sorted(first, key=lambda item: -item.error)
+    worst = sorted(first, key=lambda item: -float(f"{item.error:.2g}"))
     total = len(differences[min(bad)])
     steps = some_steps(sorted(bad), len(differences))
     facts = [f"{len(first)} of {total} gradients differ from the single process", *(item.tell() for item in worst[:3])]

@@ -113,7 +113,7 @@ def _judge_mismatch(
     names = list(wrong)
     steps = sorted({step for of_name in wrong.values() for step in of_name})
     differences = [of_name[min(of_name)] for of_name in wrong.values()]
-    worst = sorted(differences, key=lambda item: -item.error)
+    worst = sorted(differences, key=lambda item: -float(f"{item.error:.2g}"))
     ratio = _constant_ratio(differences)
     facts = [*_said_to_the_wrapper(known, names), *(item.tell() for item in worst[:3])]
     if ratio is not None:

@@ -11,12 +11,15 @@ import platform
 import re
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 
 from tests.faultsuite.cases import ROOT, all_cases
 from tests.faultsuite.runs import faults_in, faults_in_twin, run_case
 from tests.faultsuite.table import comparison, faults_page
 
+WORKERS = 2  # cases at a time; each has two ranks, which wait for each other most of the time
 MARK = re.compile(r"(<!-- comparison -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -27,14 +30,16 @@ def main() -> int:
     cases = [case for case in all_cases() if not chosen or str(case).startswith(tuple(chosen))]
     rows, wrong = [], 0
     begun = time.perf_counter()
-    for number, case in enumerate(cases, 1):
-        row = run_case(case)
-        rows.append(row)
-        faults = [f"broken: {fault}" for fault in faults_in(case, row.report)]
-        faults += [f"fixed: {fault}" for fault in faults_in_twin(row.twin)]
-        wrong += bool(faults)
-        said = "; ".join(faults) or f"{row.report.findings[0].code} as expected, twin clean"
-        print(f"[{number}/{len(cases)}] {case}: {row.tools['plain'].ending}; {said}", file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(min(WORKERS, len(cases)), mp_context=get_context("spawn")) as pool:
+        for number, row in enumerate(pool.map(run_case, cases), 1):
+            rows.append(row)
+            faults = [f"broken: {fault}" for fault in faults_in(row.case, row.report)]
+            faults += [f"fixed: {fault}" for fault in faults_in_twin(row.twin)]
+            wrong += bool(faults)
+            said = "; ".join(faults) or f"{row.report.findings[0].code} as expected, twin clean"
+            print(
+                f"[{number}/{len(cases)}] {row.case}: {row.tools['plain'].ending}; {said}", file=sys.stderr, flush=True
+            )
     versions = f"torch {version('torch')}, gloo, {platform.system()}, mmengine {version('mmengine')}"
     page, table = faults_page(rows, versions), comparison(rows)
     if chosen:

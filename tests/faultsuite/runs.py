@@ -15,6 +15,7 @@ from tests.faultsuite.cases import ROOT, Case
 from tests.faultsuite.training import train
 
 Ending = Literal["trains on", "raises", "hangs", "aborts", "exits"]
+PRELOAD = {"mmengine": ("mmengine.model.utils",)}
 HANG = 6.0  # seconds after which a plain run counts as one that hangs; a run takes a tenth of one
 
 
@@ -58,7 +59,7 @@ def run_plain(case: Case, twin: str, tool: str) -> Heard:
     """Train on one of the two recipes of a case with a tool."""
     target, expected = f"{case.path}:{twin}", case.expected
     begun = time.perf_counter()
-    with World(expected.world_size, timeout=HANG, hash_seeds=True) as world:
+    with World(expected.world_size, timeout=HANG, hash_seeds=True, preload=PRELOAD.get(tool, ())) as world:
         try:
             world.run(train, target, expected.steps, tool)
         except RankError as error:

@@ -104,14 +104,14 @@ def our_cell(row: Row) -> str:
         return "nothing"
     found: Finding = row.report.findings[0]
     ranks = f" (rank {', '.join(map(str, found.ranks))})" if found.ranks else ""
-    return f"**{found.code}** {RULES[found.code].name}{ranks}: {cell(found.message)}"
+    return f"**{found.code}** {RULES[found.code].name}{ranks}: {cell(shortened(found.message, longest=240))}"
 
 
-def shortened(words: str) -> str:
+def shortened(words: str, *, longest: int = _LONGEST) -> str:
     """The beginning of a message."""
     words = re.sub(r"\[.*?\.(cc|cpp|h):\d+\]\s*", "", words)  # where in C++: a path of the machine that built torch
     words = re.sub(r"\s+", " ", words).strip()
-    return words if len(words) <= _LONGEST else words[: words.rfind(" ", 0, _LONGEST)] + " …"
+    return words if len(words) <= longest else words[: words.rfind(" ", 0, longest)] + " …"
 
 
 def cell(text: str) -> str:
