@@ -108,3 +108,17 @@ def test_the_methods_of_a_module_count_too() -> None:
     first = net()
     put_back(state)
     assert net() == first
+
+
+def test_a_mapping_that_gives_something_else_than_it_holds_stays_as_it_is() -> None:
+    class Making(dict[str, type]):
+        def __getitem__(self, key: str) -> Any:
+            return super().__getitem__(key)()
+
+    table = Making(gelu=nn.GELU)
+
+    def function() -> Any:
+        return table["gelu"]
+
+    put_back(Surroundings([function], nn.Module(), ()).capture())
+    assert isinstance(function(), nn.GELU)

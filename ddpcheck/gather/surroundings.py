@@ -9,7 +9,7 @@ import copy
 import functools
 import random
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from ddpcheck.gather.stepping import capture_state
 from ddpcheck.locate import is_user_file
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _DEEPEST = 4
 _MOST_ITEMS = 200  # of a container; a vocabulary is no state
 _MOST_ELEMENTS = 1 << 20  # of a tensor; a data set is no state
@@ -108,7 +109,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _remember(part, _keep, depth + 1, seen)
-    elif isinstance(value, list | dict | set | deque):
+    elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
         yield from _of_container(value, put, depth, seen)
     elif isinstance(value, type | ModuleType) or _is_own(value):
         yield from _of_holder(value, put, depth, seen)
