@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from unittest.mock import patch
+
+from ddpcheck import cli
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -18,14 +21,16 @@ BLOCK = re.compile(
 def shown(kind: str, target: str) -> str:
     """What the README shows of the report on `target`: all of it, or the findings alone; or of its matrix."""
     flags = ["--matrix"] if kind == "matrix" else []
-    command = [sys.executable, "-m", "ddpcheck", "report", target, *flags]
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    text = done.stdout
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    plain = patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"})
+    with contextlib.chdir(ROOT), plain, contextlib.redirect_stdout(output):
+        cli.main(["report", target, *flags])
+    output.seek(0)
+    text = output.read()
     if kind == "findings":
         end = r"(?=\n\n(?:gradients against|note:|\d+ finding))"
         found = re.search(rf"^DDP\d{{3}} .*?{end}", text, re.DOTALL | re.MULTILINE)
-        assert found, done.stdout + done.stderr
+        assert found, text
         text = found.group(0)
     lead = f"$ {' '.join(['ddpcheck report', target, *flags])}\n" if kind != "findings" else ""
     return lead + text.rstrip() + "\n"
