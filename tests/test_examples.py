@@ -36,6 +36,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for variable in [*filter(lambda name: name.startswith("DDPCHECK_"), os.environ), "FORCE_COLOR"]:
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("DDPCHECK_PRELOAD", "sklearn.datasets")  # else three processes import it for each example
     monkeypatch.setenv("COLUMNS", "500")
 
 
