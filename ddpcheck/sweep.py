@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.advice import advise
-from ddpcheck.check import CheckRun, OptionsStopped, Stopped, ask, on_rank
+from ddpcheck.check import CheckRun, ask
+from ddpcheck.conduct import OptionsStopped, Stopped, on_rank
 from ddpcheck.errors import EXIT_HANG, RankError
 from ddpcheck.findings import Location, ReportError, Severity
 from ddpcheck.matrix import Matrix, MatrixRow, StepTime, Verdict

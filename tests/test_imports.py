@@ -24,7 +24,7 @@ ROOMS = """
     gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
     gather.rows gather.flow gather.operations gather.picture
-    consistency program absences anomalous loop parity reducer causes outcome check
+    consistency program absences anomalous loop parity reducer causes outcome conduct check
     sweep depict folding render repro cli __main__ pytest_plugin
 """.split()
 
@@ -38,6 +38,7 @@ LIGHT = """
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
     ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
+    ddpcheck.conduct
     ddpcheck.sweep ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal
     ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
     ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin

@@ -1,0 +1,182 @@
+"""The worlds of a check: sending ranks and the single process to work, and what is kept when one of them fails.
+
+This module is light: torch is only imported on the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ddpcheck.collectives import read_log
+from ddpcheck.errors import (
+    EXIT_HANG,
+    EXIT_TARGET,
+    EXIT_USAGE,
+    DdpcheckError,
+    HangError,
+    RankError,
+    TargetError,
+    UsageError,
+)
+from ddpcheck.evidence import Call
+from ddpcheck.findings import Finding, Location, ReportError
+from ddpcheck.harness import Pending, World
+from ddpcheck.lockstep import DeadlockWatch, judge_empty_shards, judge_failure
+from ddpcheck.outcome import Asked, Outcome
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe import Recipe
+
+_OUR_OWN_PLACES = ("beginning", "comparison", "averaging local gradients")
+_NO_GROUP = ("process group", "init_process_group", "not been initialized")
+
+
+def on_rank(function: str, *args: Any) -> Any:
+    """Call a function of ddpcheck on a rank; named by a string, so that the caller need not import torch."""
+    module, _, name = function.rpartition(".")
+    return getattr(importlib.import_module(f"ddpcheck.{module}"), name)(*args)
+
+
+class Stopped(Exception):
+    """The rest of the check cannot be run; the reason is in the outcome already."""
+
+
+class OptionsStopped(Stopped):
+    """The options that the wrapper is given differ between ranks, so that its constructor would not return."""
+
+
+class Conduct:
+    """A world of ranks and a single process at work on a target, and the `Outcome` that comes of it."""
+
+    def __init__(self, target: Recipe | str, asked: Asked, *, progress: Callable[[str], None]) -> None:
+        self.target = target
+        self.asked = asked
+        self.progress = progress
+        self.outcome = Outcome(asked)
+        self._alone_in_group = False
+        self._single_hang = ""
+        self._packing_checked = False
+        self._earlier: list[tuple[Any, ...]] = [("reference.start", target, asked.seed)]
+
+    def _start_worlds(self, stack: contextlib.ExitStack) -> None:
+        with self.outcome.timed("start"):
+            self.progress(f"starting {self.asked.world_size} ranks")
+            self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
+            self.single = stack.enter_context(self._make_world(1, group=False))
+            self._worlds = stack
+
+    def _make_world(self, world_size: int, *, group: bool) -> World:
+        return World(
+            world_size,
+            backend=self.asked.backend if group else "gloo",
+            device=self.asked.device,
+            timeout=self.asked.timeout,
+            process_group=group,
+            preload=self.asked.preload,
+            hash_seeds=group,
+            watch=DeadlockWatch() if group else None,
+        )
+
+    # Ranks
+
+    def _all(self, function: str, *args: Any) -> list[Any]:
+        return self.world.run(on_rank, f"gather.{function}", *args)
+
+    def _start_single(self, function: str, *args: Any) -> Pending:
+        self._last_single = (function, *args)
+        return self.single.start(on_rank, function, *args)
+
+    def _settle_single(self, pending: Pending) -> Any:
+        """The result of the single process, or None when it cannot be had; then the reason is noted."""
+        try:
+            return pending.result()[0]
+        except RankError as error:
+            first = error.first
+            if first is not None and isinstance(first.exception, UsageError):
+                raise
+            said = str(first.message if first else error).removeprefix("rank 0 ")
+            if first is not None and "silenced" in first.place:
+                self.outcome.single_skipped = f"not comparable with random numbers silenced: the single process {said}"
+                return None
+            if isinstance(error, HangError):
+                self._single_hang = f"the single process hung: {error}"
+                self.outcome.single_skipped = self._single_hang
+                return None
+            if not self._alone_in_group and any(words in said for words in _NO_GROUP):
+                return self._retry_in_group()
+            self.outcome.single_skipped = f"the single process {said}"
+            return None
+
+    def _retry_in_group(self) -> Any:
+        """Models that insist on a process group get one of a single rank."""
+        self._alone_in_group = True
+        self.outcome.notes.append("the single process has a process group of one, since the model does not run without")
+        last = self._last_single
+        self.single = self._worlds.enter_context(self._make_world(1, group=False))
+        for earlier in (("reference.join_alone",), *self._earlier):
+            if self._settle_single(self._start_single(*earlier)) is None and self.outcome.single_skipped:
+                return None
+        return None if last == self._earlier[-1] else self._settle_single(self._start_single(*last))
+
+    def _logs(self) -> list[list[Call]]:
+        return [read_log(self.world.directory, rank) for rank in range(self.asked.world_size)]
+
+    # Bookkeeping
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, words: str) -> Iterator[None]:
+        self.progress(words)
+        with self.outcome.phase(name):
+            try:
+                yield
+            except TargetError as error:
+                self.outcome.error = ReportError(str(error), EXIT_TARGET, error.detail)
+                raise Stopped from error
+
+    def _skip_rest(self, reason: str) -> NoReturn:
+        self.outcome.rest_skipped = reason
+        raise Stopped
+
+    def _fail(self, error: RankError) -> None:
+        """A world failed: keep the root cause, and why the rest was not checked."""
+        first = error.first
+        if first is not None and isinstance(first.exception, UsageError):
+            raise first.exception
+        if first is not None and first.kind == "raised" and first.place.endswith(_OUR_OWN_PLACES):
+            message = f"{first.message} in {first.place}, while ddpcheck itself was at work; this is a bug in ddpcheck"
+            self.outcome.error = ReportError(message, EXIT_USAGE, error.detail)
+            return
+        if empty := judge_empty_shards(error, self.asked.world_size):
+            self.outcome.findings += empty
+            self.outcome.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
+            return
+        found = self.outcome.judge_wrapper_failure(error)
+        found = found or judge_failure(error, self._logs(), self.asked.world_size)
+        if first is not None and isinstance(first.exception, DdpcheckError):
+            everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
+            self.outcome.findings += [] if everywhere else found
+            where = "" if everywhere else f"rank {first.rank}: "
+            self.outcome.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, first.exception.detail)
+        else:
+            self.outcome.findings += found
+            stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
+            self.outcome.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
+
+    def _add(self, found: Sequence[Finding]) -> None:
+        """Keep findings, with the lines that made their first subjects."""
+        nameless = sorted({finding.subjects[0] for finding in found if finding.location is None})
+        by_rank = self._all("session.locations", nameless) if nameless else []
+        for finding in found:
+            where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
+            self.outcome.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
+
+    def _locate_module(self) -> dict[str, Location]:
+        module = self.outcome.analysis.module if self.outcome.analysis else ""
+        if not module or self.world.failed or self.world.closed:
+            return {}
+        found: dict[str, Location] = self._all("session.locations", [module])[0]
+        return found
