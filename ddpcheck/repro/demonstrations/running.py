@@ -41,7 +41,7 @@ def told_empty(steps: list[int]) -> int:
 def main() -> int:
     """Train, and tell how far this rank comes; one that is stuck shows its stack."""
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
-    place = "building the model"
+    place, begun = "building the model", time.monotonic()
     empty = []  # only: uneven
     try:
         seed_all(MODEL_SEED)
@@ -52,6 +52,7 @@ def main() -> int:
         for step in range(STEPS):
             print(f"rank {RANK}: begins step {step}", flush=True)
             faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
+            begun = time.monotonic()
             place = f"forward of step {step}"
             optim.zero_grad()
             data = local_data(step)
@@ -66,12 +67,15 @@ def main() -> int:
         dist.barrier()
         place = "making a group after the last step"
         faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
+        begun = time.monotonic()
         dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        dist.barrier()
     except Exception as error:
         faulthandler.cancel_dump_traceback_later()
         said = in_short(error)
         print(f"rank {RANK}: failed in {place}: {said}", flush=True)
-        time.sleep(4)  # a rank that is stuck shows its stack meanwhile
+        if time.monotonic() - begun > TIMEOUT - 1:
+            time.sleep(4)  # a rank that is stuck shows its stack meanwhile
         return 1
     faulthandler.cancel_dump_traceback_later()
     if empty:  # only: uneven
