@@ -29,7 +29,6 @@ HEALTHY = ROOT / "tests" / "zoo" / "healthy"
 # fault of the suite: what each rank of the two says of its broken recipe
 SHOWN = {
     "parameters/opaque_output": "DDP says: RuntimeError: Expected to mark a variable ready only once",
-    "parameters/unused_with_find_unused": "no gradient: old_head.bias, old_head.weight; DDP says: nothing",
     "parameters/detach": "no gradient: encoder.bias, encoder.weight; DDP says: RuntimeError: Expected to have",
     "parameters/unused_on_one_rank": "step 0: none; step 1: none|step 0: extra.weight, extra.bias",
     "parameters/layers_in_a_list": r"gradients for \(8, 8\), .*, that differ between ranks",
@@ -328,7 +327,7 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
     codes = ["DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401", "DDP405"]
     codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
     for number, target in enumerate([*targets, HEALTHY / "transformer_tied_dropout.py"]):
-        for code in codes:
+        for code in codes[:: 4 if number else 1]:
             script = write_reproduction(small_report("t", code), str(target), tmp_path / f"{number}")
             own = script.read_text().partition("# The training loop")
             (tmp_path / f"own-{number}-{code}.py").write_text("".join(own[1:]))

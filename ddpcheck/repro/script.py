@@ -45,6 +45,8 @@ if __name__ == "__main__":
     verdict = main()
     if verdict:
         time.sleep(1)  # torchrun ends all ranks when one fails: let each say its line
+    elif dist.is_initialized():
+        dist.destroy_process_group()  # else threads of its may abort the exit
     sys.exit(verdict)
 """
 
