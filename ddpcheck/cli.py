@@ -24,7 +24,7 @@ from ddpcheck.findings import Report
 from ddpcheck.matrix import Matrix, is_matrix
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
 from ddpcheck.render.layout import lay_out, picture_format
-from ddpcheck.repro import command_for, prepare, write_reproduction
+from ddpcheck.repro import command_for, demonstration_for, prepare, write_reproduction
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -345,6 +345,11 @@ class _Reproduction:
             return
         if not report.findings:
             print(f"ddpcheck: no finding to reproduce, nothing written to {self._folder}", file=sys.stderr)
+            return
+        first = report.findings[0]
+        if demonstration_for(first) is None:
+            what = f"{first.code} ({RULES[first.code].name})"
+            print(f"ddpcheck: no script shows {what}, nothing written to {self._folder}", file=sys.stderr)
             return
         progress("writing a reproduction")
         script = write_reproduction(report, target, self._folder)

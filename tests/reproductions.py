@@ -8,11 +8,15 @@ not show or a twin shows one. It takes about five minutes, and is for changes of
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +32,7 @@ from tests.faultsuite.cases import all_cases
 ROOT = Path(__file__).parents[1]
 
 SERVER = r"""
-import json, os, runpy, signal, socket, sys, tempfile, time
+import json, os, runpy, sys
 import torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.utils.checkpoint
 torch.set_num_threads(1)
 sys.modules["ddpcheck"] = None  # importing it fails
@@ -36,8 +40,8 @@ sys.modules["ddpcheck"] = None  # importing it fails
 
 def rank(script, number, size, port, out):
     os.setpgid(0, 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    for stream in (1, 2):
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     folder = os.path.dirname(script)
@@ -56,37 +60,16 @@ def rank(script, number, size, port, out):
     os._exit(code)
 
 
-for line in sys.stdin:
+for line in sys.stdin:  # a rank to fork, or one whose exit code is asked for: it has none while it runs
     task = json.loads(line)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    files = [tempfile.TemporaryFile() for _ in range(task["size"])]
-    pids = []
-    for number, file in enumerate(files):
-        pid = os.fork()
-        if not pid:
-            rank(task["script"], number, task["size"], port, file.fileno())
-        pids.append(pid)
-    codes, deadline, ending = {}, time.monotonic() + task["timeout"], None
-    while len(codes) < len(pids):
-        for number, pid in enumerate(pids):
-            if number not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[number] = os.waitstatus_to_exitcode(status)
-                    if codes[number] and ending is None:
-                        ending = time.monotonic() + 3  # torchrun ends the others as well
-        if time.monotonic() > min(deadline, ending or deadline):
-            for number, pid in enumerate(pids):
-                if number not in codes:
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    outputs = []
-    for file in files:
-        file.seek(0)
-        outputs.append(file.read().decode(errors="replace"))
-    print(json.dumps({"codes": [codes[n] for n in range(len(pids))], "outputs": outputs}), flush=True)
+    if "pid" in task:
+        done, status = os.waitpid(task["pid"], os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if done else None), flush=True)
+        continue
+    pid = os.fork()
+    if not pid:
+        rank(**task)
+    print(pid, flush=True)
 """
 
 
@@ -107,46 +90,108 @@ class Ran:
         return "\n".join(self.outputs)
 
 
-class Runner:
-    """Keeps the process from which ranks are forked."""
+class _Server:
+    """A process from which ranks are forked; they have its hash seed."""
 
-    def __enter__(self) -> Self:
+    def __init__(self, hash_seed: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd="/",
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONHASHSEED": hash_seed,
+            },
         )
+
+    def ask(self, **task: object) -> int | None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        answer: int | None = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+class Runner:
+    """Keeps the processes from which ranks are forked: one for even and one for odd ranks, as their hash seeds differ.
+
+    Under torchrun every rank has another.
+    """
+
+    def __enter__(self) -> Self:
+        self._servers = [_Server("1"), _Server("2")]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        for server in self._servers:
+            server.close()
 
     def run(self, script: Path, world_size: int = 2, timeout: float = 60) -> Ran:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        task = {"script": str(script.resolve()), "size": world_size, "timeout": timeout}
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return Ran(**json.loads(self._process.stdout.readline()))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [Path(folder) / str(number) for number in range(world_size)]
+            pids: dict[int, int] = {}
+            codes: dict[int, int] = {}
+            end = time.monotonic() + timeout
+            try:
+                for number, out in enumerate(outputs):
+                    pid = self._server_of(number).ask(
+                        script=str(script.resolve()), number=number, size=world_size, port=port, out=str(out)
+                    )
+                    assert pid is not None
+                    pids[number] = pid
+                while len(codes) < world_size and time.monotonic() < end:
+                    time.sleep(0.02)
+                    for number, code in self._ended(pids, codes).items():
+                        codes[number] = code
+                        if code:
+                            end = min(end, time.monotonic() + 3)  # torchrun ends the others as well
+            finally:
+                for number in pids.keys() - codes.keys():
+                    os.kill(pids[number], signal.SIGKILL)
+            while len(codes) < world_size:
+                codes |= self._ended(pids, codes)
+            texts = [out.read_text(errors="replace") if out.exists() else "" for out in outputs]
+        return Ran([codes[number] for number in range(world_size)], texts)
+
+    def _server_of(self, rank: int) -> _Server:
+        return self._servers[rank % 2]
+
+    def _ended(self, pids: dict[int, int], codes: dict[int, int]) -> dict[int, int]:
+        asked = {number: self._server_of(number).ask(pid=pids[number]) for number in pids.keys() - codes.keys()}
+        return {number: code for number, code in asked.items() if code is not None}
 
 
 def write(report: Report, target: str, folder: Path, finding: Finding | None = None) -> Path:
-    """Write a reproduction, with a short wait where something hangs."""
+    """Write a reproduction that waits less where something hangs, and not for torchrun, which is not there."""
     script = write_reproduction(report, target, folder, finding=finding)
-    script.write_text(re.sub(r"^TIMEOUT = 20 ", "TIMEOUT = 5 ", script.read_text(), flags=re.MULTILINE))
+    text = re.sub(r"^TIMEOUT = 20 ", "TIMEOUT = 5 ", script.read_text(), flags=re.MULTILINE)
+    script.write_text(text.replace("        time.sleep(1)  # torchrun ends all ranks", "        pass  # torchrun"))
     return script
 
 
-def main() -> int:
-    """Run all of them."""
+def main(words: list[str]) -> int:
+    """Run all of them, or those whose target or whose code has one of `words` in it."""
     zoo = [(str(path), "", 2, 3) for path in sorted((ROOT / "tests/zoo/broken").glob("*.py"))]
-    faults = [(f"{c.path}:broken", f"{c.path}:fixed", c.expected.world_size, c.expected.steps) for c in all_cases()]
+    faults = [
+        (f"{c.path}:broken", f"{c.path}:fixed", c.expected.world_size, c.expected.steps)
+        for c in all_cases()
+        if not words or any(word in f"{c.path.relative_to(ROOT)} {c.expected.code}" for word in words)
+    ]
+    zoo = [item for item in zoo if not words or any(word in item[0] for word in words)]
     wrong = 0
     with Runner() as runner, tempfile.TemporaryDirectory() as folder:
         for number, (target, twin, world_size, steps) in enumerate(zoo + faults):
@@ -173,4 +218,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -17,43 +17,50 @@ from ddpcheck.errors import UsageError
 from ddpcheck.findings import Finding, Location, Report, Severity
 from ddpcheck.recipe import Recipe
 from ddpcheck.repro import write_reproduction
-from ddpcheck.repro.choice import DEMONSTRATIONS, demonstration_for, tolerance_for, world_size_for
+from ddpcheck.repro.choice import DEMONSTRATIONS, tolerance_for, world_size_for
 from ddpcheck.repro.sources import Import, needed, read_source, renamed, spelled_imports
 from ddpcheck.rules import RULES
+from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
 
 ROOT = Path(__file__).parents[1]
-BROKEN, HEALTHY = ROOT / "tests" / "zoo" / "broken", ROOT / "tests" / "zoo" / "healthy"
+HEALTHY = ROOT / "tests" / "zoo" / "healthy"
 
-# broken recipe: what each rank of the two says, and a healthy one for the same demonstration
+# fault of the suite: what each rank of the two says of its broken recipe
 SHOWN = {
-    "unused": ("no gradient: extra.bias, extra.weight; DDP says: RuntimeError: Expected to have", "conv_groupnorm"),
-    "opaque_output": (
-        "DDP says: RuntimeError: Expected to mark a variable ready only once",
-        "alternating_heads_find_unused",
+    "parameters/opaque_output": "DDP says: RuntimeError: Expected to mark a variable ready only once",
+    "parameters/detach": "no gradient: encoder.bias, encoder.weight; DDP says: RuntimeError: Expected to have",
+    "parameters/unused_on_one_rank": "step 0: none; step 1: none|step 0: extra.weight, extra.bias",
+    "parameters/layers_in_a_list": r"gradients for \(8, 8\), .*, that differ between ranks",
+    "parameters/times_zero": "always zero: extra.bias, extra.weight",
+    "parameters/custom_function_none": "p.grad is None: scale; DDP did not train: scale",
+    "parameters/needless_find_unused": "find_unused_parameters=True, unused: 0",
+    "ranks/parameter_shape": r"0.weight: \(8, 8\)|0.weight: \(12, 8\)",
+    "ranks/parameter_order_from_a_set": "key.weight: number 0|key.weight: number 2",
+    "ranks/init_sync_off": "after wrapping: 0.weight: norm",
+    "ranks/moving_average_drifts": "after step 0: running_mean: norm",
+    "ranks/learning_rate": "lr of group 0: 0.01|lr of group 0: 0.02",
+    "ranks/comm_hook_on_one_rank": "communication hook: none|communication hook: fp16_compress_hook",
+    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: relative error 0.74",
+    "gradients/batchnorm": "gradient of conv.weight: relative error 0.58",
+    "gradients/summed_loss": r"all gradients together: 0\.5 times",
+    "gradients/clip_in_hooks_of_wrap": r"all gradients together: 0\.1\d* times",
+    "gradients/nondeterministic": r"differs from itself by 0\.\d",
+    "running/raises_on_one_rank": (
+        "failed in backward of step 0|failed in forward of step 0: ValueError: a corrupt record in this rank's shard"
     ),
-    "unused_with_find_unused": ("no gradient: extra.bias, extra.weight; DDP says: nothing", "own_shard"),
-    "detached": ("no gradient: encoder.bias, encoder.weight; DDP says: RuntimeError", "nested_losses"),
-    "unused_on_rank1": ("step 0: none|step 0: extra.weight, extra.bias", "alternating_heads_find_unused"),
-    "python_list_layers": (r"gradients for \(8, 8\), .*, that differ between ranks", "sparse_embedding"),
-    "times_zero": ("always zero: extra.bias, extra.weight", "dict_outputs"),
-    "custom_function_none": ("p.grad is None: scale; DDP did not train: scale", "double_precision"),
-    "needless_find_unused": ("find_unused_parameters=True, unused: 0", "lstm"),
-    "shape_differs": (r"table.weight: \(10, 8\)|table.weight: \(11, 8\)", "list_batch"),
-    "order_differs_same_shapes": ("first.weight: number 0|first.weight: number 2", "named_tuple_batch"),
-    "init_sync_false_values": ("after wrapping: 0.weight: norm", "dataclass_batch"),
-    "ema_buffer_drifts": ("after step 0: running_mean: norm", "conv_syncbn"),
-    "optimizer_lr_differs": ("lr of group 0: 0.01|lr of group 0: 0.02", "vae"),
-    "bypass_in_one_step": ("gradients in step 2: 0.weight: norm", "moe_all_experts"),
-    "buffer_broadcast_between_forwards": ("gradient of encoder.bias: relative error 0.31", "lora"),
-    "batchnorm": ("gradient of 0.weight: relative error 0.3", "conv_syncbn"),
-    "sum_loss": (r"all gradients together: 0\.5 times", "transformer_tied_dropout"),
-    "nondeterministic": ("differs from itself by", "optimizer_wrapper"),
-    "raises_on_rank1": (
-        "failed in backward of step 0|failed in forward of step 0: ValueError: rank 1 does not",
-        "two_forwards_one_backward",
-    ),
-    "hangs_on_rank1": ("Timed out|in forward", "named_params_override"),
+    "running/loops_on_one_rank": "Timed out|in searching",
+    "running/uneven_batches": r"finished|has no samples in steps \[2\]",
+    "running/metrics_packed_in_another_order": "packs in an order of its own: ",
+    "training/inner_module_called_in_one_step": "gradients in step 1: 0.weight: norm",
+    "training/no_sync_not_entered": "no_sync called 1 times, 0 of 2 forward passes under it",
+    "training/optimizer_before_replacement": "have gradients and do not move: 2.weight, 2.bias; not held",
+    "training/overlapping_shards": "1 of its 6 samples|1 of its 7 samples",
+    "training/samples_dropped": "2 of the 12 samples of the global batch are on no rank",
+    "training/step_skipped_on_a_rank": "after step 0: the same on every rank.*after step 1: 0.weight: norm",
+    "training/dropout_seeded_in_forward": "same numbers as every other rank 1 times",
+    "training/hash_of_a_string": "gradient of rows.weight: relative error",
+    "training/gradients_zeroed_before_step": "no step has used: 0.bias, 0.weight, 2.bias, 2.weight",
 }
 
 
@@ -64,18 +71,20 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_the_script_shows_the_fault_and_not_on_a_healthy_recipe(name: str, runner: Runner, tmp_path: Path) -> None:
-    words, healthy = SHOWN[name]
-    target = str(BROKEN / f"{name}.py")
-    report = check(target, timeout=5 if name.startswith("hangs") else 30)
-    script = write(report, target, tmp_path / "broken")
+def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
+    case = read_case(FAULTS / f"{name}.py")
+    broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
+    report = check(broken, timeout=5 if case.expected.timeout else 30)
+    assert report.findings[0].code == case.expected.code
+    script = write(report, broken, tmp_path / "broken")
     ran = runner.run(script)
     assert ran.shows, ran.text
+    words = SHOWN[name]
     of_rank = words.split("|") if "|" in words else [words, words]
     for number, output in enumerate(ran.outputs):
         assert re.search(rf"(?s)^rank {number}: .*{of_rank[number]}", output, flags=re.MULTILINE), ran.text
         assert "Traceback" not in output
-    twin = write(report, str(HEALTHY / f"{healthy}.py"), tmp_path / "healthy", report.findings[0])
+    twin = write(report, fixed, tmp_path / "fixed", report.findings[0])
     assert twin.name == script.name
     ran = runner.run(twin)
     assert ran.codes == [0, 0], ran.text
@@ -314,9 +323,11 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
     ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
     if ruff is None:
         pytest.skip("ruff is not installed")
-    targets = [BROKEN / "unused.py", BROKEN / "static_graph_violated.py", HEALTHY / "transformer_tied_dropout.py"]
-    for number, target in enumerate([*targets, f"{ROOT}/examples/faults/parameters/unused.py:broken"]):
-        for code in ("DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401"):
+    targets = [f"{FAULTS}/parameters/unused.py:broken", f"{FAULTS}/training/static_graph_violated.py:broken"]
+    codes = ["DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401", "DDP405"]
+    codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
+    for number, target in enumerate([*targets, HEALTHY / "transformer_tied_dropout.py"]):
+        for code in codes[:: 4 if number else 1]:
             script = write_reproduction(small_report("t", code), str(target), tmp_path / f"{number}")
             own = script.read_text().partition("# The training loop")
             (tmp_path / f"own-{number}-{code}.py").write_text("".join(own[1:]))
@@ -330,14 +341,29 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout
 
 
-def test_every_rule_has_a_demonstration_that_exists() -> None:
+def test_every_code_that_a_detector_may_emit_has_a_demonstration_that_exists() -> None:
     folder = ROOT / "ddpcheck" / "repro" / "demonstrations"
     facts = (folder / "facts.py").read_text()
-    for code in RULES:
-        chosen = demonstration_for(Finding(code, (), "", Severity.ERROR))
+    for code, chosen in DEMONSTRATIONS.items():
         assert (folder / f"{chosen.name}.py").is_file(), code
         assert not chosen.facts or f"def {chosen.facts}(" in facts, code
-    assert set(DEMONSTRATIONS) <= set(RULES)
+    emitted = set()
+    for file in (ROOT / "ddpcheck").rglob("*.py"):
+        if not {"rules", "repro"} & set(file.relative_to(ROOT).parts):
+            emitted |= set(re.findall(r'"(DDP\d{3})"', file.read_text()))
+    assert len(emitted) > 50 and emitted <= set(DEMONSTRATIONS) <= set(RULES)
+
+
+def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(DEMONSTRATIONS, "DDP101")
+    out = tmp_path / "out"
+    assert cli.main(["report", f"{FAULTS}/parameters/unused.py:broken", "--repro", str(out)]) == 1
+    said = f"ddpcheck: no script shows DDP101 (unused-parameter), nothing written to {out}\n"
+    assert capsys.readouterr().err == said and not out.exists()
+    with pytest.raises(UsageError, match=r"no script shows DDP512 \(checkpoint-race\)"):
+        write_reproduction(small_report("t", "DDP512"), f"{FAULTS}/parameters/unused.py:fixed", out)
 
 
 def test_the_world_is_as_small_as_the_finding_allows() -> None:

@@ -15,10 +15,11 @@ from ddpcheck.errors import DdpcheckError, RankError, TargetError, UsageError
 from ddpcheck.findings import Finding, Report
 from ddpcheck.harness import World
 from ddpcheck.locate import relative_path
-from ddpcheck.repro.choice import demonstration_for, steps_for, world_size_for
+from ddpcheck.repro.choice import Demonstration, demonstration_for, steps_for, world_size_for
 from ddpcheck.repro.projects import beside, own_modules
 from ddpcheck.repro.script import script_for
 from ddpcheck.repro.sources import joined, needed, read_source, spelled_imports, used_imports
+from ddpcheck.rules import RULES
 
 if TYPE_CHECKING:
     from ddpcheck.repro.probe import Look
@@ -45,8 +46,8 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
         The script, `repro_<code>.py` in `directory`. It exits with 1 where the fault shows, with 0 where it does not.
 
     Raises:
-        UsageError: There is no finding, `target` is no TARGET, its code needs ddpcheck, or `directory` cannot be
-            written.
+        UsageError: There is no finding or no script shows it, `target` is no TARGET, its code needs ddpcheck, or
+            `directory` cannot be written.
         TargetError: The target cannot be loaded any more.
     """
     if not isinstance(target, str):
@@ -114,13 +115,16 @@ def _refuse_foreign(path: Path, text: str) -> None:
 
 def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str]:
     """The files of a reproduction, name to text, the script first."""
-    look = _look(report, target, finding)
+    chosen = demonstration_for(finding)
+    if chosen is None:
+        raise UsageError(f"no script shows {finding.code} ({RULES[finding.code].name})")
+    look = _look(report, target, finding, chosen)
     entry = Path(look.file).resolve()
     modules = own_modules(entry, look.package, look.loaded)
     name = script_name(finding)
     sources = [path.read_text(encoding="utf-8") for path in (entry, *modules.values())]
     synchronised = any(re.search("SyncBatchNorm|sync_batchnorm", source) for source in sources)
-    text = script_for(finding, report, look, name, modules, synchronised)
+    text = script_for(finding, chosen, report, look, name, modules, synchronised)
     files = {name: text}
     files |= {place: beside(path, name) for place, path in modules.items()}
     for module, source, roots in (
@@ -147,10 +151,10 @@ def _own_part(source: str, roots: tuple[str, ...], script: str) -> str:
     return f'{mark}"""{said}\n"""\n\n{future}\n\n{imports}\n\n\n{joined(statements)[0]}\n'
 
 
-def _look(report: Report, target: str, finding: Finding) -> Look:
+def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) -> Look:
     """Look at the target in a process of its own; without its loss where that cannot be called there."""
     world: dict[str, Any] = dict(report.world)
-    steps = steps_for(finding, report, demonstration_for(finding))
+    steps = steps_for(finding, report, chosen)
     arguments = (target, int(world.get("seed", 0)), int(world.get("world_size", 2)), steps)
     trouble: RankError | None = None
     for run_loss in (True, False):
@@ -172,4 +176,4 @@ def _look_on_rank(*arguments: Any) -> Any:
     return importlib.import_module("ddpcheck.repro.probe").look(*arguments)
 
 
-__all__ = ["command_for", "prepare", "reproduction", "script_name", "write_reproduction"]
+__all__ = ["command_for", "demonstration_for", "prepare", "reproduction", "script_name", "write_reproduction"]

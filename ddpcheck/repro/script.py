@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddpcheck.findings import Finding, Report
 from ddpcheck.locate import relative_path
-from ddpcheck.repro.choice import Demonstration, demonstration_for, steps_for, tolerance_for, world_size_for
+from ddpcheck.repro.choice import Demonstration, steps_for, tolerance_for, world_size_for
 from ddpcheck.repro.projects import RECIPE, RECIPE_IMPORTS, absolute, without_ddpcheck
 from ddpcheck.repro.sources import (
     Import,
@@ -45,6 +45,8 @@ if __name__ == "__main__":
     verdict = main()
     if verdict:
         time.sleep(1)  # torchrun ends all ranks when one fails: let each say its line
+    elif dist.is_initialized():
+        dist.destroy_process_group()  # else threads of its may abort the exit
     sys.exit(verdict)
 """
 
@@ -55,12 +57,19 @@ _ON_CPU = (
 
 
 def script_for(
-    finding: Finding, report: Report, look: Look, name: str, beside: Iterable[str], synchronised: bool
+    finding: Finding,
+    chosen: Demonstration,
+    report: Report,
+    look: Look,
+    name: str,
+    beside: Iterable[str],
+    synchronised: bool,
 ) -> str:
     """A script that shows `finding` with the target that `look` has seen.
 
     Args:
         finding: What it shows.
+        chosen: How.
         report: Where the finding is from: versions, world, tolerances.
         look: At the target.
         name: Of the file that it will be.
@@ -70,7 +79,6 @@ def script_for(
     Raises:
         UsageError: The target's code needs ddpcheck.
     """
-    chosen = demonstration_for(finding)
     path = Path(look.file)
     source = read_source(path.read_text(encoding="utf-8"))
     source.imports = [Import(absolute(i.module, look.package), i.name, i.bound) for i in source.imports]
@@ -78,7 +86,7 @@ def script_for(
     used = set(_wanted(look, source)).union(*(statement.uses for statement in kept))
     theirs, statements, recipe = without_ddpcheck(used_imports(source.imports, used), kept, path)
     theirs = [*theirs, *(RECIPE_IMPORTS if recipe else ())]
-    flags = _flags(report, look, chosen, synchronised)
+    flags = _flags(report, look, chosen, synchronised) | ({"uneven"} if finding.code == "DDP405" else set())
     taken = {item.bound for item in theirs}.union(*(statement.binds for statement in statements))
     loop, ending, ours = _demonstration(chosen, finding, report, look, flags, taken, theirs)
     local = {place.partition("/")[0].removesuffix(".py") for place in beside} | {"quiet_random", "cpu_sync_batchnorm"}

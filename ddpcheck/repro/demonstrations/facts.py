@@ -100,13 +100,17 @@ def module_classes(module: nn.Module) -> dict[str, Any]:
 def wrapper_options(module: nn.Module) -> dict[str, Any]:
     names = ["find_unused_parameters", "static_graph", "broadcast_buffers"]
     names += ["gradient_as_bucket_view", "bucket_bytes_cap"]
-    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+    found = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    hooks = [hook.__qualname__ for hook, _ in getattr(module, "_comm_hooks", ())]
+    return {**found, "communication hook": ", ".join(hooks) or "none"}
 
 
 def optimizer_options(module: nn.Module, optimizer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(optimizer).__name__}
+    names = {parameter: name for name, parameter in module.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
-        found[f"parameters of group {index}"] = len(group["params"])
+        held = [names.get(p, "one that is not the model's") for p in group["params"]]
+        found[f"parameters of group {index}"] = ", ".join(held)
         found.update(
             {f"{key} of group {index}": group[key] for key in group if key != "params"}
         )

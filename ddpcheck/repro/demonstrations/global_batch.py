@@ -26,6 +26,29 @@ from ddpcheck.repro.stand_in import (
 )
 
 
+def sizes_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
+    """What the error of each gradient is relative to.
+
+    Its norm, or what it would be if its elements were as large as those of the others
+    in its module: a gradient that is zero but for rounding has no size of its own.
+    """
+    everything = torch.cat([x.double().flatten() for x in gradients.values()])
+    rms = {
+        name: float(x.double().norm()) / x.numel() ** 0.5
+        for name, x in gradients.items()
+        if x.numel()
+    }
+    floor = 2e-6 * float(everything.norm()) / everything.numel() ** 0.5
+    modules: dict[str, float] = {}
+    for name, size in rms.items():
+        module = name.rpartition(".")[0]
+        modules[module] = max(size, modules.get(module, floor))
+    return {
+        name: modules[name.rpartition(".")[0]] * gradients[name].numel() ** 0.5
+        for name in rms
+    }
+
+
 def main() -> int:
     """Compare DDP on shards with one process on the whole batch."""
     alone = single_process()
@@ -47,9 +70,9 @@ def main() -> int:
         [together.get(n, 0 * w).double().flatten() for n, w in alone.items()]
     )
     errors = {}
-    for name, want in alone.items():
-        apart = (together.get(name, 0 * want) - want).double().norm()
-        errors[name] = float(apart / max(want.double().norm(), 0.01 * whole.norm()))
+    for name, size in sizes_of(alone).items():
+        apart = together.get(name, 0 * alone[name]) - alone[name]
+        errors[name] = float(apart.double().norm()) / max(size, 1e-30)
     worst = max(errors, key=lambda name: errors[name])
     factor = float(got @ whole / (whole @ whole))
     print(
