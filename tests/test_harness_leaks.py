@@ -16,7 +16,7 @@ from ddpcheck.errors import RankError
 from ddpcheck.harness import World
 from ddpcheck.worlds.processes import server_pids, shut_down
 
-WORLDS = 200
+WORLDS = 100
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 

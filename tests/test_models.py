@@ -17,9 +17,9 @@ from tests.models.oracle import Truth, find_truth
 
 # One of a kind: `make models` and `-m slow` check all of them.
 QUICK = """
-    bert bert_bare electra deberta_v2 albert modernbert longformer gpt2 gpt2_padded llama gemma2 falcon bloom t5 bart
-    m2m100 vit swin convnext resnet segformer detr wav2vec2 wav2vec2_layerdrop whisper clip blip llava vilt mamba rwkv
-    mixtral mixtral_balanced switch autoformer patchtsmixer
+    bert bert_bare electra deberta_v2 albert modernbert gpt2 gpt2_padded llama gemma2 falcon t5 bart
+    vit swin convnext resnet segformer detr wav2vec2 wav2vec2_layerdrop whisper clip blip llava mamba rwkv
+    mixtral mixtral_balanced switch autoformer
 """.split()
 IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
 

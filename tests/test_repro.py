@@ -70,7 +70,10 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
-@pytest.mark.parametrize("name", SHOWN)
+# Every second one: `python -m tests.reproductions` runs them all, and those of the other faults.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(SHOWN)]
+)
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
