@@ -19,8 +19,8 @@ def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
         causes = [f for f in merged if f.code in cause]
         for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
             merged.remove(found)
-            if found.code == "DDP304" and causes[0].code in _ANOTHER_PROGRAM:
-                continue  # where ranks run different programs, the difference says nothing of the samples
+            if found.code in ("DDP304", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
+                continue  # where ranks run different programs, it goes without saying that their losses are others
             place = merged.index(causes[0])
             causes[0] = replace(
                 causes[0], evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}")
