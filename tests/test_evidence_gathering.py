@@ -70,6 +70,23 @@ def test_two_views_in_one_batch_do_not_couple() -> None:
     assert (found.module, found.line) == (None, None)
 
 
+class Pyramid(nn.Module):
+    """One layer sees tensors of several shapes; samples meet outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = self.act(x.repeat_interleave(2, 0)[:, :2])
+        return self.act(x - x.mean(0)) + narrow[: len(x), :1]
+
+
+def test_a_layer_that_sees_many_shapes_does_not_hide_where_samples_meet() -> None:
+    net, batch = Pyramid(), torch.randn(8, 4)
+    assert first_coupling(net, lambda: net(batch), lambda: net(batch[:4])).module == ""
+
+
 class Clipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

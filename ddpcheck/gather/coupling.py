@@ -175,7 +175,9 @@ def _pairs(whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def _axes(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """The axes that grow with the batch."""
-    if whole.dim() != part.dim():
+    """The axes that grow with the batch, all of them alike; none where the tensors are of different kinds."""
+    if whole.dim() != part.dim() or any(full < alone for full, alone in zip(whole.shape, part.shape, strict=True)):
         return []
-    return [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
+    grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
+    factors = {whole.shape[axis] / part.shape[axis] if part.shape[axis] else 0.0 for axis in grown}
+    return grown if len(factors) == 1 else []
