@@ -155,3 +155,9 @@ def test_leaves_are_moved_and_widened_where_that_means_something() -> None:
     wide = upcast(nest)
     assert [leaf.dtype for leaf in wide[:3]] == [torch.float64, torch.complex128, torch.int8] and wide[3] == "a"
     assert to_device(nest, torch.device("cpu"))[3] == "a"
+
+
+def test_a_list_with_a_word_for_each_sample_is_split_and_one_of_another_length_is_not() -> None:
+    batch = {"x": torch.arange(4), "words": ["a", "b", "c", "d"], "names": ["left", "right"]}
+    assert shard_batch(batch, 1, 2)["words"] == ["c", "d"]
+    assert shard_batch(batch, 1, 2)["names"] == ["left", "right"]
