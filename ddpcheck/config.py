@@ -37,6 +37,8 @@ class Settings:
         ignore: Codes, prefixes or names of the rules to leave out.
         fail_on: The severity from which on findings fail the command; `None` for never.
         preload: Modules that are imported once, before ranks are forked.
+        threads: That torch may use in each rank of a test; `None` shares out the cores.
+        reuse: Of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module.
     """
 
     world_size: int = 2
@@ -49,6 +51,8 @@ class Settings:
     ignore: tuple[str, ...] = ()
     fail_on: Severity | None = Severity.ERROR
     preload: tuple[str, ...] = ()
+    threads: int | None = None
+    reuse: str = "test"
 
 
 def load_settings(
@@ -58,7 +62,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     start: Path | None = None,
 ) -> Settings:
-    """Decide every setting: the first that has it of flags, environment, ini, `[tool.ddpcheck]` and default.
+    """Decide every setting: the first that has it of flags, ini, environment, `[tool.ddpcheck]` and default.
 
     Args:
         flags: From the command line, by field name; `None` and the empty list mean "not given".
@@ -71,10 +75,10 @@ def load_settings(
         ConfigError: The environment or a file has, or names a setting that does not exist.
     """
     chosen = _from_pyproject(start or Path.cwd())
-    for field, value in _given(ini).items():
-        chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
     for field, (variable, value) in _from_environment(os.environ if environ is None else environ).items():
         chosen[field] = _parse(field, value, variable, ConfigError)
+    for field, value in _given(ini).items():
+        chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
     for field, value in _given(flags).items():
         chosen[field] = _parse(field, value, "--" + field.replace("_", "-"), UsageError)
     return Settings(**chosen)
@@ -206,6 +210,12 @@ def _threshold(value: Any) -> Severity | None:
     return choices[value.strip().lower()]
 
 
+def _reuse(value: Any) -> str:
+    if not isinstance(value, str) or value.strip().lower() not in ("test", "module"):
+        raise ValueError("test or module")
+    return value.strip().lower()
+
+
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "world_size": _whole(1),
     "backend": _word,
@@ -217,5 +227,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "ignore": _patterns,
     "fail_on": _threshold,
     "preload": _modules,
+    "threads": _whole(1),
+    "reuse": _reuse,
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

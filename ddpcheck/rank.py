@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.assertions import rewrite_on_import
+from ddpcheck.worlds.rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -74,6 +74,15 @@ def current() -> RankContext:
             "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
         )
     return _context
+
+
+def leave(data: bytes) -> None:
+    """Leave something for the parent, which finds it with `World.luggage`, whatever becomes of this rank."""
+    here = current()
+    path = here.directory / f"rank{here.rank}.luggage"
+    new = path.with_suffix(".new")
+    new.write_bytes(data)
+    new.replace(path)
 
 
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
@@ -200,7 +209,15 @@ def _perform(payload: bytes) -> bytes:
             f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
             "what they refer to must be importable there."
         ) from error
-    result = function(*args, **kwargs)
+    return packed_result(function(*args, **kwargs))
+
+
+def packed_result(result: object) -> bytes:
+    """Pickle what a function has returned.
+
+    Raises:
+        DdpcheckError: It cannot be.
+    """
     try:
         return wire.dumps(result)
     except Exception as error:

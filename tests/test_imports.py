@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ddpcheck"
 ROOMS = """
     errors findings rules options exchange config evidence wording picture trials matrix advice
     locate nests recipe target launchers
-    worlds worlds.wire worlds.allowed worlds.preloading worlds.assertions worlds.failures worlds.processes worlds.crew
+    worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
     rank worlds.forkserver harness
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples

@@ -135,7 +135,7 @@ def dumps(value: object) -> bytes:
                     return getattr, (outcomes, name)
             if isinstance(obj, (type, types.FunctionType)):
                 module = sys.modules.get(getattr(obj, "__module__", None) or "")
-                if module is not None and module not in by_value and not _importable(module):
+                if module is not None and module not in by_value and not importable(module):
                     cloudpickle.register_pickle_by_value(module)
                     by_value.append(module)
             return super().reducer_override(obj)
@@ -154,7 +154,7 @@ def loads(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def _importable(module: types.ModuleType) -> bool:
+def importable(module: types.ModuleType) -> bool:
     """Whether another process with our `sys.path` would find this very file under the module's name."""
     name = module.__name__
     file = getattr(module, "__file__", None)

@@ -74,12 +74,12 @@ def rewrite_on_import(names: Iterable[str]) -> None:
     if not _finder.names.issuperset(names):
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
-            _explain_comparisons()
+            explain_comparisons()
         _finder.names.update(names)
 
 
-def _explain_comparisons() -> None:
-    """Show what differs in `left == right`, as pytest does in its own process."""
+def explain_comparisons() -> None:
+    """In a rank: show what differs in `left == right`, as pytest does in its own process."""
     try:
         from _pytest.assertion import util
     except ImportError:

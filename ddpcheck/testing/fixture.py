@@ -1,0 +1,113 @@
+"""`ddp_world`: real ranks for a test whose body runs in the process that pytest runs in.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ddpcheck.config import Settings
+from ddpcheck.errors import RankError, UsageError
+from ddpcheck.testing import onrank
+from ddpcheck.testing.ranks import Tenancy
+from ddpcheck.worlds import allowed
+
+if TYPE_CHECKING:
+    from ddpcheck.findings import Report
+    from ddpcheck.harness import World
+    from ddpcheck.recipe import Recipe
+
+_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
+
+
+class DdpWorld:
+    """Real ranks for a test whose body runs in the parent process.
+
+    The ranks start with the first `run`, and end with the test. Calling it, as in `ddp_world(world_size=4)`, gives
+    another world for the same test.
+    """
+
+    def __init__(self, settings: Settings, rent: Callable[[dict[str, Any]], Tenancy], options: dict[str, Any]) -> None:
+        self._settings = settings
+        self._rent = rent
+        self._tenancy = rent(options)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        size: int = self._tenancy.options["world_size"]
+        return size
+
+    def __call__(self, **options: Any) -> DdpWorld:
+        """Another world; the options are those of `ddpcheck.World`."""
+        return DdpWorld(self._settings, self._rent, {**self._tenancy.options, **options})
+
+    @property
+    def world(self) -> World:
+        """The `ddpcheck.World` behind this fixture: a fresh one at first, and after one that failed."""
+        return self._tenancy.world
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank; one result a rank.
+
+        Args:
+            fn: Anything callable.
+            *args: For it.
+            timeout: Seconds that this run may take.
+            **kwargs: For it.
+
+        Raises:
+            RankError: A rank failed.
+            HangError: A rank did not finish in time.
+            UsageError: Something cannot be sent to the ranks.
+        """
+        __tracebackhide__ = True
+        if not callable(fn):
+            raise UsageError(f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}.")
+        try:
+            return self._tenancy.run(onrank.call, fn, args, kwargs, timeout=timeout)
+        except RankError as error:
+            raise error.with_traceback(None) from error.__cause__  # the harness's frames help nobody
+        except UsageError:
+            allowed.pack_task(fn, args, kwargs)  # names the argument that is to blame
+            raise
+
+    def check(self, recipe: Recipe | str, **options: Any) -> Report:
+        """Check a recipe on a world of this size; the test fails with the report when that is not good enough.
+
+        Args:
+            recipe: A recipe or a TARGET.
+            **options: Those of `ddpcheck.check`.
+        """
+        __tracebackhide__ = True
+        from ddpcheck.check import check
+
+        ours = {name: getattr(self._settings, name) for name in _CHECKED}
+        ours |= {name: self._tenancy.options[name] for name in _CHECKED if name in self._tenancy.options}
+        ours["backend"] = self._settings.backend  # `None` leaves it to the check
+        report = check(recipe, **{**ours, **options})
+        if report.exit_code(self._settings.fail_on):
+            pytest.fail(_as_text(report), pytrace=False)
+        return report
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """The options of a world that follow from the settings."""
+    names = ("world_size", "device", "timeout", "threads", "preload", "reuse")
+    # gloo works on every device, with any number of ranks
+    return {"backend": settings.backend or "gloo", **{name: getattr(settings, name) for name in names}}
+
+
+def _as_text(report: Report) -> str:
+    from ddpcheck.render import renderer_for
+
+    try:
+        return renderer_for("text").render(report)
+    except ImportError:  # rich is not there
+        return report.to_json()
+
+

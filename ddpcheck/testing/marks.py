@@ -1,0 +1,94 @@
+"""What a test asks of its world: `@pytest.mark.ddp(...)`, read and checked.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from ddpcheck.errors import UsageError
+from ddpcheck.worlds import allowed
+
+MARKER = "ddp"
+OPTIONS = ("world_size", "backend", "device", "timeout", "reuse", "threads", "env", "preload")
+REUSE = ("test", "module")
+
+
+def read(marks: Iterable[pytest.Mark]) -> dict[str, Any]:
+    """The options of a test's marks, the closest mark first: what it says wins.
+
+    Raises:
+        UsageError: A mark says something that cannot be.
+    """
+    found: dict[str, Any] = {}
+    for mark in marks:
+        for name, value in _named(mark.args, mark.kwargs).items():
+            found.setdefault(name, value)
+    return found
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Make one test for each world size, where a test's mark lists several."""
+    try:
+        listed = _sizes(read(metafunc.definition.iter_markers(MARKER)))
+    except UsageError as error:
+        pytest.fail(str(error), pytrace=False)
+    if listed is not None:
+        if "world_size" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("world_size")
+        metafunc.parametrize("world_size", listed, ids=[f"world_size={size}" for size in listed])
+
+
+def _sizes(options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The world sizes of a test that is to run once for each; `None` where it names at most one."""
+    value = options.get("world_size")
+    if not isinstance(value, Sequence):
+        return None
+    if not value:
+        raise UsageError("@pytest.mark.ddp: world_size is an empty list; name at least one number of ranks.")
+    for size in value:
+        check_world_size(size)
+    return tuple(value)
+
+
+def check_world_size(size: object) -> None:
+    """Refuse what is not a number of ranks."""
+    allowed.check_count("world_size of @pytest.mark.ddp", size, allowed.MAX_WORLD_SIZE)
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if len(args) > 1:
+        raise UsageError(
+            f"@pytest.mark.ddp takes the world size and named options, got {len(args)} arguments without a name."
+        )
+    if args and "world_size" in kwargs:
+        raise UsageError("@pytest.mark.ddp names the world size twice.")
+    options = {**({"world_size": args[0]} if args else {}), **kwargs}
+    for name, value in options.items():
+        if name not in OPTIONS:
+            close = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(OPTIONS)}"
+            raise UsageError(f"@pytest.mark.ddp has no option {name!r}; {hint}")
+        _check(name, value)
+    return options
+
+
+def _check(name: str, value: Any) -> None:
+    where = f"{name} of @pytest.mark.ddp"
+    if name == "world_size" and (isinstance(value, str) or not isinstance(value, Sequence)):
+        check_world_size(value)
+    elif name == "backend":
+        allowed.check_choice(where, value, allowed.BACKENDS)
+    elif name == "device":
+        allowed.check_choice(where, value, allowed.DEVICES)
+    elif name == "timeout":
+        allowed.check_seconds(where, value)
+    elif name == "reuse":
+        allowed.check_choice(where, value, REUSE)
+    elif name == "threads":
+        allowed.check_count(where, value, allowed.MAX_WORLD_SIZE)

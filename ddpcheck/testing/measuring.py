@@ -1,0 +1,102 @@
+"""Coverage inside the ranks: measured there as it is measured here, and added to what is measured here.
+
+Nothing is written to disk and nothing has to be combined, so this works under pytest-cov, with and without xdist, and
+under `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
+(https://coverage.readthedocs.io/en/latest/api_coverage.html).
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_OPTIONS = (
+    "run:branch",
+    "run:concurrency",
+    "run:core",
+    "run:cover_pylib",
+    "run:dynamic_context",
+    "run:include",
+    "run:omit",
+    "run:plugins",
+    "run:relative_files",
+    "run:source",
+    "run:source_pkgs",
+    "run:source_dirs",
+    "run:timid",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank has measured, as coverage.py serialises it."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """How coverage is measured in this process.
+
+    Attributes:
+        options: Of coverage.py, by name.
+        file: Its configuration file, which holds the options of its plugins.
+        context: That what is measured is recorded under, empty for none.
+    """
+
+    options: Mapping[str, Any]
+    file: str | None
+    context: str
+
+    @classmethod
+    def now(cls, context: str) -> Measuring | None:
+        """How it is measured in this process; `None` when it is not."""
+        current = _current()
+        if current is None:
+            return None
+        options = {}
+        for name in _OPTIONS:
+            with contextlib.suppress(Exception):  # another version of coverage.py has no such option
+                options[name] = current.get_option(name)
+        return cls(options, getattr(current.config, "config_file", None), context)
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[list[Measured]]:
+        """On a rank: measure while the block runs; the list holds the result afterwards."""
+        import coverage
+
+        measured: list[Measured] = []
+        ours = coverage.Coverage(data_file=None, config_file=self.file or False, messages=False)
+        for name, value in self.options.items():
+            with contextlib.suppress(Exception):
+                ours.set_option(name, value)
+        ours.start()
+        try:
+            if self.context:
+                ours.switch_context(self.context)
+            yield measured
+        finally:
+            ours.stop()
+            measured.append(Measured(ours.get_data().dumps()))
+
+
+def add(measured: Measured) -> None:
+    """Add to what is measured in this process."""
+    current = _current()
+    if current is None:
+        return
+    import coverage
+
+    theirs = coverage.CoverageData(no_disk=True)
+    theirs.loads(measured.data)
+    current.get_data().update(theirs)
+
+
+def _current() -> Any:
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None else None

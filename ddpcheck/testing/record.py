@@ -1,0 +1,119 @@
+"""What the ranks of one test have brought back, for its report: output, logs, warnings, coverage, failures.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ddpcheck.errors import RankError
+from ddpcheck.harness import World
+from ddpcheck.testing import measuring
+from ddpcheck.testing.conditions import Luggage
+from ddpcheck.testing.verdict import Verdict
+from ddpcheck.worlds import wire
+
+if TYPE_CHECKING:
+    from ddpcheck.testing.ranks import Tenancy
+
+
+class Record:
+    """What one test's ranks have brought back so far.
+
+    Attributes:
+        sections: Titles and texts for the report.
+        tenancies: The test's holds on worlds.
+        shown: What the report is to show instead of the traceback in this process, if anything.
+        debugged: Whether the failure has been looked at in a debugger on its rank.
+        quitting: Whether whoever did wants the session to end.
+    """
+
+    def __init__(self, item: pytest.Item) -> None:
+        self.sections: list[tuple[str, str]] = []
+        self.tenancies: list[Tenancy] = []
+        self.shown: Any = None
+        self.debugged = False
+        self.quitting = False
+        self._item = item
+        self._warned: set[object] = set()
+
+    def unpack(self, world: World) -> dict[int, Luggage]:
+        """Take what the ranks have left: add their coverage, warn of what they were warned of; returns all of it."""
+        found = {}
+        for rank in range(world.world_size):
+            data = world.luggage(rank)
+            if not data:
+                continue
+            luggage: Luggage = wire.loads(data)
+            found[rank] = luggage
+            if luggage.coverage is not None:
+                measuring.add(luggage.coverage)
+            if luggage.log.strip():
+                self.sections.append((f"Captured log of {_whose(rank, world)}", luggage.log))
+            known = self._item.user_properties
+            known += [each for each in luggage.properties if each not in known]
+            self.quitting |= luggage.quitting
+        for luggage in found.values():
+            self._warn(luggage)
+        return found
+
+    def _warn(self, luggage: Luggage) -> None:
+        for message, category, file, line in luggage.warnings:
+            key = (str(message), category, file, line)
+            if key not in self._warned:  # every rank says the same as a rule
+                self._warned.add(key)
+                warnings.warn_explicit(message, category, file, line)
+
+    def harvest(self) -> None:
+        """Have all that the ranks have printed."""
+        for tenancy in self.tenancies:
+            tenancy.harvest()
+
+    def keep_output(self, world: World, texts: Mapping[int, str]) -> None:
+        """Keep what the ranks have printed."""
+        for rank, text in texts.items():  # under this name pytest shows it, and JUnit XML has it
+            if text.strip():
+                self.sections.append((f"Captured stdout of {_whose(rank, world)}", text))
+
+
+def _whose(rank: int, world: World) -> str:
+    return f"rank {rank} of {world.world_size}"
+
+
+def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int, Luggage]) -> Any:
+    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others."""
+    first = verdict.first
+    shown = copy.copy(luggage[first.rank].failure) if first is not None and first.rank in luggage else None
+    if shown is None:
+        shown = _from_text(verdict, error)
+    elif shown.reprcrash is not None:
+        shown.reprcrash = copy.copy(shown.reprcrash)
+        assert first is not None
+        shown.reprcrash.message = f"rank {first.rank}: {shown.reprcrash.message}"
+    if verdict.lines and hasattr(shown, "addsection"):
+        shown.sections = list(shown.sections)
+        shown.addsection("ranks", "\n".join(verdict.lines))
+    return shown
+
+
+def _from_text(verdict: Verdict, error: RankError | None) -> Any:
+    """A failure of which there is no exception: a rank that died, or hangs."""
+    text = verdict.headline
+    if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):
+        text = f"{verdict.first.traceback.rstrip()}\n{text}"
+    try:
+        from _pytest._code import code
+
+        path, _, line = (verdict.first.location if verdict.first is not None else "").rpartition(":")
+        return code.ReprExceptionInfo(
+            reprtraceback=code.ReprTraceback([code.ReprEntryNative([text + "\n"])], None, style="native"),
+            reprcrash=code.ReprFileLocation(path, int(line) if line.isdigit() else 0, verdict.headline),
+        )
+    except (ImportError, TypeError):  # another version of pytest
+        return "\n".join((text, *verdict.lines))

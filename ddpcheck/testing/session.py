@@ -1,0 +1,220 @@
+"""What the plugin does for one pytest session: every hook of `ddpcheck.pytest_plugin` ends here.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ddpcheck.config import load_settings
+from ddpcheck.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.testing import marks, onrank, values
+from ddpcheck.testing.conditions import Seeds
+from ddpcheck.testing.fixture import DdpWorld, options_of
+from ddpcheck.testing.ranks import Ranks, Tenancy
+from ddpcheck.testing.record import Record, as_pytest_shows
+from ddpcheck.testing.verdict import judge
+
+_RECORD = pytest.StashKey[Record]()
+_SEEDS = pytest.StashKey[Seeds]()
+_SETUPS = pytest.StashKey[list[values.RankFixture]]()
+
+
+class Session:
+    """One for each process that runs tests."""
+
+    def __init__(self, config: pytest.Config, options: Sequence[str]) -> None:
+        """Read the settings.
+
+        Raises:
+            UsageError: A flag has a value that cannot be.
+            ConfigError: The environment or a file has.
+        """
+        self._settings = load_settings(
+            {name: config.getoption(f"ddp_{name}") for name in options},
+            ini={name: config.getini(f"ddp_{name}") for name in options},
+            start=config.rootpath,
+        )
+        self._ranks = Ranks(config)
+
+    # --- Before a test ---------------------------------------------------------------------------------------------
+
+    def begin(self, item: pytest.Item) -> None:
+        """A test of ours is about to be set up."""
+        item.stash[_SEEDS] = Seeds.now()
+        item.stash[_SETUPS] = []
+        item.stash[_RECORD] = Record(item)
+        if not isinstance(item, pytest.Function) or _is_of_unittest(item):
+            pytest.fail(
+                f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.",
+                pytrace=False,
+            )
+
+    def fact(self, item: pytest.Item, name: str) -> Any:
+        """What stands for `rank` and its like until the test is on its ranks."""
+        if item.get_closest_marker(marks.MARKER) is None or "ddp_world" in getattr(item, "fixturenames", ()):
+            raise UsageError(
+                f"The fixture {name!r} has a value on the ranks only; mark the test with @pytest.mark.ddp(...) to run "
+                "its body there."
+                if "ddp_world" not in getattr(item, "fixturenames", ())
+                else f"The body of a test that uses ddp_world runs in the parent, where there is no {name!r}; use "
+                "ddp_world.world_size, or ddpcheck.rank.current() in what ddp_world.run calls."
+            )
+        return values.Fact(name)
+
+    def leave_to_ranks(
+        self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> object:
+        """Where a fixture uses something that is made on the ranks, have it made there; else `None`."""
+        arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
+        if not any(isinstance(value, values.OnRank) for value in arguments.values()):
+            return None
+        function = values.reference(_bound(fixturedef, request))
+        converted = {name: values.converted(name, value) for name, value in arguments.items()}
+        fixture = values.RankFixture(fixturedef.argname, function, converted)
+        item.stash[_SETUPS].append(fixture)
+        fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
+        return fixture
+
+    # --- The test --------------------------------------------------------------------------------------------------
+
+    def lend(self, item: pytest.Item) -> Iterator[DdpWorld]:
+        """The value of the fixture `ddp_world`."""
+        tenancies: list[Tenancy] = []
+
+        def rent(options: dict[str, Any]) -> Tenancy:
+            tenancies.append(self._ranks.tenancy(item, item.stash[_RECORD], options, item.stash[_SEEDS]))
+            return tenancies[-1]
+
+        try:
+            yield DdpWorld(self._settings, rent, {**options_of(self._settings), **self._asked(item)})
+        finally:
+            _end_all(tenancies)
+
+    def run_marked(self, item: pytest.Function) -> None:
+        """Run the body of a test on every rank, and raise what is to be raised."""
+        __tracebackhide__ = True
+        record = item.stash[_RECORD]
+        options = {**options_of(self._settings), **self._asked(item)}
+        with contextlib.closing(self._ranks.tenancy(item, record, options, item.stash[_SEEDS])) as tenancy:
+            ended: dict[int, Any] = {}
+            error: RankError | None = None
+            try:
+                ended = dict(enumerate(tenancy.run(onrank.perform, _packed(item))))
+            except RankError as raised:
+                error, ended = raised, raised.results
+            verdict = judge(ended, error)
+            if verdict.how == "passed":
+                _warn_of_results(item, ended)
+            elif verdict.how == "skipped":
+                pytest.skip(verdict.headline)
+            elif verdict.how == "xfailed":
+                pytest.xfail(verdict.headline)
+            else:
+                record.shown = as_pytest_shows(verdict, error, tenancy.luggage)
+                raise _to_raise(verdict, error)
+
+    def _asked(self, item: pytest.Item) -> dict[str, Any]:
+        """What the test's marks say."""
+        asked = marks.read(item.iter_markers(marks.MARKER))
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if "world_size" in parameters:
+            marks.check_world_size(parameters["world_size"])
+            asked["world_size"] = parameters["world_size"]
+        return asked
+
+    # --- After a test ----------------------------------------------------------------------------------------------
+
+    def complete(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        """Put into the report what the ranks have brought back."""
+        record = item.stash.get(_RECORD, None)
+        if call.when == "call" and record is not None:
+            record.harvest()
+            report.sections += record.sections
+            report.user_properties = list(item.user_properties)
+            if record.shown is not None and report.failed:
+                report.longrepr = record.shown
+            if record.debugged and record.shown is not None:
+                call.excinfo = None  # it has been looked at where it happened; here is nothing to be seen
+        error = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
+            report.sections.append(("ddpcheck", error.detail))
+
+    def finish(self, item: pytest.Item, following: pytest.Item | None) -> None:
+        """A test is over."""
+        record = item.stash.get(_RECORD, None)
+        if record is not None and record.quitting:
+            pytest.exit("Quitting debugger")
+        self._ranks.finish(item, following)
+
+    def close(self) -> None:
+        """The session is over: end every rank."""
+        self._ranks.close()
+
+
+def _packed(item: pytest.Function) -> bytes:
+    function = item.obj
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        pytest.fail(
+            f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.",
+            pytrace=False,
+        )
+    taken = item._fixtureinfo.argnames
+    arguments = {name: values.converted(name, item.funcargs[name]) for name in taken}
+    return values.pack(item.name, arguments, (function, item.stash[_SETUPS]))
+
+
+def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+    """The function of a fixture, bound to the instance of the test class where it is a method of that."""
+    try:
+        from _pytest.fixtures import resolve_fixture_function
+
+        return resolve_fixture_function(fixturedef, request)  # type: ignore[arg-type]
+    except ImportError:
+        return fixturedef.func
+
+
+def _is_of_unittest(item: pytest.Item) -> bool:
+    import unittest
+
+    kind = getattr(item, "cls", None)
+    return isinstance(kind, type) and issubclass(kind, unittest.TestCase)
+
+
+def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
+    returned = next((one.returned for one in ended.values() if one.returned), "")
+    if returned:
+        item.warn(
+            pytest.PytestReturnNotNoneWarning(
+                f"Test functions should return None, but {item.nodeid} returned {returned} on its ranks; did you mean "
+                "to use `assert` instead of `return`?"
+            )
+        )
+
+
+def _to_raise(verdict: Any, error: RankError | None) -> BaseException:
+    """What a test raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell."""
+    first = verdict.first
+    if first is None or error is None:
+        return pytest.fail.Exception(verdict.headline, pytrace=False)
+    if isinstance(first.exception, bdb.BdbQuit):
+        return pytest.exit.Exception("Quitting debugger")
+    if first.exception is not None and first.kind == "raised":
+        return first.exception.with_traceback(None)
+    return error.with_traceback(None)
+
+
+def _end_all(tenancies: list[Tenancy]) -> None:
+    """Give every world back, also when that fails for one."""
+    if tenancies:
+        try:
+            tenancies.pop().close()
+        finally:
+            _end_all(tenancies)
