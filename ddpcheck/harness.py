@@ -29,8 +29,8 @@ from typing import Any, Literal, Self
 from ddpcheck.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.rank import read_slots
 from ddpcheck.worlds import allowed, failures, processes, wire
-from ddpcheck.worlds.rewriting import rewritten_modules
 from ddpcheck.worlds.crew import Crew, Rank
+from ddpcheck.worlds.rewriting import rewritten_modules
 
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`

@@ -27,8 +27,8 @@ _OPTIONS = {
     "threads": "threads that torch may use in each rank (default: the cores are shared out)",
 }
 _MARKER = (
-    "ddp(world_size=2, *, backend, device, timeout, reuse, threads, env, preload): run the body of the test on every rank "
-    "of a real process group; a list of world sizes runs it once for each"
+    "ddp(world_size=2, *, backend, device, timeout, reuse, threads, env, preload): run the body of the test on every "
+    "rank of a real process group; a list of world sizes runs it once for each"
 )
 _SESSION = pytest.StashKey["Session"]()
 
@@ -79,7 +79,6 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body of a marked test on the ranks."""
-    __tracebackhide__ = True
     if pyfuncitem.get_closest_marker("ddp") is None or "ddp_world" in pyfuncitem.fixturenames:
         return None
     _session(pyfuncitem.config).run_marked(pyfuncitem)
@@ -91,8 +90,10 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put what the ranks have brought back, and what more an error of ours has to say, into the test's report."""
-    report = yield
     if (session := item.config.stash.get(_SESSION, None)) is not None:
+        session.harvest(item)
+    report = yield
+    if session is not None:
         session.complete(item, call, report)
     return report
 

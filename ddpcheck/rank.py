@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named
+from ddpcheck.worlds.rewriting import rewrite_on_import
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 

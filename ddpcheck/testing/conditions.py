@@ -48,22 +48,32 @@ class Seeds:
     torch: Any = None
 
     @classmethod
+    def stir(cls) -> Seeds:
+        """Draw one number from each generator and return the states: seeding, even with the last seed, changes them."""
+        random.random()
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.random_sample()
+        if (torch := _torch()) is not None:
+            torch.rand(1)
+        return cls.now()
+
+    @classmethod
     def now(cls) -> Seeds:
         """Those of this process, without importing anything."""
         numpy = sys.modules.get("numpy.random")
-        torch = sys.modules.get("torch")
+        torch = _torch()
         return cls(
             random.getstate(),
             numpy.get_state(legacy=True) if numpy is not None else None,
-            bytes(torch.get_rng_state().numpy()) if hasattr(torch, "get_rng_state") else None,
+            bytes(torch.get_rng_state().numpy()) if torch is not None else None,
         )
 
     def since(self, before: Seeds) -> Seeds:
-        """Those that have changed: something has been seeded, or drawn."""
+        """Those that have changed: something has been seeded, or drawn, or imported."""
         return Seeds(
             self.python if self.python != before.python else None,
             self.numpy if repr(self.numpy) != repr(before.numpy) else None,
-            self.torch if before.torch is not None and self.torch != before.torch else None,
+            self.torch if self.torch != before.torch else None,
         )
 
     def plant(self) -> None:
@@ -78,6 +88,12 @@ class Seeds:
             import torch
 
             torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+
+
+def _torch() -> Any:
+    """torch, where somebody has imported it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "get_rng_state") else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """pdb on a rank, talked to from the terminal that pytest runs in: `breakpoint()`, and `--pdb` after a failure.
 
 A rank has no terminal. Each time that its debugger wants to talk, it makes two named pipes in the world's directory;
-the parent finds them while it waits for the ranks (`Desk.attend`), and relays until the rank hangs up. Nobody's clock runs
+the parent finds them while it waits for the ranks (`Desk.attend`), and relays until the rank hangs up. No clock runs
 meanwhile.
 
 This module is light: it never imports torch.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ddpcheck.config import Settings
-from ddpcheck.errors import RankError, UsageError
+from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.testing import onrank
 from ddpcheck.testing.ranks import Tenancy
 from ddpcheck.worlds import allowed
@@ -70,11 +70,8 @@ class DdpWorld:
             raise UsageError(f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}.")
         try:
             return self._tenancy.run(onrank.call, fn, args, kwargs, timeout=timeout)
-        except RankError as error:
-            raise error.with_traceback(None) from error.__cause__  # the harness's frames help nobody
-        except UsageError:
-            allowed.pack_task(fn, args, kwargs)  # names the argument that is to blame
-            raise
+        except DdpcheckError as error:
+            raise _better(error, fn, args, kwargs).with_traceback(None) from None  # our frames help nobody
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
         """Check a recipe on a world of this size; the test fails with the report when that is not good enough.
@@ -95,6 +92,16 @@ class DdpWorld:
         return report
 
 
+def _better(error: DdpcheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DdpcheckError:
+    """The error itself; where something cannot be sent, one that names the argument that is to blame."""
+    if isinstance(error, UsageError):
+        try:
+            allowed.pack_task(fn, args, kwargs, "ddp_world.run")
+        except UsageError as named:
+            return named
+    return error
+
+
 def options_of(settings: Settings) -> dict[str, Any]:
     """The options of a world that follow from the settings."""
     names = ("world_size", "device", "timeout", "threads", "preload", "reuse")
@@ -109,5 +116,3 @@ def _as_text(report: Report) -> str:
         return renderer_for("text").render(report)
     except ImportError:  # rich is not there
         return report.to_json()
-
-

@@ -37,7 +37,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     try:
         listed = _sizes(read(metafunc.definition.iter_markers(MARKER)))
     except UsageError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise pytest.fail.Exception(f"{metafunc.definition.nodeid}: {error}", pytrace=False) from None
     if listed is not None:
         if "world_size" not in metafunc.fixturenames:
             metafunc.fixturenames.append("world_size")

@@ -12,7 +12,6 @@ import inspect
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ddpcheck import rank as this_rank
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.testing import debugging
 from ddpcheck.testing.conditions import Conditions, Luggage, Style
-from ddpcheck.testing.measuring import Measured
+from ddpcheck.testing.measuring import Measured, measured
 from ddpcheck.testing.values import Builtin, Fact, InModule, OnRank, RankFixture
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.rewriting import explain_comparisons
@@ -91,7 +90,7 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
             _logging(log, conditions),
             debugging.available(conditions.debugger),
             warnings.catch_warnings(record=True) as caught,
-            conditions.coverage.measure() if conditions.coverage is not None else contextlib.nullcontext([]) as covered,
+            measured(conditions.coverage) as covered,
         ):
             assert caught is not None
             warnings.resetwarnings()

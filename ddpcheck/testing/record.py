@@ -27,7 +27,6 @@ class Record:
     """What one test's ranks have brought back so far.
 
     Attributes:
-        sections: Titles and texts for the report.
         tenancies: The test's holds on worlds.
         shown: What the report is to show instead of the traceback in this process, if anything.
         debugged: Whether the failure has been looked at in a debugger on its rank.
@@ -35,7 +34,6 @@ class Record:
     """
 
     def __init__(self, item: pytest.Item) -> None:
-        self.sections: list[tuple[str, str]] = []
         self.tenancies: list[Tenancy] = []
         self.shown: Any = None
         self.debugged = False
@@ -55,7 +53,7 @@ class Record:
             if luggage.coverage is not None:
                 measuring.add(luggage.coverage)
             if luggage.log.strip():
-                self.sections.append((f"Captured log of {_whose(rank, world)}", luggage.log))
+                self._item.add_report_section("call", f"log of {_whose(rank, world)}", luggage.log)
             known = self._item.user_properties
             known += [each for each in luggage.properties if each not in known]
             self.quitting |= luggage.quitting
@@ -77,9 +75,9 @@ class Record:
 
     def keep_output(self, world: World, texts: Mapping[int, str]) -> None:
         """Keep what the ranks have printed."""
-        for rank, text in texts.items():  # under this name pytest shows it, and JUnit XML has it
+        for rank, text in texts.items():
             if text.strip():
-                self.sections.append((f"Captured stdout of {_whose(rank, world)}", text))
+                self._item.add_report_section("call", f"stdout of {_whose(rank, world)}", text)
 
 
 def _whose(rank: int, world: World) -> str:
@@ -96,6 +94,8 @@ def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int
         shown.reprcrash = copy.copy(shown.reprcrash)
         assert first is not None
         shown.reprcrash.message = f"rank {first.rank}: {shown.reprcrash.message}"
+        if chain := getattr(shown, "chain", None):  # what pytest-xdist sends
+            shown.chain = [*chain[:-1], (chain[-1][0], shown.reprcrash, chain[-1][2])]
     if verdict.lines and hasattr(shown, "addsection"):
         shown.sections = list(shown.sections)
         shown.addsection("ranks", "\n".join(verdict.lines))

@@ -9,7 +9,7 @@ import bdb
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,9 +18,10 @@ from ddpcheck.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.testing import marks, onrank, values
 from ddpcheck.testing.conditions import Seeds
 from ddpcheck.testing.fixture import DdpWorld, options_of
+from ddpcheck.testing.onrank import Ended
 from ddpcheck.testing.ranks import Ranks, Tenancy
 from ddpcheck.testing.record import Record, as_pytest_shows
-from ddpcheck.testing.verdict import judge
+from ddpcheck.testing.verdict import Verdict, judge
 
 _RECORD = pytest.StashKey[Record]()
 _SEEDS = pytest.StashKey[Seeds]()
@@ -48,24 +49,23 @@ class Session:
 
     def begin(self, item: pytest.Item) -> None:
         """A test of ours is about to be set up."""
-        item.stash[_SEEDS] = Seeds.now()
+        item.stash[_SEEDS] = Seeds.stir()
         item.stash[_SETUPS] = []
         item.stash[_RECORD] = Record(item)
         if not isinstance(item, pytest.Function) or _is_of_unittest(item):
-            pytest.fail(
-                f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.",
-                pytrace=False,
-            )
+            _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def fact(self, item: pytest.Item, name: str) -> Any:
         """What stands for `rank` and its like until the test is on its ranks."""
-        if item.get_closest_marker(marks.MARKER) is None or "ddp_world" in getattr(item, "fixturenames", ()):
-            raise UsageError(
-                f"The fixture {name!r} has a value on the ranks only; mark the test with @pytest.mark.ddp(...) to run "
-                "its body there."
-                if "ddp_world" not in getattr(item, "fixturenames", ())
-                else f"The body of a test that uses ddp_world runs in the parent, where there is no {name!r}; use "
+        if "ddp_world" in getattr(item, "fixturenames", ()):
+            _refuse(
+                f"The body of a test that uses ddp_world runs in the parent, where there is no {name!r}; use "
                 "ddp_world.world_size, or ddpcheck.rank.current() in what ddp_world.run calls."
+            )
+        if item.get_closest_marker(marks.MARKER) is None:
+            _refuse(
+                f"The fixture {name!r} has a value on ranks only; mark {item.name} with @pytest.mark.ddp(...), and its "
+                "body runs there."
             )
         return values.Fact(name)
 
@@ -100,16 +100,17 @@ class Session:
 
     def run_marked(self, item: pytest.Function) -> None:
         """Run the body of a test on every rank, and raise what is to be raised."""
-        __tracebackhide__ = True
         record = item.stash[_RECORD]
         options = {**options_of(self._settings), **self._asked(item)}
         with contextlib.closing(self._ranks.tenancy(item, record, options, item.stash[_SEEDS])) as tenancy:
-            ended: dict[int, Any] = {}
+            ended: dict[int, Ended] = {}
             error: RankError | None = None
             try:
                 ended = dict(enumerate(tenancy.run(onrank.perform, _packed(item))))
             except RankError as raised:
-                error, ended = raised, raised.results
+                error, ended = raised, {rank: one for rank, one in raised.results.items() if isinstance(one, Ended)}
+            except UsageError as wrong:
+                _refuse(str(wrong))
             verdict = judge(ended, error)
             if verdict.how == "passed":
                 _warn_of_results(item, ended)
@@ -123,21 +124,27 @@ class Session:
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
         """What the test's marks say."""
-        asked = marks.read(item.iter_markers(marks.MARKER))
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "world_size" in parameters:
-            marks.check_world_size(parameters["world_size"])
-            asked["world_size"] = parameters["world_size"]
+        try:
+            asked = marks.read(item.iter_markers(marks.MARKER))
+            parameters = getattr(getattr(item, "callspec", None), "params", {})
+            if "world_size" in parameters:
+                asked["world_size"] = parameters["world_size"]
+                marks.check_world_size(asked["world_size"])
+        except UsageError as wrong:
+            _refuse(str(wrong))
         return asked
 
     # --- After a test ----------------------------------------------------------------------------------------------
+
+    def harvest(self, item: pytest.Item) -> None:
+        """Have what the ranks have printed, before the report is made."""
+        if (record := item.stash.get(_RECORD, None)) is not None:
+            record.harvest()
 
     def complete(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Put into the report what the ranks have brought back."""
         record = item.stash.get(_RECORD, None)
         if call.when == "call" and record is not None:
-            record.harvest()
-            report.sections += record.sections
             report.user_properties = list(item.user_properties)
             if record.shown is not None and report.failed:
                 report.longrepr = record.shown
@@ -159,13 +166,15 @@ class Session:
         self._ranks.close()
 
 
+def _refuse(sentence: str) -> NoReturn:
+    """Fail the test with a sentence about how it is written, and no traceback of ours."""
+    raise pytest.fail.Exception(sentence, pytrace=False) from None
+
+
 def _packed(item: pytest.Function) -> bytes:
     function = item.obj
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        pytest.fail(
-            f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.",
-            pytrace=False,
-        )
+        _refuse(f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.")
     taken = item._fixtureinfo.argnames
     arguments = {name: values.converted(name, item.funcargs[name]) for name in taken}
     return values.pack(item.name, arguments, (function, item.stash[_SETUPS]))
@@ -176,7 +185,7 @@ def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -
     try:
         from _pytest.fixtures import resolve_fixture_function
 
-        return resolve_fixture_function(fixturedef, request)  # type: ignore[arg-type]
+        return resolve_fixture_function(fixturedef, request)
     except ImportError:
         return fixturedef.func
 
@@ -199,7 +208,7 @@ def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
         )
 
 
-def _to_raise(verdict: Any, error: RankError | None) -> BaseException:
+def _to_raise(verdict: Verdict, error: RankError | None) -> BaseException:
     """What a test raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell."""
     first = verdict.first
     if first is None or error is None:

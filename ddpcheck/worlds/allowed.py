@@ -75,10 +75,10 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a task; when it cannot be, name the argument that is to blame."""
+def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
+    """Pickle a task; when it cannot be, name the argument of `whose` that is to blame."""
     if not callable(fn):
-        raise UsageError(f"The first argument of World.run must be a function, got {type(fn).__qualname__}.")
+        raise UsageError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
     try:
         return wire.dumps((fn, args, kwargs))
     except Exception as error:
@@ -90,7 +90,7 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 wire.dumps(value)
             except Exception as own:
                 raise UsageError(
-                    f"{name} of World.run, a {type(value).__qualname__}, cannot be sent to the ranks "
+                    f"{name} of {whose}, a {type(value).__qualname__}, cannot be sent to the ranks "
                     f"({type(own).__name__}: {own}); make it inside the function that runs there."
                 ) from error
-        raise UsageError(f"The arguments of World.run cannot be sent to the ranks ({error}).") from error
+        raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
