@@ -29,8 +29,8 @@ from typing import Any, Literal, Self
 from ddpcheck.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.rank import read_slots
 from ddpcheck.worlds import allowed, failures, processes, wire
-from ddpcheck.worlds.crew import Crew, Rank
 from ddpcheck.worlds.rewriting import rewritten_modules
+from ddpcheck.worlds.crew import Crew, Rank
 
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
@@ -50,7 +50,6 @@ class World:
         start_method: `fork` or `spawn`.
         directory: Scratch directory, removed when the world closes.
         closed: Whether it is closed.
-        watch: Called during a run; see the argument of that name.
         failed: Whether a run failed; such a world does not run again.
     """
 
@@ -117,7 +116,7 @@ class World:
         self._threads = threads if threads is not None else max(1, allowed.cores() // world_size)
         self._env = allowed.check_env(env)
         self._preload = allowed.check_modules("preload", preload)
-        self.watch = watch
+        self._watch = watch
         self._owner = os.getpid()
         self._pending: Pending | None = None
         self._outputs: dict[int, str] = {}
@@ -190,13 +189,6 @@ class World:
         if self.closed:
             return self._outputs.get(rank, "")
         return self._crew.read(rank, "out")
-
-    def luggage(self, rank: int) -> bytes:
-        """Return what a rank has left with `ddpcheck.rank.leave`, `b""` where it has not."""
-        try:
-            return self._crew.path(rank, "luggage").read_bytes()
-        except OSError:
-            return b""
 
     def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> Pending:
         if timeout is not None:
@@ -397,10 +389,10 @@ class Pending:
             self._error = world._fail(headline)
             return 0.0
         wait = deadline - now
-        if world.watch is not None:
+        if world._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
-                sentence = world.watch(world, finished, frozenset(rank.number for rank in running))
+                sentence = world._watch(world, finished, frozenset(rank.number for rank in running))
                 if sentence:
                     self._error = world._fail(sentence)
                     return 0.0
