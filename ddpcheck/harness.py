@@ -13,29 +13,24 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import shutil
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ddpcheck.errors import DdpcheckError, RankError, UsageError
-from ddpcheck.rank import read_slots
-from ddpcheck.worlds import allowed, failures, processes, wire
+from ddpcheck.errors import DdpcheckError, UsageError
+from ddpcheck.worlds import allowed, processes, wire
+from ddpcheck.worlds.crew import Crew
+from ddpcheck.worlds.pending import Pending, Watch
 from ddpcheck.worlds.rewriting import rewritten_modules
-from ddpcheck.worlds.crew import Crew, Rank
 
-_GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
-_TICK = 0.25  # between calls of `watch`
-
-Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
+__all__ = ["Pending", "Watch", "World"]
 
 
 class World:
@@ -119,12 +114,13 @@ class World:
         self._watch = watch
         self._owner = os.getpid()
         self._pending: Pending | None = None
+        self._retired = False
         self._outputs: dict[int, str] = {}
+        self._luggage: dict[int, bytes] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
         self._crew = Crew(self.directory)
         self.closed = False
         _open_worlds.add(self)
-        self._born = time.monotonic()
         try:
             self._crew.start(self._config(), self.start_method, processes.hash_seeds(world_size, own=hash_seeds))
         except BaseException as error:
@@ -184,11 +180,21 @@ class World:
 
     def output(self, rank: int) -> str:
         """Return what a rank has printed so far, to stdout and stderr."""
-        if not 0 <= rank < self.world_size:
-            raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
+        self._check_rank(rank)
         if self.closed:
             return self._outputs.get(rank, "")
         return self._crew.read(rank, "out")
+
+    def luggage(self, rank: int) -> bytes:
+        """Return what a rank has left with `ddpcheck.rank.leave`, `b""` when it has left nothing."""
+        self._check_rank(rank)
+        if self.closed:
+            return self._luggage.get(rank, b"")
+        return self._crew.read_bytes(rank, "luggage")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
 
     def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> Pending:
         if timeout is not None:
@@ -202,7 +208,7 @@ class World:
             if last is None or last[0] is not payload:
                 last = (payload, wire.pack(("task", self._crew.run, payload, rewritten)))
             self._crew.post(rank, last[1])
-        self._pending = Pending(self, self.timeout if timeout is None else timeout)
+        self._pending = Pending(self, self._crew, self.timeout if timeout is None else timeout, self._watch)
         return self._pending
 
     def _check_open(self) -> None:
@@ -210,7 +216,7 @@ class World:
             raise DdpcheckError("This world belongs to the process that made it; make another one in this process.")
         if self.failed:
             raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
-        if self.closed:
+        if self.closed or self._retired:
             raise DdpcheckError("This world is closed; make a new World.")
         if self._pending is not None and not self._pending.done():
             raise DdpcheckError("This world is still at work; wait for the result of its last start().")
@@ -226,63 +232,97 @@ class World:
             directory=str(self.directory),
             process_group=self._process_group,
             threads=self._threads,
+            surroundings=self._surroundings(),
+            preload=self._preload,
+        )
+
+    def _surroundings(self) -> wire.Surroundings:
+        return wire.Surroundings(
             environment={**processes.inherited_environment(), **self._env},
             explicit=frozenset(self._env),
             cwd=os.getcwd(),
             path=processes.import_path(),
             argv=tuple(sys.argv),
-            preload=self._preload,
         )
 
-    # --- Failing -----------------------------------------------------------------------------------------------
+    # --- Using it again ----------------------------------------------------------------------------------------
 
-    def _fail(self, headline: str | None) -> BaseException:
-        """End every rank and return the exception that says what happened; a hang when there is a headline."""
-        error = self._describe_failure(headline)
-        if isinstance(error, RankError):
-            for rank in self._crew.ranks:
-                if rank.answer is not None and rank.answer[0] == "result":
-                    with contextlib.suppress(Exception):  # what cannot be read back is no reason to lose the error
-                        error.results[rank.number] = wire.loads(rank.answer[1])
-        return error
+    def adopt(
+        self,
+        *,
+        timeout: float = 30.0,
+        startup_timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """Make a world that was started earlier one of now: its ranks take over what is around this process.
 
-    def _describe_failure(self, headline: str | None) -> BaseException:
-        self.failed = True
-        if self._crew.refused:
-            self._crew.kill()
-            return UsageError(self._crew.trouble)
-        dumps = self._crew.dump_stacks()
-        now = time.monotonic()
-        self._crew.kill()
-        found = []
-        for rank in self._crew.ranks:
-            place, collective = read_slots(self.directory, rank.number)
-            output = failures.tail(self._crew.path(rank.number, "out"))
-            # What a stuck rank says once others are being killed is about that: they are not all killed at once.
-            if rank.answer is not None and rank.number not in dumps:
-                kind, reply = rank.answer
-                if kind == "result":
-                    continue
-                if reply["usage"] and headline is None and reply["place"] == "starting up":
-                    return UsageError(reply["text"])
-                failure = replace(
-                    failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"]
-                )
-            elif rank.ended is not None and rank.number not in dumps:
-                failure = replace(failures.died(rank.number, *rank.ended, output), place=place, collective=collective)
-            else:
-                failure = failures.stuck(rank.number, now, dumps.get(rank.number, ""), place, collective)
-            found.append(replace(failure, output=output))
-        if headline is not None:
-            late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in self._crew.ranks]
-            return failures.hang(found, headline.replace("{ranks}", failures.name_ranks(late)))
-        if not found or (self._crew.trouble and all(one.kind == "stuck" for one in found)):
-            return RankError(
-                f"The ranks could not go on: {self._crew.trouble or 'they ended while they were being asked'}.", found
-            )
-        return failures.error(found)
+        That is the environment, the working directory, the import path and `sys.argv`; random numbers start anew, and
+        what the ranks had printed and left is forgotten. Variables that matter when a process or its process group
+        starts come too late.
+
+        Args:
+            timeout: As of a new world.
+            startup_timeout: As of a new world; it counts from now.
+            env: As of a new world.
+            watch: As of a new world.
+
+        Raises:
+            DdpcheckError: When the world cannot run, or is running.
+        """
+        self._check_open()
+        allowed.check_seconds("timeout", timeout)
+        allowed.check_seconds("startup_timeout", startup_timeout)
+        self._env = allowed.check_env(env)
+        self.timeout = timeout
+        self.startup_timeout = startup_timeout
+        self._watch = watch
+        self._crew.forget_files()
+        self._crew.adopt(self._surroundings())
+
+    def renew(self) -> None:
+        """Give the ranks a new default process group, without waiting for it; the old one and all its subgroups go.
+
+        What `ddpcheck.rank.state` holds goes as well. The next run waits for the group, within the start-up timeout.
+
+        Raises:
+            DdpcheckError: When the world cannot run, or is running.
+            UsageError: When the world has no process group.
+        """
+        self._check_open()
+        if not self._process_group:
+            raise UsageError("A world that was made with process_group=False has no process group to renew.")
+        self._crew.renew()
+
+    def healthy(self, seconds: float = 0.0) -> bool:
+        """Return whether the ranks are known to be ready for a run, waiting for that for some seconds."""
+        if self.closed or self.failed or self._owner != os.getpid():
+            return False
+        if self._pending is not None and not self._pending.succeeded:
+            return False
+        deadline = time.monotonic() + seconds
+        self._crew.pump(0)
+        while not self._crew.ready and not self._crew.troubled and (left := deadline - time.monotonic()) > 0:
+            self._crew.pump(left)
+        return self._crew.ready and not self._crew.troubled
 
     # --- Ending ------------------------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Begin to end the ranks, without waiting; nothing runs here any more, and `close` must follow."""
+        if self.closed or self._retired or self._owner != os.getpid():
+            return
+        self._retired = True
+        if not self.failed:  # after a failure they are dead
+            self._crew.send_off(idle=self._pending is None or self._pending.succeeded)
+
+    @property
+    def gone(self) -> bool:
+        """Whether all ranks have ended, so that `close` would not wait."""
+        if not self.closed and self._owner == os.getpid():
+            self._crew.pump(0)
+            return self._crew.gone
+        return True
 
     def close(self) -> None:
         """End the ranks and remove everything; may be called again."""
@@ -293,9 +333,11 @@ class World:
         ours = self._owner == os.getpid()
         try:
             if ours:
-                if not self.failed:  # after a failure they are dead
+                if not self.failed:
                     self._crew.dismiss(idle=self._pending is None or self._pending.succeeded)
-                self._outputs = {number: self._crew.read(number, "out") for number in range(self.world_size)}
+                ranks = range(self.world_size)
+                self._outputs = {number: self._crew.read(number, "out") for number in ranks}
+                self._luggage = {number: self._crew.read_bytes(number, "luggage") for number in ranks}
         finally:
             self._crew.release(ours)
             if ours:
@@ -306,130 +348,6 @@ class World:
             self.close()
         except Exception:  # at the end of the interpreter anything may be missing
             pass
-
-
-class Pending:
-    """A run that is under way."""
-
-    def __init__(self, world: World, timeout: float) -> None:
-        self._world = world
-        self._timeout = timeout
-        self._started = time.monotonic()
-        self._first_trouble: float | None = None
-        self._next_watch = self._started + _TICK
-        self._results: list[Any] | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether the outcome is known already."""
-        return self._results is not None or self._error is not None
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether every rank is known to have finished."""
-        return self._results is not None
-
-    def done(self) -> bool:
-        """Return whether `result` would return or raise at once."""
-        if not self.complete:
-            self._guarded(block=False)
-        return self.complete
-
-    def result(self) -> list[Any]:
-        """Wait for the results, one a rank.
-
-        Raises:
-            RankError: When a rank fails.
-            HangError: When a rank does not finish in time.
-        """
-        if not self.complete:
-            self._guarded(block=True)
-        if self._error is not None:
-            raise self._error
-        assert self._results is not None
-        return self._results
-
-    def _guarded(self, block: bool) -> None:
-        world = self._world
-        if world.closed:
-            self._error = DdpcheckError("The world was closed before its run had finished.")
-            return
-        try:
-            world._crew.pump(0)
-            while not self.complete:
-                wait = self._advance()
-                if not block or self.complete:
-                    return
-                world._crew.pump(wait)
-        except BaseException as error:  # Ctrl-C above all: nothing may go on behind our back
-            self._error = error if isinstance(error, Exception) else DdpcheckError("The run was interrupted.")
-            world.close()
-            raise
-
-    def _advance(self) -> float:
-        """Settle the outcome if it can be; return how long to wait at most before looking again."""
-        world = self._world
-        ranks = world._crew.ranks
-        now = time.monotonic()
-        if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):
-            self._settle(ranks)
-            return 0.0
-        running = [rank for rank in ranks if rank.answer is None and rank.ended is None]
-        bad = world._crew.trouble or any(_has_failed(rank) for rank in ranks)
-        if bad:
-            if self._first_trouble is None:
-                self._first_trouble = now
-            if not running or world._crew.trouble or now >= self._first_trouble + _GRACE:
-                self._error = world._fail(None)
-                return 0.0
-            return self._first_trouble + _GRACE - now
-        deadline, headline = self._deadline()
-        if now >= deadline:
-            self._error = world._fail(headline)
-            return 0.0
-        wait = deadline - now
-        if world._watch is not None:
-            if now >= self._next_watch:
-                finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
-                sentence = world._watch(world, finished, frozenset(rank.number for rank in running))
-                if sentence:
-                    self._error = world._fail(sentence)
-                    return 0.0
-                self._next_watch = time.monotonic() + _TICK
-            wait = min(wait, max(0.0, self._next_watch - now))
-        return wait
-
-    def _deadline(self) -> tuple[float, str]:
-        world = self._world
-        started = self._started
-        for rank in world._crew.ranks:
-            if rank.ready is None:
-                seconds = world.startup_timeout
-                return world._born + seconds, f"{{ranks}} did not start within {seconds:g} s"
-            started = max(started, rank.ready)
-        return started + self._timeout, f"{{ranks}} did not finish within {self._timeout:g} s"
-
-    def _settle(self, ranks: Iterable[Rank]) -> None:
-        results = []
-        for rank in ranks:
-            assert rank.answer is not None
-            try:
-                results.append(wire.loads(rank.answer[1]))
-            except Exception as error:
-                self._error = DdpcheckError(
-                    f"The result of rank {rank.number} could not be unpickled here ({type(error).__name__}: {error}); "
-                    "return plain values or tensors."
-                )
-                return
-            rank.answer = ("result", b"")
-        self._results = results
-
-
-def _has_failed(rank: Rank) -> bool:
-    if rank.answer is not None:
-        return rank.answer[0] == "failure"
-    return rank.ended is not None
 
 
 # --- The end of the process ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ _MARKER = (
     "rank of a real process group; a list of world sizes runs it once for each"
 )
 _SESSION = pytest.StashKey["Session"]()
+_NEXT = pytest.StashKey[pytest.Item | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,10 +63,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Note which test comes next, so that its ranks can be prepared."""
+    item.stash[_NEXT] = nextitem
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note where random numbers stand, so that seeds which fixtures set reach the ranks."""
+    """Begin a test of ours."""
     if _is_ours(item):
-        _session(item.config).begin(item)
+        _session(item.config).begin(item, item.stash.get(_NEXT, None))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -98,10 +105,11 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the ranks that tests of a module have shared, with its last test."""
-    if (session := item.config.stash.get(_SESSION, None)) is not None:
-        session.finish(item, nextitem)
+    if _is_ours(item):
+        _session(item.config).finish(item)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ This module imports torch only inside functions.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import mmap
 import os
 import random
@@ -27,8 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcheck.errors import DdpcheckError, UsageError
-from ddpcheck.locate import exception_location, user_traceback
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.preloading import import_named
 from ddpcheck.worlds.rewriting import rewrite_on_import
 
@@ -74,15 +74,6 @@ def current() -> RankContext:
             "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
         )
     return _context
-
-
-def leave(data: bytes) -> None:
-    """Leave something for the parent, which finds it with `World.luggage`, whatever becomes of this rank."""
-    here = current()
-    path = here.directory / f"rank{here.rank}.luggage"
-    new = path.with_suffix(".new")
-    new.write_bytes(data)
-    new.replace(path)
 
 
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
@@ -173,18 +164,27 @@ def _live(sock: socket.socket) -> None:
     message = wire.receive(sock)
     if message is None or message[0] != "config":
         return
+    config: wire.RankConfig = message[1]
+    renewals = 0
     try:
-        _set_up(message[1])
+        _set_up(config)
+        sock.sendall(wire.pack(("ready", time.monotonic(), renewals)))
+        while (message := wire.receive(sock)) is not None:
+            if message[0] == "task":
+                rewrite_on_import(message[3])
+                sock.sendall(_answer(message[1], message[2]))
+            elif message[0] == "adopt":
+                set_place("starting up")
+                _adopt(config, message[1])
+            elif message[0] == "renew":
+                renewals += 1
+                _renew(config, renewals)
+                sock.sendall(wire.pack(("ready", time.monotonic(), renewals)))
+            else:
+                return
     except BaseException as error:
-        sock.sendall(wire.pack(("failure", 0, _describe(error))))
+        sock.sendall(wire.pack(("failure", 0, failures.described(error, *own_slots()))))
         wire.receive(sock)
-        return
-    sock.sendall(wire.pack(("ready", time.monotonic())))
-    while (message := wire.receive(sock)) is not None:
-        if message[0] != "task":
-            return
-        rewrite_on_import(message[3])
-        sock.sendall(_answer(message[1], message[2]))
 
 
 def _answer(run: int, payload: bytes) -> bytes:
@@ -194,7 +194,7 @@ def _answer(run: int, payload: bytes) -> bytes:
     try:
         data = _perform(payload)
     except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
-        reply = wire.pack(("failure", run, _describe(error)))
+        reply = wire.pack(("failure", run, failures.described(error, *own_slots())))
     else:
         reply = wire.pack(("result", run, data))
     _flush()
@@ -250,14 +250,14 @@ def _set_up(config: wire.RankConfig) -> None:
     import torch
 
     torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
-    _adopt(config)
+    _adopt(config, config.surroundings)
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
     device, shared = _choose_device(config)
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
-        _join(config, directory)
+        _join(config, "store")
     set_place("")
 
 
@@ -279,9 +279,9 @@ def _open_slots(path: Path) -> mmap.mmap:
         os.close(fd)
 
 
-def _adopt(config: wire.RankConfig) -> None:
+def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
     """Take over the parent's environment, directory and import path, as a process that it started would."""
-    environment = dict(config.environment)
+    environment = dict(surroundings.environment)
     environment.update(
         RANK=str(config.rank),
         WORLD_SIZE=str(config.world_size),
@@ -296,22 +296,28 @@ def _adopt(config: wire.RankConfig) -> None:
         if os.environ.get(name) != value:
             os.environ[name] = value
     try:
-        os.chdir(config.cwd)
+        os.chdir(surroundings.cwd)
     except OSError as error:
         raise DdpcheckError(
-            f"The rank could not enter the working directory {config.cwd}: {error.strerror}."
+            f"The rank could not enter the working directory {surroundings.cwd}: {error.strerror}."
         ) from error
-    sys.path[:] = config.path
-    sys.argv[:] = config.argv
+    sys.path[:] = surroundings.path
+    sys.argv[:] = surroundings.argv
     sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
     tempfile.tempdir = None
-    random.seed()
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()  # inherited, it would be the same in every rank and world
-    if "TORCH_DISTRIBUTED_DEBUG" in config.explicit:
+    _seed()
+    if "TORCH_DISTRIBUTED_DEBUG" in surroundings.explicit:
         import torch.distributed as dist
 
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
+
+
+def _seed() -> None:
+    """Seed what the rank has inherited from the fork, or it would be the same in every rank and world."""
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    sys.modules["torch"].default_generator.seed()
 
 
 def _loopback() -> str:
@@ -342,61 +348,47 @@ def _choose_device(config: wire.RankConfig) -> tuple[str, bool]:
     return f"cuda:{index}", config.world_size > count
 
 
-def _join(config: wire.RankConfig, directory: Path) -> None:
+def _join(config: wire.RankConfig, store: str) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    store = FileStore(str(directory / "store"), config.world_size)
     dist.init_process_group(
         config.backend,
-        store=store,
+        store=FileStore(os.path.join(config.directory, store), config.world_size),
         rank=config.rank,
         world_size=config.world_size,
         timeout=timedelta(days=1),  # the parent's clock is the one that counts
     )
 
 
-# --- Describing a failure ------------------------------------------------------------------------------------------
+def _renew(config: wire.RankConfig, number: int) -> None:
+    """Leave every process group and what refers to them, and join the next default one."""
+    import torch
+    import torch.distributed as dist
+
+    set_place("leaving the process group")
+    set_collective("")
+    state.clear()
+    gc.collect()  # a DDP object in a cycle keeps its process group, with its threads and sockets
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_num_threads(config.threads)
+    set_place("starting up")
+    _join(config, f"store{number}")
+    set_place("")
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
-    """Return what the parent needs to make a `RankFailure` of `error`."""
-    when = time.monotonic()
-    place, collective = own_slots()
-    kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    try:
-        text = repr(error.code) if isinstance(error, SystemExit) else str(error)
-    except Exception:
-        text = "(its message cannot be shown: __str__ raised)"
-    return {
-        "when": when,
-        "kind": "exited" if isinstance(error, SystemExit) else "raised",
-        "type": name,
-        "text": text,
-        "code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
-        "usage": isinstance(error, UsageError),
-        "place": place,
-        "collective": collective,
-        "traceback": _format(error),
-        "location": str(exception_location(error) or ""),
-        "exception": _pickled(error),
-    }
+# --- Things that the parent keeps ----------------------------------------------------------------------------------
 
 
-def _format(error: BaseException) -> str:
-    try:
-        return user_traceback(error) + "\n"
-    except Exception as problem:
-        return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
+def leave(data: bytes) -> None:
+    """Leave `data` for the parent, which finds it with `World.luggage` even when this rank dies; the last one counts.
 
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        data = wire.dumps(error)
-        wire.loads(data)  # an exception with an __init__ of its own often pickles, and does not come back
-    except Exception:
-        return None
-    return data
+    Raises:
+        DdpcheckError: When this process is not a rank.
+    """
+    context = current()
+    path = context.directory / f"rank{context.rank}.luggage"
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)  # whole or not at all

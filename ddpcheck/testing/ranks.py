@@ -11,17 +11,26 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.harness import World
+from ddpcheck.harness import Watch, World
+from ddpcheck.supply import Supply
 from ddpcheck.testing.conditions import Conditions, Luggage, Seeds
 from ddpcheck.testing.debugging import Desk
 from ddpcheck.testing.record import Record
 
 
 class Ranks:
-    """All ranks of a session."""
+    """All ranks of a session.
+
+    Attributes:
+        live: Whether what ranks print is shown while they work.
+        desk: The terminal, where there is one.
+        following: The test after the one that runs.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
+        self._supply = Supply()
+        self.following: pytest.Item | None = None
         self.live = config.getoption("capture") == "no" and not worker
         self.desk = None if worker else Desk(config)
 
@@ -31,22 +40,31 @@ class Ranks:
         record.tenancies.append(tenancy)
         return tenancy
 
-    def lease(self, item: pytest.Item, options: Mapping[str, Any]) -> World:
-        """A world with these options."""
-        options = {key: value for key, value in options.items() if key != "reuse"}
-        return World(**options)
+    def lease(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> World:
+        """A world with these options; fresh, or the one of the test's module."""
+        options = {**options, "watch": watch}
+        if options.pop("reuse", "test") == "module":
+            return self._supply.lease_shared(_module(item), **options)
+        return self._supply.lease(last=self.following is None, **options)
 
-    def give_back(self, world: World) -> None:
-        """Nobody needs it any more."""
-        world.close()
+    def give_back(self, world: World, *, broken: bool) -> None:
+        """A test is done with its world; a broken one is not used again."""
+        self._supply.give_back(world, broken=broken)
 
-    def finish(self, item: pytest.Item, following: pytest.Item | None) -> None:
+    def finish(self, item: pytest.Item) -> None:
         """A test is over."""
         if self.desk is not None:
             self.desk.leave()
+        if self.following is None or _module(self.following) != _module(item):
+            self._supply.end(_module(item))
 
     def close(self) -> None:
-        """The session is over."""
+        """The session is over: end every rank."""
+        self._supply.close()
+
+
+def _module(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 class Tenancy:
@@ -75,9 +93,8 @@ class Tenancy:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
-            self._world = self._ranks.lease(self._item, self.options)
-            self._printed = [len(self._world.output(rank)) for rank in range(self._world.world_size)]
-            self._world.watch = self._watch
+            self._world = self._ranks.lease(self._item, self.options, self._watch)
+            self._printed = [0] * self._world.world_size
         return self._world
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
@@ -130,4 +147,4 @@ class Tenancy:
             return
         self.harvest()
         world, self._world = self._world, None
-        self._ranks.give_back(world)
+        self._ranks.give_back(world, broken=self._record.failed)

@@ -29,6 +29,7 @@ class Record:
     Attributes:
         tenancies: The test's holds on worlds.
         shown: What the report is to show instead of the traceback in this process, if anything.
+        failed: Whether the test has failed: nobody should get its ranks.
         debugged: Whether the failure has been looked at in a debugger on its rank.
         quitting: Whether whoever did wants the session to end.
     """
@@ -36,6 +37,7 @@ class Record:
     def __init__(self, item: pytest.Item) -> None:
         self.tenancies: list[Tenancy] = []
         self.shown: Any = None
+        self.failed = False
         self.debugged = False
         self.quitting = False
         self._item = item

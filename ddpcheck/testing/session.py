@@ -47,8 +47,9 @@ class Session:
 
     # --- Before a test ---------------------------------------------------------------------------------------------
 
-    def begin(self, item: pytest.Item) -> None:
-        """A test of ours is about to be set up."""
+    def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
+        """A test of ours is about to be set up; another one may follow."""
+        self._ranks.following = following
         item.stash[_SEEDS] = Seeds.stir()
         item.stash[_SETUPS] = []
         item.stash[_RECORD] = Record(item)
@@ -119,6 +120,7 @@ class Session:
             elif verdict.how == "xfailed":
                 pytest.xfail(verdict.headline)
             else:
+                record.failed = True
                 record.shown = as_pytest_shows(verdict, error, tenancy.luggage)
                 raise _to_raise(verdict, error)
 
@@ -145,6 +147,7 @@ class Session:
         """Put into the report what the ranks have brought back."""
         record = item.stash.get(_RECORD, None)
         if call.when == "call" and record is not None:
+            record.failed |= report.failed
             report.user_properties = list(item.user_properties)
             if record.shown is not None and report.failed:
                 report.longrepr = record.shown
@@ -154,12 +157,12 @@ class Session:
         if isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
             report.sections.append(("ddpcheck", error.detail))
 
-    def finish(self, item: pytest.Item, following: pytest.Item | None) -> None:
+    def finish(self, item: pytest.Item) -> None:
         """A test is over."""
         record = item.stash.get(_RECORD, None)
         if record is not None and record.quitting:
             pytest.exit("Quitting debugger")
-        self._ranks.finish(item, following)
+        self._ranks.finish(item)
 
     def close(self) -> None:
         """The session is over: end every rank."""

@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
@@ -43,6 +44,8 @@ class Crew:
     Attributes:
         ranks: What is known about each.
         run: Number of the run under way; replies to an earlier one are dropped.
+        renewals: How often the ranks have been asked for another process group.
+        born: When they were asked to become ready, by `time.monotonic()`.
         trouble: Why no rank can go on, empty while they can.
         refused: Whether that is because of what the world was asked to be.
     """
@@ -50,12 +53,16 @@ class Crew:
     def __init__(self, directory: Path) -> None:
         self.ranks: list[Rank] = []
         self.run = 0
+        self.renewals = 0
+        self.born = time.monotonic()
         self.trouble = ""
         self.refused = False
         self._directory = directory
         self._launches: list[processes.ForkLaunch | processes.SpawnLaunch] = []  # one for each hash seed
         self._launch_of: dict[int, processes.ForkLaunch | processes.SpawnLaunch] = {}  # by rank
         self._selector = selectors.DefaultSelector()
+        self._sent_off = False
+        self._asked = False
 
     def start(self, config: wire.RankConfig, method: Literal["fork", "spawn"], hash_seeds: Sequence[str]) -> None:
         """Start the processes, each with its hash seed, and tell each what it is, without waiting for them.
@@ -86,7 +93,43 @@ class Crew:
         for rank in self.ranks:
             self.post(rank, wire.pack(("config", replace(config, rank=rank.number))))
 
+    @property
+    def ready(self) -> bool:
+        """Whether every rank is known to have its process group."""
+        return all(rank.ready is not None for rank in self.ranks)
+
+    @property
+    def troubled(self) -> bool:
+        """Whether something is known to have gone wrong."""
+        bad = any(
+            rank.ended is not None or (rank.answer is not None and rank.answer[0] == "failure") for rank in self.ranks
+        )
+        return bool(self.trouble) or bad
+
+    @property
+    def gone(self) -> bool:
+        """Whether every rank is known to have ended."""
+        return all(rank.ended is not None for rank in self.ranks)
+
+    def adopt(self, surroundings: wire.Surroundings) -> None:
+        """Tell the ranks what is around them from now on."""
+        self._post_all(wire.pack(("adopt", surroundings)))
+        if not self.ready:
+            self.born = time.monotonic()
+
+    def renew(self) -> None:
+        """Ask the ranks for another process group, without waiting for it."""
+        self.renewals += 1
+        self.born = time.monotonic()
+        for rank in self.ranks:
+            rank.ready = None
+        self._post_all(wire.pack(("renew",)))
+
     # --- Sending and receiving ---------------------------------------------------------------------------------
+
+    def _post_all(self, data: bytes) -> None:
+        for rank in self.ranks:
+            self.post(rank, data)
 
     def post(self, rank: Rank, data: bytes) -> None:
         """Send a packed message to a rank; what does not fit its socket now goes with the next `pump`."""
@@ -139,7 +182,8 @@ class Crew:
         messages, alive = rank.inbox.drain(rank.sock)
         for kind, *rest in messages:
             if kind == "ready":
-                rank.ready = rest[0]
+                if rest[1] == self.renewals:
+                    rank.ready = rest[0]
             elif rest[0] in (0, self.run):  # 0: it failed while starting up
                 rank.answer = (kind, rest[1])
         if not alive:
@@ -203,15 +247,23 @@ class Crew:
             self.pump(left)
         return True
 
-    def dismiss(self, idle: bool) -> None:
-        """End every rank: those that are idle are asked to go, others are killed."""
+    def send_off(self, idle: bool) -> None:
+        """Tell every rank that it is over, without waiting: those that are idle are asked to go, others are killed."""
+        if self._sent_off:
+            return
+        self._sent_off = True
         self.pump(0)
-        if idle and all(rank.ready is not None for rank in self.ranks):
-            for rank in self.ranks:
-                self.post(rank, wire.pack(("close",)))
-            if self._await_ends(_DEATH):
-                return
-        self.kill()
+        self._asked = idle and self.ready
+        if self._asked:
+            self._post_all(wire.pack(("close",)))
+        else:
+            self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+
+    def dismiss(self, idle: bool) -> None:
+        """End every rank, and wait until that is so."""
+        self.send_off(idle)
+        if not self._await_ends(_DEATH) and self._asked:
+            self.kill()
 
     def release(self, ours: bool) -> None:
         """Let go of every descriptor; in a fork of our process (`ours` false) touch nothing but those."""
@@ -225,15 +277,29 @@ class Crew:
     # --- Files -------------------------------------------------------------------------------------------------
 
     def path(self, rank: int, kind: str) -> Path:
-        """Return the file of a rank: `out`, `stack` or `slots`."""
+        """Return the file of a rank: `out`, `stack`, `slots` or `luggage`."""
         return self._directory / f"rank{rank}.{kind}"
 
     def read(self, rank: int, kind: str) -> str:
         """Return the text in a file of a rank, `""` when there is none."""
+        return self.read_bytes(rank, kind).decode("utf-8", "replace")
+
+    def read_bytes(self, rank: int, kind: str) -> bytes:
+        """Return what is in a file of a rank, `b""` when there is none."""
         try:
-            return self.path(rank, kind).read_bytes().decode("utf-8", "replace")
+            return self.path(rank, kind).read_bytes()
         except OSError:
-            return ""
+            return b""
+
+    def forget_files(self) -> None:
+        """Empty what the ranks have written for the parent so far; they go on at the beginning."""
+        for rank in self.ranks:
+            for kind in ("out", "stack"):
+                if _size(path := self.path(rank.number, kind)):
+                    os.truncate(path, 0)
+            self.path(rank.number, "luggage").unlink(missing_ok=True)
+        if self.renewals > 1:  # the group before the one before this is over everywhere
+            (self._directory / f"store{self.renewals - 2 or ''}").unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

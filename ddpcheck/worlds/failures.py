@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure
-from ddpcheck.locate import is_user_file, relative_path
+from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure, UsageError
+from ddpcheck.locate import exception_location, is_user_file, relative_path, user_traceback
 from ddpcheck.worlds import wire
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -94,6 +95,48 @@ def _where(frame: Frame) -> str:
 
 
 # --- Failures ------------------------------------------------------------------------------------------------------
+
+
+def described(error: BaseException, place: str, collective: str) -> dict[str, Any]:
+    """On a rank: return what the parent needs to make a `RankFailure` of `error`, which `raised` does."""
+    when = time.monotonic()
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    try:
+        text = repr(error.code) if isinstance(error, SystemExit) else str(error)
+    except Exception:
+        text = "(its message cannot be shown: __str__ raised)"
+    return {
+        "when": when,
+        "kind": "exited" if isinstance(error, SystemExit) else "raised",
+        "type": name,
+        "text": text,
+        "code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
+        "usage": isinstance(error, UsageError),
+        "place": place,
+        "collective": collective,
+        "traceback": _format(error),
+        "location": str(exception_location(error) or ""),
+        "exception": _pickled(error),
+    }
+
+
+def _format(error: BaseException) -> str:
+    try:
+        return user_traceback(error) + "\n"
+    except Exception as problem:
+        return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = wire.dumps(error)
+        wire.loads(data)  # an exception with an __init__ of its own often pickles, and does not come back
+    except Exception:
+        return None
+    return data
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:

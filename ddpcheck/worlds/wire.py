@@ -31,8 +31,27 @@ MAX_FDS = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a rank takes over from the parent, as a process that it started just now would.
+
+    Attributes:
+        environment: Of the parent, and what was asked for on top of it.
+        explicit: Names of the variables that were asked for.
+        cwd: The working directory.
+        path: `sys.path`.
+        argv: `sys.argv`.
+    """
+
+    environment: Mapping[str, str]
+    explicit: frozenset[str]
+    cwd: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankConfig:
-    """All that a rank needs to know to become one; the second message of its life, after the fork."""
+    """All that a rank needs to know to become one; the first message of its life, after the fork."""
 
     rank: int
     world_size: int
@@ -41,11 +60,7 @@ class RankConfig:
     directory: str
     process_group: bool
     threads: int
-    environment: Mapping[str, str]
-    explicit: frozenset[str]
-    cwd: str
-    path: tuple[str, ...]
-    argv: tuple[str, ...]
+    surroundings: Surroundings
     preload: tuple[str, ...] = ()
 
 
