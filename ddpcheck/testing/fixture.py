@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ddpcheck.config import Settings
-from ddpcheck.errors import DdpcheckError, UsageError
+from ddpcheck.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.testing import onrank
+from ddpcheck.testing.onrank import Ended
 from ddpcheck.testing.ranks import Tenancy
+from ddpcheck.testing.verdict import Verdict, judge
 from ddpcheck.worlds import allowed
 
 if TYPE_CHECKING:
@@ -68,10 +70,23 @@ class DdpWorld:
         __tracebackhide__ = True
         if not callable(fn):
             raise UsageError(f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}.")
+        failed: RankError | None = None
         try:
-            return self._tenancy.run(onrank.call, fn, args, kwargs, timeout=timeout)
+            results = self._tenancy.run(onrank.call, fn, args, kwargs, timeout=timeout)
+        except RankError as error:
+            failed, results = error, []
         except DdpcheckError as error:
             raise _better(error, fn, args, kwargs).with_traceback(None) from None  # our frames help nobody
+        returned = failed.results if failed is not None else dict(enumerate(results))
+        ended = {rank: one if isinstance(one, Ended) else Ended("passed") for rank, one in returned.items()}
+        verdict = judge(ended, failed)
+        if verdict.how == "skipped":
+            pytest.skip(verdict.headline)
+        if verdict.how == "xfailed":
+            pytest.xfail(verdict.headline)
+        if verdict.how == "failed":
+            raise _said(verdict, failed).with_traceback(None) from None
+        return results
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
         """Check a recipe on a world of this size; the test fails with the report when that is not good enough.
@@ -90,6 +105,17 @@ class DdpWorld:
         if report.exit_code(self._settings.fail_on):
             pytest.fail(_as_text(report), pytrace=False)
         return report
+
+
+def _said(verdict: Verdict, error: RankError | None) -> RankError:
+    """The error itself, unless more can be said than it knew."""
+    if error is not None and str(error) == verdict.headline:
+        return error
+    if error is None:
+        return RankError(verdict.headline)
+    better = type(error)(verdict.headline, error.failures, detail=error.detail)
+    better.results = error.results
+    return better
 
 
 def _better(error: DdpcheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DdpcheckError:

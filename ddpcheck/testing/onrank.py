@@ -47,9 +47,14 @@ class Ended:
 
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: Conditions) -> Any:
-    """Call a function under the conditions and leave the luggage."""
-    with _under(conditions):
+    """Call a function under the conditions and leave the luggage.
+
+    Returns:
+        What it returns, or how it has `Ended` where it skips or expects to fail.
+    """
+    with _under(conditions), _outcomes() as ended:
         return function(*args, **kwargs)
+    return ended[0]
 
 
 def perform(body: bytes, conditions: Conditions) -> Ended:
@@ -58,23 +63,31 @@ def perform(body: bytes, conditions: Conditions) -> Ended:
     Raises:
         BaseException: Whatever the test raises, unless it skips or expects to fail.
     """
-    with _under(conditions) as luggage:
-        try:
-            arguments, function, setups = wire.loads(body)
-            with contextlib.ExitStack() as teardown:
-                maker = _Maker(teardown, luggage)
-                for fixture in setups:
-                    maker.make(fixture)
-                made = {name: maker.make(value) for name, value in arguments.items()}
-                result = function(**made)
-        except pytest.skip.Exception as outcome:
-            return Ended("skipped", outcome.msg or "")
-        except pytest.xfail.Exception as outcome:
-            return Ended("xfailed", outcome.msg or "")
+    with _under(conditions) as luggage, _outcomes() as ended:
+        arguments, function, setups = wire.loads(body)
+        with contextlib.ExitStack() as teardown:
+            maker = _Maker(teardown, luggage)
+            for fixture in setups:
+                maker.make(fixture)
+            made = {name: maker.make(value) for name, value in arguments.items()}
+            result = function(**made)
         if result is None:
             return Ended("passed")
         this_rank.packed_result(result)
         return Ended("passed", returned=repr(type(result)))
+    return ended[0]
+
+
+@contextlib.contextmanager
+def _outcomes() -> Iterator[list[Ended]]:
+    """Catch the outcomes of a test that are no failure; the list holds the one that was caught."""
+    ended: list[Ended] = []
+    try:
+        yield ended
+    except pytest.skip.Exception as outcome:
+        ended.append(Ended("skipped", outcome.msg or ""))
+    except pytest.xfail.Exception as outcome:
+        ended.append(Ended("xfailed", outcome.msg or ""))
 
 
 @contextlib.contextmanager
@@ -99,10 +112,9 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
             try:
                 yield luggage
             except BaseException as error:
-                if not isinstance(error, pytest.skip.Exception | pytest.xfail.Exception):
-                    luggage.failure = _as_pytest_shows(error, conditions.style)
-                    if conditions.post_mortem:
-                        luggage.quitting = debugging.post_mortem(error, str(luggage.failure or ""))
+                luggage.failure = _as_pytest_shows(error, conditions.style)
+                if conditions.post_mortem:
+                    luggage.quitting = debugging.post_mortem(error, str(luggage.failure or ""))
                 raise
     finally:
         luggage.log = log.getvalue()

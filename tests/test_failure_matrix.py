@@ -1,0 +1,218 @@
+"""Every way in which ranks can fail a test, on each rank, in both forms, alone and under pytest-xdist.
+
+One inner session runs all cells; what pytest says of each is read from its JUnit report.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[1]
+
+# What a rank does; `bad` is whether this one is meant.
+KINDS = {
+    "raises": "if bad: raise ValueError(f'broken on {rank}')",
+    "asserts": "values = {'rank': rank}\nassert not bad or values == {'rank': -1}",
+    "skips": "if bad: pytest.skip('no camera')",
+    "exits": "if bad: os._exit(7)",
+    "calls_exit": "if bad: sys.exit('had enough')",
+    "killed": "if bad: os.kill(os.getpid(), signal.SIGKILL)",
+    "crashes": "if bad: os.kill(os.getpid(), signal.SIGSEGV)",
+    "hangs": "if bad: time.sleep(60)",
+    "unpicklable": "return threading.Lock() if bad else None",
+    "unpicklable_error": "if bad: raise Stubborn(f'broken on {rank}')",
+    "mismatch": "dist.all_gather([torch.zeros(2)] * 2, torch.ones(2)) if bad else dist.all_reduce(torch.ones(3))",
+    "leaves_early": "if not bad: dist.all_reduce(torch.ones(3))",
+    "slow": "if bad: time.sleep(0.8)",
+}
+WHO = {"0": "rank == 0", "1": "rank == 1", "all": "True"}
+COLLECTIVE_AFTER = {"raises", "asserts", "exits", "killed", "crashes", "unpicklable_error"}
+
+HEAD = """
+import os, signal, sys, threading, time
+import pytest, torch
+import torch.distributed as dist
+
+class Stubborn(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+"""
+BODY = """
+def body_{name}(rank):
+    bad = {who}
+{code}
+"""
+FIXTURE = """
+def on_rank_{name}():
+    return body_{name}(dist.get_rank())
+
+def test_fixture_{name}(ddp_world):
+    ddp_world.run(on_rank_{name}, timeout={timeout})
+"""
+MARKER = """
+@pytest.mark.ddp(timeout={timeout})
+def test_marker_{name}(rank):
+    return body_{name}(rank)
+"""
+
+
+def source() -> str:
+    parts = [HEAD]
+    for kind, who in itertools.product(KINDS, WHO):
+        code = KINDS[kind]
+        if kind in COLLECTIVE_AFTER:  # the others wait for a rank that does not come
+            code += "\ndist.barrier()"
+        lines = "\n".join(f"    {line}" for line in code.splitlines())
+        name = f"{kind}_{who}"
+        timeout = 1.5 if kind == "hangs" else 30
+        parts += [part.format(name=name, who=WHO[who], code=lines, timeout=timeout) for part in (BODY, FIXTURE, MARKER)]
+    return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Said:
+    outcome: str
+    text: str
+
+
+@pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
+    import os
+    import subprocess
+
+    folder = tmp_path_factory.mktemp("matrix")
+    (folder / "test_matrix.py").write_text(source())
+    (folder / "pytest.ini").write_text("[pytest]\njunit_logging = all\n")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "--junitxml=report.xml", "-q", *request.param],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert not left, "the session has left processes"
+    return read(folder / "report.xml")
+
+
+def read(path: Path) -> dict[str, Said]:
+    said = {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        child = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        outcome = "passed" if child is None else {"failure": "failed", "error": "error"}.get(child.tag, "skipped")
+        text = "" if child is None else f"{child.get('message')}\n{child.text}"
+        said[str(case.get("name"))] = Said(outcome, text)
+    return said
+
+
+def said(session: dict[str, Said], form: str, kind: str, who: str) -> Said:
+    return session[f"test_{form}_{kind}_{who}"]
+
+
+FORMS = pytest.mark.parametrize("form", ["fixture", "marker"])
+EACH = pytest.mark.parametrize("who", list(WHO))
+ONE = pytest.mark.parametrize("who", ["0", "1"])
+
+
+def test_every_cell_was_run(session: dict[str, Said]) -> None:
+    assert len(session) == len(KINDS) * len(WHO) * 2
+    assert all(cell.outcome != "error" for cell in session.values())
+
+
+@FORMS
+@EACH
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raises", r"ValueError: broken on {first}"),
+        ("asserts", r"\{{'rank': {first}\}} == \{{'rank': -1\}}"),
+        ("exits", r"{ranks} ended with exit code 7 before (its|their) work was done"),
+        ("calls_exit", r"{ranks} called exit\(.*had enough.*\) in the middle of a run|SystemExit: had enough"),
+        ("killed", r"{ranks} (was|were) killed by SIGKILL \(not by ddpcheck"),
+        ("crashes", r"{ranks} (was|were) killed by SIGSEGV"),
+        ("unpicklable", r"returned a lock that cannot be pickled"),
+        ("unpicklable_error", r"Stubborn: broken on {first}"),
+    ],
+)
+def test_a_rank_that_fails_is_the_headline(
+    session: dict[str, Said], form: str, kind: str, words: str, who: str
+) -> None:
+    cell = said(session, form, kind, who)
+    ranks = {"0": "rank 0", "1": "rank 1", "all": "ranks 0 and 1"}[who]
+    assert cell.outcome == "failed"
+    assert re.search(words.format(ranks=ranks, first="[01]" if who == "all" else who), cell.text), cell.text
+    if who != "all":
+        assert f"rank {who}" in cell.text.splitlines()[0], "the headline names the rank"
+
+
+@FORMS
+@ONE
+@pytest.mark.parametrize("kind", sorted(COLLECTIVE_AFTER))
+def test_the_rank_that_waited_for_it_is_one_line(session: dict[str, Said], form: str, kind: str, who: str) -> None:
+    text = said(session, form, kind, who).text
+    other = 1 - int(who)
+    fell = re.search(rf"rank {other} .*(waits? in|waiting in|fell with it)", text)
+    assert fell, text
+    if "waits in" in fell[0]:
+        assert "barrier at test_matrix.py" in text
+
+
+@FORMS
+@EACH
+def test_a_rank_that_hangs_shows_where(session: dict[str, Said], form: str, who: str) -> None:
+    cell = said(session, form, "hangs", who)
+    assert cell.outcome == "failed" and "did not finish within 1.5 s" in cell.text
+    assert "time.sleep" in cell.text or f"in body_hangs_{who}" in cell.text, cell.text
+
+
+@FORMS
+def test_a_skip_counts_when_all_ranks_skip(session: dict[str, Said], form: str) -> None:
+    cell = said(session, form, "skips", "all")
+    if form == "marker":
+        assert cell.outcome == "skipped" and "no camera" in cell.text
+    else:
+        assert cell.outcome == "skipped" and "no camera" in cell.text
+
+
+@FORMS
+@ONE
+def test_ranks_that_disagree_on_a_skip_fail(session: dict[str, Said], form: str, who: str) -> None:
+    cell = said(session, form, "skips", who)
+    assert cell.outcome == "failed"
+    assert f"ranks disagree: rank {who} skipped (no camera), rank {1 - int(who)} passed" in cell.text, cell.text
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("kind", "who"), [("mismatch", "0"), ("mismatch", "1"), ("leaves_early", "0"), ("leaves_early", "1")]
+)
+def test_collectives_that_do_not_match_fail_before_the_timeout(
+    session: dict[str, Said], form: str, kind: str, who: str
+) -> None:
+    cell = said(session, form, kind, who)
+    assert cell.outcome == "failed" and "within 30 s" not in cell.text, cell.text
+    assert re.search(r"all_reduce|all_gather|killed by SIGABRT|gloo", cell.text), cell.text
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("kind", "who"), [("slow", "0"), ("slow", "1"), ("slow", "all"), ("mismatch", "all"), ("leaves_early", "all")]
+)
+def test_what_is_only_slow_or_the_same_on_all_ranks_passes(
+    session: dict[str, Said], form: str, kind: str, who: str
+) -> None:
+    assert said(session, form, kind, who) == Said("passed", "")
