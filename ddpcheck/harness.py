@@ -108,7 +108,7 @@ class World:
         self.startup_timeout = startup_timeout
         self.start_method = allowed.choose_start_method(start_method)
         self._process_group = process_group
-        self._threads = threads if threads is not None else max(1, allowed.cores() // world_size)
+        self._threads = threads if threads is not None else allowed.threads(world_size)
         self._env = allowed.check_env(env)
         self._preload = allowed.check_modules("preload", preload)
         self._watch = watch
@@ -294,17 +294,22 @@ class World:
             raise UsageError("A world that was made with process_group=False has no process group to renew.")
         self._crew.renew()
 
-    def healthy(self, seconds: float = 0.0) -> bool:
-        """Return whether the ranks are known to be ready for a run, waiting for that for some seconds."""
-        if self.closed or self.failed or self._owner != os.getpid():
+    @property
+    def usable(self) -> bool:
+        """Whether nothing is known to stand in the way of a run; the ranks may still be starting."""
+        if self.closed or self.failed or self._retired or self._owner != os.getpid():
             return False
         if self._pending is not None and not self._pending.succeeded:
             return False
-        deadline = time.monotonic() + seconds
         self._crew.pump(0)
-        while not self._crew.ready and not self._crew.troubled and (left := deadline - time.monotonic()) > 0:
+        return not self._crew.troubled
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until every rank has its process group, for some seconds at most; returns whether that is so."""
+        deadline = time.monotonic() + seconds
+        while (usable := self.usable) and not self._crew.ready and (left := deadline - time.monotonic()) > 0:
             self._crew.pump(left)
-        return self._crew.ready and not self._crew.troubled
+        return usable and self._crew.ready
 
     # --- Ending ------------------------------------------------------------------------------------------------
 

@@ -249,6 +249,54 @@ def test_output_of_a_megabyte_does_not_block() -> None:
     assert world.output(1) == text
 
 
+def test_what_a_rank_leaves_is_kept() -> None:
+    def leave(*parts: bytes) -> None:
+        from ddpcheck import rank
+
+        for part in parts:
+            rank.leave(part)
+        if rank.current().rank == 1 and not parts[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    large = bytes(range(256)) * 4096
+    with World(3) as world:
+        assert [world.luggage(rank) for rank in range(3)] == [b"", b"", b""]
+        world.run_each(leave, [(large,), (b"first", b"last"), (b"\0",)])
+        assert [world.luggage(rank) for rank in range(3)] == [large, b"last", b"\0"]
+        fails(world, leave, b"", b"of one that dies")
+    assert world.luggage(1) == b"of one that dies"
+    with pytest.raises(UsageError, match="no rank 3"):
+        world.luggage(3)
+    with pytest.raises(DdpcheckError, match="outside a rank"):
+        leave(b"here")
+
+
+def test_workers_of_xdist_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpcheck.worlds import allowed
+
+    monkeypatch.setattr(allowed, "cores", lambda: 16)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    assert [allowed.threads(size) for size in (1, 2, 3, 32)] == [16, 8, 5, 1]
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
+    assert [allowed.threads(size) for size in (1, 2, 3, 32)] == [4, 2, 1, 1]
+
+
+def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
+    def draw() -> tuple[float, float, float]:
+        import random
+
+        import numpy
+        import torch
+
+        return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+    drawn = []
+    for _ in range(2):
+        with World(2) as world:
+            drawn += world.run(draw)
+    assert all(len(set(each)) == 4 for each in zip(*drawn, strict=True))
+
+
 def test_spawned_ranks_do_the_same() -> None:
     with World(2, start_method="spawn") as world:
         assert world.start_method == "spawn"

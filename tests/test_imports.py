@@ -18,14 +18,16 @@ ROOMS = """
     errors findings rules options exchange config evidence wording picture trials matrix advice
     locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    rank worlds.forkserver harness
+    rank worlds.verdict worlds.pending worlds.forkserver harness supply
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
     gather.rows gather.flow gather.operations gather.picture
     consistency program absences anomalous loop parity reducer causes outcome conduct check
-    sweep depict folding render repro cli __main__ pytest_plugin
+    sweep depict folding render repro cli __main__
+    testing testing.marks testing.values testing.measuring testing.conditions testing.debugging testing.onrank
+    testing.verdict testing.record testing.ranks testing.fixture testing.session pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -36,9 +38,11 @@ EXCEPTIONS = {
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
-    ddpcheck.target ddpcheck.harness ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
+    ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.conduct
+    ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
+    ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
+    ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session
     ddpcheck.sweep ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal
     ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
     ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
@@ -58,7 +62,7 @@ def modules() -> dict[str, Path]:
 def room_of(module: str) -> str:
     """A module by itself, or the folder that is one room."""
     first, *rest = module.split(".")
-    return f"{first}.{rest[0]}" if rest and first in ("gather", "worlds") else first
+    return f"{first}.{rest[0]}" if rest and first in ("gather", "worlds", "testing") else first
 
 
 def imports(source: str) -> Iterator[tuple[str, int]]:

@@ -75,6 +75,12 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads(world_size: int) -> int:
+    """Return a rank's share of the cores, of which other workers of pytest-xdist use theirs at the same time."""
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    return max(1, cores() // (world_size * max(1, int(workers) if workers.isdecimal() else 1)))
+
+
 def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
     """Pickle a task; when it cannot be, name the argument of `whose` that is to blame."""
     if not callable(fn):
