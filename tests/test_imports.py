@@ -37,16 +37,16 @@ EXCEPTIONS = {
 
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
-    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
-    ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
+    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.target
+    ddpcheck.harness ddpcheck.supply ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
-    ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session
-    ddpcheck.sweep ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal
-    ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
-    ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
-    ddpcheck.repro ddpcheck.repro.choice ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script
+    ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session ddpcheck.sweep
+    ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal ddpcheck.picture ddpcheck.depict
+    ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
+    ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
+    ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script
 """.split()
 
 

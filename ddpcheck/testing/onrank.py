@@ -52,9 +52,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Returns:
         What it returns, or how it has `Ended` where it skips or expects to fail.
     """
-    with _under(conditions), _outcomes() as ended:
-        return function(*args, **kwargs)
-    return ended[0]
+    with _under(conditions):
+        return _unless_it_ends(lambda: function(*args, **kwargs))
 
 
 def perform(body: bytes, conditions: Conditions) -> Ended:
@@ -63,31 +62,34 @@ def perform(body: bytes, conditions: Conditions) -> Ended:
     Raises:
         BaseException: Whatever the test raises, unless it skips or expects to fail.
     """
-    with _under(conditions) as luggage, _outcomes() as ended:
-        arguments, function, setups = wire.loads(body)
-        with contextlib.ExitStack() as teardown:
-            maker = _Maker(teardown, luggage)
-            for fixture in setups:
-                maker.make(fixture)
-            made = {name: maker.make(value) for name, value in arguments.items()}
-            result = function(**made)
+    with _under(conditions) as luggage:
+        result = _unless_it_ends(lambda: _with_fixtures(body, luggage))
+        if isinstance(result, Ended):
+            return result
         if result is None:
             return Ended("passed")
         this_rank.packed_result(result)
         return Ended("passed", returned=repr(type(result)))
-    return ended[0]
 
 
-@contextlib.contextmanager
-def _outcomes() -> Iterator[list[Ended]]:
-    """Catch the outcomes of a test that are no failure; the list holds the one that was caught."""
-    ended: list[Ended] = []
+def _with_fixtures(body: bytes, luggage: Luggage) -> Any:
+    arguments, function, setups = wire.loads(body)
+    with contextlib.ExitStack() as teardown:
+        maker = _Maker(teardown, luggage)
+        for fixture in setups:
+            maker.make(fixture)
+        made = {name: maker.make(value) for name, value in arguments.items()}
+        return function(**made)
+
+
+def _unless_it_ends(run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, or which of the outcomes that are no failure it has."""
     try:
-        yield ended
+        return run()
     except pytest.skip.Exception as outcome:
-        ended.append(Ended("skipped", outcome.msg or ""))
+        return Ended("skipped", outcome.msg or "")
     except pytest.xfail.Exception as outcome:
-        ended.append(Ended("xfailed", outcome.msg or ""))
+        return Ended("xfailed", outcome.msg or "")
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int
         shown.reprcrash.message = f"rank {first.rank}: {shown.reprcrash.message}"
         if chain := getattr(shown, "chain", None):  # what pytest-xdist sends
             shown.chain = [*chain[:-1], (chain[-1][0], shown.reprcrash, chain[-1][2])]
-    if verdict.lines and hasattr(shown, "addsection"):
+    if verdict.lines != (verdict.headline,) and hasattr(shown, "addsection"):
         shown.sections = list(shown.sections)
         shown.addsection("ranks", "\n".join(verdict.lines))
     return shown
