@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
-import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-pytest_plugins = ["pytester"]
-
-ROOT = Path(__file__).parents[1]
+from tests import innerpytest
+from tests.innerpytest import Said, Session
 
 # What a rank does; `bad` is whether this one is meant.
 KINDS = {
@@ -80,46 +75,19 @@ def source() -> str:
     return "\n".join(parts)
 
 
-@dataclass(frozen=True)
-class Said:
-    outcome: str
-    text: str
-
-
 @pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
-    import os
-    import subprocess
-
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("matrix")
-    (folder / "test_matrix.py").write_text(source())
-    (folder / "pytest.ini").write_text("[pytest]\njunit_logging = all\n")
+    innerpytest.write(folder, test_matrix=source())
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "--junitxml=report.xml", "-q", *request.param],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    session = innerpytest.run(folder, *request.param)
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert session.returncode == 1, session.stdout
     assert not left, "the session has left processes"
-    return read(folder / "report.xml")
+    return session
 
 
-def read(path: Path) -> dict[str, Said]:
-    said = {}
-    for case in ElementTree.parse(path).iter("testcase"):
-        child = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
-        outcome = "passed" if child is None else {"failure": "failed", "error": "error"}.get(child.tag, "skipped")
-        text = "" if child is None else f"{child.get('message')}\n{child.text}"
-        said[str(case.get("name"))] = Said(outcome, text)
-    return said
-
-
-def said(session: dict[str, Said], form: str, kind: str, who: str) -> Said:
+def said(session: Session, form: str, kind: str, who: str) -> Said:
     return session[f"test_{form}_{kind}_{who}"]
 
 
@@ -128,9 +96,9 @@ EACH = pytest.mark.parametrize("who", list(WHO))
 ONE = pytest.mark.parametrize("who", ["0", "1"])
 
 
-def test_every_cell_was_run(session: dict[str, Said]) -> None:
-    assert len(session) == len(KINDS) * len(WHO) * 2
-    assert all(cell.outcome != "error" for cell in session.values())
+def test_every_cell_was_run(session: Session) -> None:
+    assert len(session.tests) == len(KINDS) * len(WHO) * 2
+    assert all(cell.outcome != "error" for cell in session.tests.values())
 
 
 @FORMS
@@ -148,9 +116,7 @@ def test_every_cell_was_run(session: dict[str, Said]) -> None:
         ("unpicklable_error", r"Stubborn: broken on {first}"),
     ],
 )
-def test_a_rank_that_fails_is_the_headline(
-    session: dict[str, Said], form: str, kind: str, words: str, who: str
-) -> None:
+def test_a_rank_that_fails_is_the_headline(session: Session, form: str, kind: str, words: str, who: str) -> None:
     cell = said(session, form, kind, who)
     ranks = {"0": "rank 0", "1": "rank 1", "all": "ranks 0 and 1"}[who]
     assert cell.outcome == "failed"
@@ -162,7 +128,7 @@ def test_a_rank_that_fails_is_the_headline(
 @FORMS
 @ONE
 @pytest.mark.parametrize("kind", sorted(COLLECTIVE_AFTER))
-def test_the_rank_that_waited_for_it_is_one_line(session: dict[str, Said], form: str, kind: str, who: str) -> None:
+def test_the_rank_that_waited_for_it_is_one_line(session: Session, form: str, kind: str, who: str) -> None:
     text = said(session, form, kind, who).text
     other = 1 - int(who)
     fell = re.search(rf"rank {other} .*(waits? in|waiting in|fell with it)", text)
@@ -173,24 +139,21 @@ def test_the_rank_that_waited_for_it_is_one_line(session: dict[str, Said], form:
 
 @FORMS
 @EACH
-def test_a_rank_that_hangs_shows_where(session: dict[str, Said], form: str, who: str) -> None:
+def test_a_rank_that_hangs_shows_where(session: Session, form: str, who: str) -> None:
     cell = said(session, form, "hangs", who)
     assert cell.outcome == "failed" and "did not finish within 1.5 s" in cell.text
     assert "time.sleep" in cell.text or f"in body_hangs_{who}" in cell.text, cell.text
 
 
 @FORMS
-def test_a_skip_counts_when_all_ranks_skip(session: dict[str, Said], form: str) -> None:
+def test_a_skip_counts_when_all_ranks_skip(session: Session, form: str) -> None:
     cell = said(session, form, "skips", "all")
-    if form == "marker":
-        assert cell.outcome == "skipped" and "no camera" in cell.text
-    else:
-        assert cell.outcome == "skipped" and "no camera" in cell.text
+    assert cell.outcome == "skipped" and "no camera" in cell.text
 
 
 @FORMS
 @ONE
-def test_ranks_that_disagree_on_a_skip_fail(session: dict[str, Said], form: str, who: str) -> None:
+def test_ranks_that_disagree_on_a_skip_fail(session: Session, form: str, who: str) -> None:
     cell = said(session, form, "skips", who)
     assert cell.outcome == "failed"
     assert f"ranks disagree: rank {who} skipped (no camera), rank {1 - int(who)} passed" in cell.text, cell.text
@@ -201,7 +164,7 @@ def test_ranks_that_disagree_on_a_skip_fail(session: dict[str, Said], form: str,
     ("kind", "who"), [("mismatch", "0"), ("mismatch", "1"), ("leaves_early", "0"), ("leaves_early", "1")]
 )
 def test_collectives_that_do_not_match_fail_before_the_timeout(
-    session: dict[str, Said], form: str, kind: str, who: str
+    session: Session, form: str, kind: str, who: str
 ) -> None:
     cell = said(session, form, kind, who)
     assert cell.outcome == "failed" and "within 30 s" not in cell.text, cell.text
@@ -212,7 +175,5 @@ def test_collectives_that_do_not_match_fail_before_the_timeout(
 @pytest.mark.parametrize(
     ("kind", "who"), [("slow", "0"), ("slow", "1"), ("slow", "all"), ("mismatch", "all"), ("leaves_early", "all")]
 )
-def test_what_is_only_slow_or_the_same_on_all_ranks_passes(
-    session: dict[str, Said], form: str, kind: str, who: str
-) -> None:
-    assert said(session, form, kind, who) == Said("passed", "")
+def test_what_is_only_slow_or_the_same_on_all_ranks_passes(session: Session, form: str, kind: str, who: str) -> None:
+    assert said(session, form, kind, who).outcome == "passed"

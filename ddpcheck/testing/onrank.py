@@ -98,7 +98,7 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
     covered: list[Measured] = []
-    explain_comparisons()
+    explain_comparisons(conditions.style.verbosity)
     this_rank.leave(b"")  # of an earlier run
     try:
         with (
@@ -191,8 +191,8 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
 def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
     """The part of a traceback that is the user's, as `Function._traceback_filter` of pytest cuts it."""
     whole = info.traceback
-    first = next((index for index, entry in enumerate(whole) if not str(entry.path).startswith(_PACKAGE)), 0)
-    kept = type(whole)(whole[first:]).filter(info) or whole
+    theirs = type(whole)(entry for entry in whole if not str(entry.path).startswith(_PACKAGE))
+    kept = theirs.filter(info) or whole
     if style.traceback == "auto" and len(kept) > 2:
         return type(whole)((kept[0], *(entry.with_repr_style("short") for entry in kept[1:-1]), kept[-1]))
     return kept

@@ -132,6 +132,7 @@ class Session:
             if "world_size" in parameters:
                 asked["world_size"] = parameters["world_size"]
                 marks.check_world_size(asked["world_size"])
+            marks.sizes(asked)
         except UsageError as wrong:
             _refuse(str(wrong))
         return asked

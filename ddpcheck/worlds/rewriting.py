@@ -78,8 +78,8 @@ def rewrite_on_import(names: Iterable[str]) -> None:
         _finder.names.update(names)
 
 
-def explain_comparisons() -> None:
-    """In a rank: show what differs in `left == right`, as pytest does in its own process."""
+def explain_comparisons(verbosity: int = 0) -> None:
+    """In a rank: show what differs in `left == right`, as pytest does in its own process, at so many times `-v`."""
     try:
         from _pytest.assertion import util
     except ImportError:
@@ -88,7 +88,9 @@ def explain_comparisons() -> None:
     def explain(op: str, left: object, right: object) -> str | None:
         compare: Any = util.assertrepr_compare
         try:
-            lines = list(compare(op, left, right, verbose=0, highlighter=_plain, assertion_text_diff_style="ndiff"))
+            lines = list(
+                compare(op, left, right, verbose=verbosity, highlighter=_plain, assertion_text_diff_style="ndiff")
+            )
         except Exception:  # another version of pytest: the values themselves must do
             return None
         return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None

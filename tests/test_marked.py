@@ -1,0 +1,396 @@
+"""Tests whose body runs on every rank: what they are given, what comes back, and what is said of mistakes.
+
+One inner session runs all of them; each test here looks at one of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import innerpytest
+from tests.innerpytest import Session
+
+CONFTEST = """
+import os, random
+import pytest
+
+@pytest.fixture
+def base():
+    return {"pid": os.getpid(), "sizes": [3, 4]}
+
+@pytest.fixture
+def layer(rank, base):  # each rank sets it up, with a value that this process has made
+    import torch
+    yield torch.nn.Linear(base["sizes"][0], rank + 1)
+    print(f"torn down on rank {rank}, set up in {base['pid'] == os.getpid()}")
+
+@pytest.fixture
+def on_top(layer, base):
+    return layer, base
+
+@pytest.fixture(autouse=True)
+def told(request):
+    if "process_group" in request.fixturenames:
+        os.environ["TOLD_BY_A_FIXTURE"] = request.node.name
+    yield
+    os.environ.pop("TOLD_BY_A_FIXTURE", None)
+
+@pytest.fixture(params=["one", "two"])
+def each(request):
+    return request.param
+
+@pytest.fixture(params=[5, 7])
+def each_on_rank(request, rank):
+    request.addfinalizer(lambda: print("finalizer on", rank))
+    return request.param + rank
+
+@pytest.fixture
+def seeded():
+    import torch
+    random.seed(11)
+    torch.manual_seed(11)
+
+@pytest.fixture
+def model_and_optimizer():
+    import torch
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+SOURCE = """
+import logging, os, random, sys, warnings
+import pytest
+
+@pytest.mark.ddp(world_size=[1, 2, 3])
+def test_all_reduce(rank, world_size, device, process_group):
+    import torch, torch.distributed as dist
+    total = torch.tensor([float(rank)], device=device)
+    dist.all_reduce(total, group=process_group)
+    assert total.item() == sum(range(world_size)) and dist.get_world_size() == world_size
+    assert device == torch.device("cpu")
+
+@pytest.mark.ddp
+def test_no_fixture_is_needed():
+    import torch.distributed as dist
+    assert dist.get_world_size() == 2
+
+@pytest.mark.ddp(3)
+@pytest.mark.parametrize("a, b", [(1, 2), (3, 4)])
+def test_parametrized(a, b, rank, world_size):
+    assert b == a + 1 and world_size == 3
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_world_size_as_a_parameter(world_size):
+    import torch.distributed as dist
+    assert dist.get_world_size() == world_size
+
+@pytest.mark.ddp
+def test_fixtures_by_value_and_on_ranks(base, layer, on_top, rank):
+    assert base["pid"] != os.getpid()
+    assert layer.weight.shape == (rank + 1, 3)
+    assert on_top[0] is layer and on_top[1] is base
+
+@pytest.mark.ddp
+def test_values_that_share_something_go_on_sharing_it(model_and_optimizer):
+    model, optimizer = model_and_optimizer
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+
+@pytest.mark.ddp
+def test_parametrized_fixtures(each, each_on_rank, rank):
+    assert each in ("one", "two") and each_on_rank - rank in (5, 7)
+
+@pytest.mark.ddp
+def test_environment_of_fixtures(process_group):
+    assert os.environ["TOLD_BY_A_FIXTURE"] == "test_environment_of_fixtures"
+    assert os.environ["PYTEST_CURRENT_TEST"].endswith("test_environment_of_fixtures (call)")
+
+@pytest.mark.ddp
+def test_seeds_of_fixtures(seeded, rank):
+    import torch
+    found = random.random(), torch.rand(1).item()
+    random.seed(11); torch.manual_seed(11)
+    assert found == (random.random(), torch.rand(1).item())
+
+@pytest.mark.ddp
+def test_seeds_of_fixtures_again(seeded, rank):
+    test_seeds_of_fixtures.__wrapped__ if False else None
+    import torch
+    found = random.random(), torch.rand(1).item()
+    random.seed(11); torch.manual_seed(11)
+    assert found == (random.random(), torch.rand(1).item())
+
+@pytest.mark.ddp
+def test_without_a_seed_ranks_draw_for_themselves(rank):
+    import torch, torch.distributed as dist
+    drawn = [None, None]
+    dist.all_gather_object(drawn, (random.random(), torch.rand(1).item()))
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+
+@pytest.mark.ddp
+def test_built_in_fixtures(tmp_path, monkeypatch, capsys, caplog, recwarn, rank):
+    (tmp_path / f"{rank}.txt").write_text("written")
+    monkeypatch.setenv("SET_ON_RANK", str(rank))
+    monkeypatch.chdir(tmp_path)
+    assert os.environ["SET_ON_RANK"] == str(rank) and os.path.exists(f"{rank}.txt")
+    print("heard")
+    assert capsys.readouterr().out == "heard\\n"
+    logging.getLogger("here").warning("logged on %d", rank)
+    assert [record.getMessage() for record in caplog.records] == [f"logged on {rank}"]
+    warnings.warn("warned")
+    assert len(recwarn) == 1
+
+@pytest.mark.ddp
+def test_printed_and_logged(rank):
+    print("printed by", rank)
+    logging.error("logged by %d", rank)
+
+@pytest.mark.ddp
+def test_records_a_property(record_property, rank):
+    record_property("world", "two")
+
+class TestClass:
+    shared = [1]
+
+    def setup_method(self):
+        self.number = 41
+
+    @pytest.fixture(autouse=True)
+    def prepared(self, rank):
+        self.on_rank = rank
+
+    @pytest.mark.ddp
+    def test_method(self, rank, layer):
+        assert self.number == 41 and self.on_rank == rank and self.shared == [1]
+
+@pytest.mark.ddp(world_size=3)
+class TestMarkedClass:
+    def test_inherits(self, world_size):
+        assert world_size == 3
+
+    @pytest.mark.ddp(world_size=1)
+    def test_the_closest_mark_wins(self, world_size):
+        assert world_size == 1
+
+@pytest.mark.ddp
+def test_skips(rank):
+    pytest.skip("not today")
+
+@pytest.mark.ddp
+def test_importorskips():
+    pytest.importorskip("no_such_module_anywhere")
+
+@pytest.mark.ddp
+def test_xfails(rank):
+    pytest.xfail("known")
+
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+@pytest.mark.ddp
+def test_marked_xfail():
+    1 / 0
+
+@pytest.mark.xfail(raises=KeyError, strict=True)
+@pytest.mark.ddp
+def test_marked_xfail_of_another_kind():
+    1 / 0
+
+@pytest.mark.skipif(True, reason="never")
+@pytest.mark.ddp
+def test_skipif():
+    1 / 0
+
+@pytest.mark.ddp
+def test_raises_and_warns(rank):
+    with pytest.raises(ValueError, match="no"):
+        int("no")
+    with pytest.warns(UserWarning):
+        warnings.warn("here")
+
+@pytest.mark.ddp
+def test_compares(rank):
+    left = {"loss": 1.0, "steps": [1, 2, 3]}
+    assert left == {"loss": 1.0, "steps": [1, 2, 4]}
+
+@pytest.mark.ddp
+def test_fails_without_traceback():
+    pytest.fail("told so", pytrace=False)
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("error:.*grave")
+def test_a_warning_that_is_an_error():
+    warnings.warn("something grave")
+
+@pytest.mark.ddp
+def test_returns():
+    return 3
+
+@pytest.fixture
+def lock():
+    import threading
+    return threading.Lock()
+
+@pytest.mark.ddp
+def test_unsendable(lock): pass
+
+@pytest.mark.ddp
+async def test_async(rank): pass
+
+def test_not_marked(rank): pass
+
+@pytest.mark.ddp
+def test_both(ddp_world, rank): pass
+
+@pytest.mark.ddp(world_size=3)
+def test_the_mark_configures_the_fixture(ddp_world):
+    assert ddp_world.world_size == 3 and ddp_world.run(os.getppid).count(os.getpid()) == 0
+
+@pytest.mark.ddp(world_size=[1, 2])
+def test_the_mark_parametrizes_the_fixture(ddp_world, world_size=None):
+    assert len(ddp_world.run(os.getpid)) == ddp_world.world_size
+
+@pytest.mark.ddp
+def test_uses_the_rank_as_a_number_elsewhere(request):
+    pass
+
+@pytest.fixture
+def too_early(request):
+    return request.getfixturevalue("rank") + 1
+
+@pytest.mark.ddp
+def test_rank_by_the_back_door(too_early): pass
+
+@pytest.mark.ddp(world_size=0)
+class TestNoRank:
+    def test_none(self): pass
+
+import unittest
+class TestUnit(unittest.TestCase):
+    @pytest.mark.ddp
+    def test_unit(self): pass
+
+@pytest.fixture
+def fails_on_rank(rank):
+    yield
+    assert rank == 0, "teardown"
+
+@pytest.mark.ddp
+def test_teardown_fails(fails_on_rank): pass
+
+@pytest.mark.ddp(threads=1, env={"FOR_RANKS": "yes"})
+def test_threads_and_environment():
+    import torch
+    assert torch.get_num_threads() == 1 and os.environ["FOR_RANKS"] == "yes"
+"""
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    folder = tmp_path_factory.mktemp("marked")
+    innerpytest.write(folder, conftest=CONFTEST, test_inner=SOURCE)
+    return innerpytest.run(folder, "-rA", "--log-level=INFO")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"test_all_reduce[world_size={size}]" for size in (1, 2, 3)),
+        "test_no_fixture_is_needed",
+        "test_parametrized[1-2]",
+        "test_parametrized[3-4]",
+        "test_world_size_as_a_parameter[1]",
+        "test_world_size_as_a_parameter[2]",
+        "test_fixtures_by_value_and_on_ranks",
+        "test_values_that_share_something_go_on_sharing_it",
+        *(f"test_parametrized_fixtures[{one}-{other}]" for one in ("one", "two") for other in (5, 7)),
+        "test_environment_of_fixtures",
+        "test_seeds_of_fixtures",
+        "test_seeds_of_fixtures_again",
+        "test_without_a_seed_ranks_draw_for_themselves",
+        "test_built_in_fixtures",
+        "test_printed_and_logged",
+        "test_records_a_property",
+        "test_method",
+        "test_inherits",
+        "test_the_closest_mark_wins",
+        "test_raises_and_warns",
+        "test_returns",
+        "test_the_mark_configures_the_fixture",
+        "test_the_mark_parametrizes_the_fixture[world_size=1]",
+        "test_the_mark_parametrizes_the_fixture[world_size=2]",
+        "test_threads_and_environment",
+    ],
+)
+def test_passes_on_the_ranks(session: Session, name: str) -> None:
+    assert session[name].outcome == "passed", session[name].text
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("test_skips", "not today"),
+        ("test_importorskips", "no_such_module_anywhere"),
+        ("test_xfails", "known"),
+        ("test_marked_xfail", ""),
+        ("test_skipif", "never"),
+    ],
+)
+def test_is_skipped_or_fails_as_expected(session: Session, name: str, reason: str) -> None:
+    assert session[name].outcome == "skipped" and reason in session[name].text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_marked_xfail_of_another_kind", "ZeroDivisionError"),
+        ("test_compares", "{'steps': [1, 2, 3]} != {'steps': [1, 2, 4]}"),
+        ("test_fails_without_traceback", "told so"),
+        ("test_a_warning_that_is_an_error", "something grave"),
+        ("test_unsendable", "The fixture 'lock' of test_unsendable has a value of type lock that cannot be sent"),
+        ("test_async", "test_async is async, and @pytest.mark.ddp runs plain functions"),
+        ("test_teardown_fails", "teardown"),
+        ("test_none", "world_size of @pytest.mark.ddp must be a whole number from 1 to 1024, got 0"),
+    ],
+)
+def test_fails_with_a_sentence(session: Session, name: str, words: str) -> None:
+    said = session[name]
+    assert said.outcome == "failed" and words in said.text, said.text
+    assert "ddpcheck/testing" not in said.text, "a traceback of ours"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("test_not_marked", "The fixture 'rank' has a value on ranks only; mark test_not_marked with @pytest.mark.ddp"),
+        ("test_both", "The body of a test that uses ddp_world runs in the parent, where there is no 'rank'"),
+        ("test_rank_by_the_back_door", "a fixture that uses it must name it as an argument"),
+        ("test_unit", "not on test_inner.py::TestUnit::test_unit"),
+    ],
+)
+def test_is_refused_before_it_runs(session: Session, name: str, words: str) -> None:
+    assert session[name].outcome in ("error", "failed") and words in session[name].text, session[name].text
+
+
+def test_output_and_logs_of_each_rank_are_sections_of_the_report(session: Session) -> None:
+    output = session["test_printed_and_logged"].output
+    for rank in (0, 1):
+        assert f"printed by {rank}\n" in output
+        assert f"Captured log of rank {rank} of 2 call" in session.stdout and f"logged by {rank}" in session.stdout
+    assert "torn down on rank 1, set up in False" in session["test_fixtures_by_value_and_on_ranks"].output
+    assert "finalizer on 1" in session["test_parametrized_fixtures[one-5]"].output
+
+
+def test_a_returned_value_is_warned_of_once(session: Session) -> None:
+    assert session.stdout.count("test_returns returned <class 'int'> on its ranks") == 1
+
+
+def test_properties_reach_the_report(session: Session, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "marked0"
+    assert (folder / "report.xml").read_text().count('<property name="world" value="two"') == 1
+
+
+def test_the_first_line_names_the_rank_and_the_others_follow(session: Session) -> None:
+    lines = session["test_compares"].text.splitlines()
+    assert lines[0].startswith(("rank 0: AssertionError: assert {", "rank 1: AssertionError: assert {"))
+    assert "ranks 0 and 1 raised AssertionError" in session["test_compares"].text
