@@ -5,8 +5,6 @@ One inner session runs all of them; each test here looks at one of its own.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests import innerpytest
