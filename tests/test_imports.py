@@ -18,7 +18,7 @@ ROOMS = """
     errors findings rules options exchange config evidence wording picture trials matrix advice
     locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.preloading worlds.assertions worlds.failures worlds.processes worlds.crew
-    rank worlds.verdict worlds.pending worlds.forkserver harness supply
+    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
@@ -36,9 +36,9 @@ EXCEPTIONS = {
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences
-    ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.conduct
+    ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome
+    ddpcheck.consistency ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives
+    ddpcheck.check ddpcheck.render ddpcheck.conduct
     ddpcheck.sweep ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal
     ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
     ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
