@@ -81,7 +81,8 @@ class World:
             hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, where the order of a set
                 of strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
             watch: Called every quarter of a second during a run with the world, the ranks that have finished and
-                those that have not; a sentence that it returns ends the run as a `HangError`.
+                those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
+                counted.
 
         Raises:
             UsageError: When an argument makes no sense.
@@ -156,7 +157,8 @@ class World:
 
         Raises:
             RankError: When a rank fails.
-            HangError: When a rank does not finish in time.
+            HangError: When a rank does not finish in time; sooner where ranks wait, idle, in collectives while others
+                have finished (on Linux, for ranks on CPUs).
             UsageError: When something cannot be sent to the ranks.
         """
         return self.start(fn, *args, timeout=timeout, **kwargs).result()

@@ -485,6 +485,134 @@ def test_a_watch_ends_a_run() -> None:
     assert seen[-1] == (frozenset({0}), frozenset({1}))
 
 
+def test_time_in_a_watch_is_not_counted() -> None:
+    held: list[float] = []
+
+    def watch(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        if not held:
+            held.append(time.monotonic())
+            time.sleep(1.5)
+        return None
+
+    with World(1, watch=watch, timeout=1) as world:
+        with pytest.raises(HangError, match="within 1 s"):
+            world.run(time.sleep, 30)
+        assert time.monotonic() - held[0] > 2
+
+
+# --- A rank that never comes ---------------------------------------------------------------------------------------
+
+
+def skip_on_rank_1(how: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(3)
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if how == "backward" else None
+    if dist.get_rank() == 1:
+        return
+    if how == "all_reduce":
+        dist.all_reduce(tensor)
+    elif how == "barrier":
+        dist.barrier()
+    elif how == "recv":
+        dist.recv(tensor, src=1)
+    elif how == "objects":
+        dist.broadcast_object_list([None], src=1)
+    elif how == "new_group":
+        dist.new_group()
+    elif module is not None:
+        module(torch.ones(1, 2)).sum().backward()
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def side_by_side(fn: Any, ways: list[str]) -> dict[str, BaseException | None]:
+    """What comes of `fn(way)`, each in a world of two ranks, all at the same time."""
+    worlds = {how: World(2, timeout=100) for how in ways}
+    try:
+        pending = {how: world.start(fn, how) for how, world in worlds.items()}
+        while pending.keys() - {how for how, each in pending.items() if each.done()}:
+            time.sleep(0.05)
+        return {how: each._error for how, each in pending.items()}
+    finally:
+        for world in worlds.values():
+            world.close()
+
+
+@on_linux
+def test_a_collective_that_a_finished_rank_has_skipped_ends_the_run_at_once() -> None:
+    ways = ["all_reduce", "barrier", "recv", "objects", "new_group", "backward"]
+    for how, error in side_by_side(skip_on_rank_1, ways).items():
+        assert isinstance(error, HangError), how
+        assert str(error).startswith("rank 0 waits in a collective that rank 1 never joined, having finished: rank 0 ")
+        assert {one.kind for one in error.failures} == {"stuck"} and list(error.results) == [1]
+
+
+def take_time_on_rank_0(how: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    def later() -> None:
+        time.sleep(5)
+        dist.all_reduce(torch.ones(1))
+
+    rank = dist.get_rank()
+    if how == "thread of a finished rank" and rank == 1:
+        threading.Thread(target=later).start()
+    if rank == 1:
+        return
+    if how == "sleep":
+        time.sleep(5)
+    elif how == "child":
+        subprocess.run(["sleep", "5"], check=True)
+    elif how == "pipe":
+        read, write = os.pipe()
+        threading.Timer(5, os.write, (write, b"x")).start()
+        os.read(read, 1)
+    elif how == "compute":
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    elif how == "pickling in a collective":
+        dist.all_gather_object([None] * 1, SlowToSend(), group=dist.new_group([0], use_local_synchronization=True))
+    elif how == "hook in a backward pass":
+        tensor = torch.ones(2, requires_grad=True)
+        tensor.register_hook(lambda gradient: time.sleep(5))
+        tensor.sum().backward()
+    elif how == "thread of a finished rank":
+        dist.all_reduce(torch.ones(1))
+
+
+class SlowToSend:
+    def __reduce__(self) -> Any:
+        time.sleep(5)
+        return str, ()
+
+
+@on_linux
+def test_a_rank_that_takes_its_time_is_left_in_peace() -> None:
+    ways = ["sleep", "child", "pipe", "compute", "pickling in a collective", "hook in a backward pass"]
+    ways += ["thread of a finished rank"]
+    assert side_by_side(take_time_on_rank_0, ways) == dict.fromkeys(ways)
+
+
+@on_linux
+def test_a_rank_that_others_wait_for_is_left_in_peace() -> None:
+    def wait_for_rank_2() -> None:
+        import torch.distributed as dist
+
+        group = dist.new_group([0, 2])
+        if dist.get_rank() == 2:
+            time.sleep(5)
+        if dist.get_rank() != 1:
+            dist.barrier(group)
+
+    with World(3, timeout=60) as world:
+        world.run(wait_for_rank_2)
+
+
 def test_what_cannot_be_sent_is_named_and_harms_nothing() -> None:
     with World(2) as world:
         with pytest.raises(UsageError, match=r"Argument 1 of World.run, a lock, cannot be sent to the ranks"):

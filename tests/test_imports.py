@@ -18,7 +18,7 @@ ROOMS = """
     errors findings rules options exchange config evidence wording picture trials matrix advice
     locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    rank worlds.verdict worlds.pending worlds.forkserver harness supply
+    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis

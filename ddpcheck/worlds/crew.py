@@ -205,12 +205,21 @@ class Crew:
 
     # --- Ending ------------------------------------------------------------------------------------------------
 
-    def dump_stacks(self) -> dict[int, str]:
-        """Have every rank that is still at work write its stack, and return what they wrote."""
+    def dump_stacks(self, everyone: bool = False) -> dict[int, str]:
+        """Have every rank that is still at work write its stack, and return what they wrote.
+
+        Args:
+            everyone: Also those that have answered.
+        """
         self.pump(0)
         busy = [
-            rank.number for rank in self.ranks if rank.answer is None and rank.ended is None and rank.pid is not None
+            rank.number
+            for rank in self.ranks
+            if (everyone or rank.answer is None) and rank.ended is None and rank.pid is not None
         ]
+        for number in busy:
+            if _size(path := self.path(number, "stack")):
+                os.truncate(path, 0)
         if not busy or not hasattr(signal, "SIGUSR1"):
             return dict.fromkeys(busy, "")
         self._signal(busy, signal.SIGUSR1)
@@ -225,7 +234,7 @@ class Crew:
                     steady.add(number)
                 sizes[number] = size
         self.pump(0)  # one may have finished after all
-        return {number: self.read(number, "stack") for number in busy if self.ranks[number].answer is None}
+        return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 
     def kill(self) -> None:
         """Kill every rank and wait until they are dead."""

@@ -46,18 +46,39 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
     It is the thread that ddpcheck's own loop runs in, without the frames of that loop.
     """
     best: tuple[Frame, ...] = ()
-    for block in re.split(r"\n\s*\n", dump):
-        frames = [
-            Frame(match["file"], int(match["line"]) if match["line"].isdigit() else 0, match["name"])
-            for match in map(_FRAME.match, block.splitlines())
-            if match
-        ]
-        for index, frame in enumerate(frames):
-            if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
-                return tuple(frame for frame in frames[:index] if not frame.file.startswith(_PACKAGE))
+    for block in _threads(dump):
+        frames = _frames(block)
+        if (index := _loop_at(frames)) is not None:
+            return tuple(frame for frame in frames[:index] if not frame.file.startswith(_PACKAGE))
         if block.lstrip().startswith("Current thread"):
-            best = tuple(frames)
+            best = frames
     return best
+
+
+def has_user_threads(dump: str) -> bool:
+    """Whether another thread than the one of ddpcheck's loop is in the user's code."""
+    threads = [frames for frames in map(_frames, _threads(dump)) if _loop_at(frames) is None]
+    return any(is_user_file(frame.file) for frames in threads for frame in frames)
+
+
+def _threads(dump: str) -> list[str]:
+    return re.split(r"\n\s*\n", dump)
+
+
+def _frames(block: str) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(match["file"], int(match["line"]) if match["line"].isdigit() else 0, match["name"])
+        for match in map(_FRAME.match, block.splitlines())
+        if match
+    )
+
+
+def _loop_at(frames: Sequence[Frame]) -> int | None:
+    """Where in a stack ddpcheck's own loop begins."""
+    for index, frame in enumerate(frames):
+        if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
+            return index
+    return None
 
 
 _LOOP = ("_perform", "_answer", "_live", "_set_up")
@@ -77,6 +98,23 @@ def collective_of(frames: Sequence[Frame]) -> str:
         elif name and is_user_file(frame.file):
             return f"{name} at {_where(frame)}"
     return name
+
+
+_WAITING = (  # innermost Python frames of ranks that wait for others in C++; `None`: any function of the file
+    ("torch/distributed/distributed_c10d.py", None),
+    ("torch/distributed/_functional_collectives.py", None),
+    ("torch/distributed/utils.py", None),
+    ("torch/nn/parallel/distributed.py", None),
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+)
+
+
+def waits_for_others(frames: Sequence[Frame]) -> bool:
+    """Whether a stack ends where torch may wait for other ranks, rather than in code that has work of its own."""
+    return bool(frames) and any(
+        frames[0].file.replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
+        for file, name in _WAITING
+    )
 
 
 def place_of(frames: Sequence[Frame]) -> str:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.errors import DdpcheckError
 from ddpcheck.worlds import verdict, wire
 from ddpcheck.worlds.crew import Crew, Rank
+from ddpcheck.worlds.stillness import Stillness
 
 if TYPE_CHECKING:
     from ddpcheck.harness import World
 
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
+_BRIEF = 0.05  # time in `watch` that is not worth counting
 
 Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
@@ -30,6 +32,8 @@ class Pending:
         self._crew = crew
         self._timeout = timeout
         self._watch = watch
+        self._stillness = Stillness(crew, world.device)
+        self._allowed = 0.0
         self._started = time.monotonic()
         self._first_trouble: float | None = None
         self._next_watch = self._started + _TICK
@@ -104,10 +108,16 @@ class Pending:
             self._fail(headline)
             return 0.0
         wait = deadline - now
+        if stuck := self._stillness.verdict(now):
+            self._fail(stuck)
+            return 0.0
+        if (look := self._stillness.wait(now)) is not None:
+            wait = min(wait, look)
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
                 sentence = self._watch(self._world, finished, frozenset(rank.number for rank in running))
+                self._allow(time.monotonic() - now)
                 if sentence:
                     self._fail(sentence)
                     return 0.0
@@ -119,14 +129,20 @@ class Pending:
         self._world.failed = True
         self._error = verdict.end_of(self._crew, self._world.directory, headline)
 
+    def _allow(self, seconds: float) -> None:
+        """Do not count time that `watch` has taken: it may have been a person at a debugger."""
+        if seconds > _BRIEF:
+            self._allowed += seconds
+            self._stillness.reset()
+
     def _deadline(self) -> tuple[float, str]:
         started = self._started
         for rank in self._crew.ranks:
             if rank.ready is None:
                 seconds = self._world.startup_timeout
-                return self._crew.born + seconds, f"{{ranks}} did not start within {seconds:g} s"
+                return self._crew.born + seconds + self._allowed, f"{{ranks}} did not start within {seconds:g} s"
             started = max(started, rank.ready)
-        return started + self._timeout, f"{{ranks}} did not finish within {self._timeout:g} s"
+        return started + self._timeout + self._allowed, f"{{ranks}} did not finish within {self._timeout:g} s"
 
     def _settle(self, ranks: Iterable[Rank]) -> None:
         results = []
