@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpcheck.anomalous import detect_anomalous_params
+    from ddpcheck.assertions import assert_no_anomalous_params, assert_parity, assert_same_on_all_ranks
     from ddpcheck.check import check
     from ddpcheck.consistency import check_consistency
     from ddpcheck.errors import (
@@ -45,6 +46,9 @@ __all__ = [
     "Location",
     "detect_anomalous_params",
     "check_consistency",
+    "assert_parity",
+    "assert_same_on_all_ranks",
+    "assert_no_anomalous_params",
     "write_reproduction",
     "DdpcheckError",
     "UsageError",
@@ -69,6 +73,9 @@ _HOMES = {
     "Location": "findings",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",
+    "assert_parity": "assertions",
+    "assert_same_on_all_ranks": "assertions",
+    "assert_no_anomalous_params": "assertions",
     "write_reproduction": "repro",
     "DdpcheckError": "errors",
     "UsageError": "errors",
@@ -103,6 +110,10 @@ class _Package(ModuleType):
         if name in _HOMES and isinstance(value, ModuleType):
             return
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Functions that speak of this package travel to ranks by value, and it with them, by name."""
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

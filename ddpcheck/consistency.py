@@ -252,9 +252,6 @@ def judge_values_after_wrapping(
 # The public check, over the store
 
 
-_CALLS = itertools.count()
-
-
 def check_consistency(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, timeout: float = 30.0
 ) -> list[Finding]:
@@ -284,14 +281,12 @@ def check_consistency(
         raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
     bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     mine = describe(bare)
     values = {
         "parameters": fingerprints(bare.named_parameters()) if wrapped else {},
         "buffers": fingerprints(bare.named_buffers()) if wrapped else {},
     }
-    prefix = f"ddpcheck/consistency/{'-'.join(map(str, ranks))}/{next(_CALLS)}"
-    exchange = StoreExchange(prefix, dist.get_rank(), ranks, timeout)
+    exchange = StoreExchange.over(group, "consistency", timeout)
     try:
         if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
             return []

@@ -278,6 +278,8 @@ class Difference:
         worst_index: Of the element that differs most.
         worst_got: Its value.
         worst_want: Its value in the reference.
+        distance: Norm of the difference.
+        size: Norm of the reference.
     """
 
     name: str
@@ -290,6 +292,8 @@ class Difference:
     worst_index: tuple[int, ...] = ()
     worst_got: float = 0.0
     worst_want: float = 0.0
+    distance: float = 0.0
+    size: float = 0.0
 
     @property
     def bad(self) -> bool:

@@ -5,9 +5,14 @@ This module is light: it imports torch only on a rank that exchanges something.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+
+_PIECE = 1 << 22  # bytes; a TCPStore closes the connection on a value of more than 8 MiB
 
 
 class SilentRanksError(Exception):
@@ -38,25 +43,98 @@ class StoreExchange:
     ranks: Sequence[int]
     timeout: float
 
+    @classmethod
+    def over(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
+        """An exchange between the ranks of `group`: the n-th for a purpose on one rank meets the n-th on the others.
+
+        The store itself counts, so that groups do not disturb each other, and a new store begins anew. What a rank
+        handed in the time before last is deleted: all others have read it, or they would not have come as far.
+
+        Args:
+            group: A process group that this rank is in; `None` for all ranks.
+            purpose: What it is for, as part of the keys.
+            timeout: Default: that of the group.
+        """
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        rank = dist.get_rank()
+        among = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        base = f"ddpcheck/{purpose}/{among}"
+        store = _default_store()
+        number = store.add(f"{base}/calls/{rank}", 1)
+        exchange = cls(f"{base}/{number}", rank, ranks, group_timeout(group) if timeout is None else timeout)
+        if number > 2:
+            cls(f"{base}/{number - 2}", rank, ranks, 0.0)._forget(store)
+        return exchange
+
     def gather(self, key: str, data: bytes) -> list[bytes]:
         """What each rank handed in under `key`, in the order of `ranks`.
 
         Raises:
             SilentRanksError: A rank handed in nothing before the deadline.
         """
-        from torch.distributed import distributed_c10d
-
-        store = distributed_c10d._get_default_store()
-        store.set(f"{self.prefix}/{key}/{self.rank}", data)  # type: ignore[arg-type]  # bytes are taken as they are
+        store = _default_store()
+        _hand_in(store, f"{self.prefix}/{key}/{self.rank}", data)
         found: list[bytes] = []
         silent: list[int] = []
         for rank in self.ranks:
             name = f"{self.prefix}/{key}/{rank}"
             try:
                 store.wait([name], timedelta(seconds=self.timeout if not silent else 0.01))
-                found.append(store.get(name))
+                found.append(_pick_up(store, name))
             except Exception:  # the stores raise classes of their own on a timeout
                 silent.append(rank)
         if silent:
+            self._delete(store, key)  # who comes too late shall not take it for an answer to something else
             raise SilentRanksError(silent)
         return found
+
+    def _forget(self, store: Any) -> None:
+        self._delete(store, "digest", "detail", "measured")
+
+    def _delete(self, store: Any, *keys: str) -> None:
+        for key in keys:
+            with contextlib.suppress(Exception):  # not every store can
+                store.delete_key(f"{self.prefix}/{key}/{self.rank}")
+
+
+def _hand_in(store: Any, name: str, data: bytes) -> None:
+    """Set `name` last, so that who has waited for it finds all of it."""
+    pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)] or [b""]
+    for index, piece in enumerate(pieces[1:], 1):
+        store.set(f"{name}/{index}", piece)
+    store.set(name, len(pieces).to_bytes(4, "big") + pieces[0])
+
+
+def _pick_up(store: Any, name: str) -> bytes:
+    first = store.get(name)
+    more = range(1, int.from_bytes(first[:4], "big"))
+    return b"".join([first[4:], *(store.get(f"{name}/{index}") for index in more)])
+
+
+def _default_store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any = None) -> float:
+    """Seconds after which an operation of `group` gives up, or those of the store where the group does not tell."""
+    import torch.distributed as dist
+
+    try:
+        whole: Any = group or dist.group.WORLD
+        backend = whole._get_backend(_devices(group)[0])
+        return float(backend.options._timeout.total_seconds())
+    except Exception:  # not every backend has options
+        return float(_default_store().timeout.total_seconds())
+
+
+def _devices(group: Any) -> list[Any]:
+    """The kinds of device whose tensors `group` takes."""
+    import torch
+    import torch.distributed as dist
+
+    pairs = str(dist.get_backend_config(group)).split(",")
+    return [torch.device(pair.partition(":")[0]) for pair in pairs]

@@ -102,6 +102,9 @@ class ParityEntry:
         reference: "local" (the same shards without the reducer) or "single-process" (the global batch).
         relative_error: Frobenius norm of the difference, relative to the reference's scale.
         tolerance: What `relative_error` may be.
+        absolute_error: Frobenius norm of the difference.
+        reference_norm: Of the reference.
+        elements: How many there are.
     """
 
     step: int
@@ -109,6 +112,9 @@ class ParityEntry:
     reference: str
     relative_error: float
     tolerance: float
+    absolute_error: float = 0.0
+    reference_norm: float = 0.0
+    elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,12 +101,14 @@ class GraphWalk:
         node_names: Names of the node classes, for example "AddmmBackward0".
         complete: False when the walk stopped at its limit.
         size: Number of nodes that it met.
+        functions: The nodes of custom autograd Functions.
     """
 
     leaves: tuple[torch.Tensor, ...]
     node_names: frozenset[str]
     complete: bool
     size: int
+    functions: tuple[Any, ...] = ()
 
 
 def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> GraphWalk:
@@ -115,19 +117,22 @@ def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> Gra
     leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
     seen = set(pending)
     names: set[str] = set()
+    functions: list[Any] = []
     while pending:
         node = pending.pop()
         names.add(node.name())
+        if hasattr(node, "_forward_cls"):
+            functions.append(node)
         variable = getattr(node, "variable", None)
         if variable is not None and node.name().endswith("AccumulateGrad"):
             leaves[id(variable)] = variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 if len(seen) >= limit:
-                    return GraphWalk(tuple(leaves.values()), frozenset(names), False, len(seen))
+                    return GraphWalk(tuple(leaves.values()), frozenset(names), False, len(seen), tuple(functions))
                 seen.add(following)
                 pending.append(following)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen))
+    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions))
 
 
 def functions_before(

@@ -279,7 +279,18 @@ class Outcome:
         return zero_everywhere(self._evidence) if any(self._norms.values()) else []
 
     def _note_parity(self, step: int, reference: str, difference: Difference) -> None:
-        self._parity.append(ParityEntry(step, difference.name, reference, difference.error, difference.tolerance))
+        self._parity.append(
+            ParityEntry(
+                step,
+                difference.name,
+                reference,
+                difference.error,
+                difference.tolerance,
+                difference.distance,
+                difference.size,
+                difference.elements,
+            )
+        )
 
     # Judging
 
@@ -359,10 +370,10 @@ class Outcome:
 
     def _widened(self, differences: Sequence[Difference]) -> tuple[Difference, ...]:
         """The same with room for what the step differs from itself (kernels that add up in no fixed order)."""
-        return tuple(
-            replace(item, tolerance=max(item.tolerance, _NOISE_MULTIPLE * self._noise.get(item.name, 0.0)))
-            for item in differences
-        )
+        return tuple(replace(item, tolerance=self._room(item.name, item.tolerance)) for item in differences)
+
+    def _room(self, name: str, tolerance: float) -> float:
+        return max(tolerance, _NOISE_MULTIPLE * self._noise.get(name, 0.0))
 
     # Showing
 
@@ -388,7 +399,10 @@ class Outcome:
             },
             checks=tuple(map(self._result, _HEADINGS)),
             findings=select_findings(self.findings, select=select, ignore=ignore),
-            parity=tuple(sorted(self._parity, key=lambda entry: (entry.step, entry.reference, entry.parameter))),
+            parity=tuple(
+                replace(entry, tolerance=self._room(entry.parameter, entry.tolerance))
+                for entry in sorted(self._parity, key=lambda entry: (entry.step, entry.reference, entry.parameter))
+            ),
             timing={name: round(seconds, 4) for name, seconds in self.timing.items()},
             error=self.error,
         )

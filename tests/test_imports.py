@@ -15,19 +15,19 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules options exchange config evidence wording picture trials matrix advice
+    errors findings rules options exchange config evidence wording sameness acceptance picture trials matrix advice
     locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
     rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
-    gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
+    gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
     gather.rows gather.flow gather.operations gather.picture
-    consistency program absences anomalous loop parity reducer causes outcome conduct check
-    sweep depict folding render repro cli __main__
-    testing testing.marks testing.values testing.measuring testing.conditions testing.debugging testing.onrank
-    testing.verdict testing.record testing.ranks testing.fixture testing.session pytest_plugin
+    consistency program absences anomalous gather.parts loop parity reducer causes outcome conduct check sweep depict
+    folding render assertions repro cli __main__ testing testing.marks testing.values testing.measuring
+    testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
+    testing.session pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -37,8 +37,9 @@ EXCEPTIONS = {
 
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
-    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.target
-    ddpcheck.harness ddpcheck.supply ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
+    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.sameness
+    ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
+    ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict

@@ -93,17 +93,28 @@ def difference(
         there = got if got is not None else want
         size = norm(there) if there is not None else 0.0
         error = _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
-        return Difference(name, error, tolerance, residual=error, elements=0 if there is None else there.numel())
+        return Difference(
+            name,
+            error,
+            tolerance,
+            residual=error,
+            elements=0 if there is None else there.numel(),
+            distance=_finite(size),
+            size=0.0 if want is None else _finite(size),
+        )
     got, want = dense(got), dense(want).to(got.device)
     if got.shape != want.shape:
-        return Difference(name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel())
+        return Difference(
+            name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), distance=_LARGEST
+        )
     wide = _wide(want.dtype)
     delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
     if delta <= math.sqrt(max(want.numel(), 1)) * _STEPS_AT_ZERO * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
     error = _finite(delta / scale) if scale else (0.0 if delta == 0.0 else _LARGEST)
+    size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
     if error <= tolerance:
-        return Difference(name, error, tolerance, elements=want.numel())
+        return Difference(name, error, tolerance, elements=want.numel(), distance=_finite(delta), size=size)
     left = torch.view_as_real(got.to(wide)) if wide.is_complex else got.to(wide)
     right = torch.view_as_real(want.to(wide)) if wide.is_complex else want.to(wide)
     power = float((right * right).sum())
@@ -123,14 +134,19 @@ def difference(
         worst_index=index,
         worst_got=_finite(float(left.reshape(-1)[flat])),
         worst_want=_finite(float(right.reshape(-1)[flat])),
+        distance=_finite(delta),
+        size=size,
     )
 
 
 def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """The difference; in float32 at least (between near numbers a subtraction is exact in their own dtype)."""
-    dtype = torch.promote_types(got.dtype, want.dtype)
-    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    dtype = _at_least_float32(torch.promote_types(got.dtype, want.dtype))
     return got.to(dtype) - want.to(dtype)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _finite(value: float) -> float:

@@ -1,0 +1,146 @@
+"""What a test accepts, from hand-made reports and from what ranks say of their parameters."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpcheck.acceptance import Anomaly, PartAccount, tell_anomalies, unmet
+from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report, ReportError, Severity
+
+torch = pytest.importorskip("torch")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+
+def entry(reference: str, **more: Any) -> ParityEntry:
+    return replace(ParityEntry(0, "weight", reference, 1e-7, 1e-6, 1e-7, 1.0, 4), **more)
+
+
+BOTH = (entry("local"), entry("single-process"))
+CHECKS = (CheckResult("reducer", "passed"), CheckResult("parity", "passed"))
+
+
+def report(*findings: Finding, parity: tuple[ParityEntry, ...] = BOTH, **more: Any) -> Report:
+    return Report("x.py", world={"world_size": 2, "steps": 1}, checks=CHECKS, findings=findings, parity=parity, **more)
+
+
+def finding(code: str, severity: Severity = Severity.ERROR, **more: Any) -> Finding:
+    return Finding(code, ("weight",), f"This is {code}.", severity, **more)
+
+
+def test_a_clean_report_is_accepted() -> None:
+    assert unmet(report()) == ""
+
+
+@pytest.mark.parametrize("code", ["DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP309", "DDP310"])
+@pytest.mark.parametrize("severity", list(Severity))
+def test_findings_on_gradients_are_not_accepted_whatever_their_severity(code: str, severity: Severity) -> None:
+    message = unmet(report(finding(code, severity, evidence=("a fact",))))
+    assert message.startswith("Gradients are not close!") and f"{code} weight: This is {code}." in message
+    assert "  a fact" in message and "  fix: " in message
+    assert unmet(report(finding(code, severity)), ignore=[code]) == ""
+    other = "DDP302" if code != "DDP302" else "DDP301"
+    assert unmet(report(finding(code, severity)), select=[other, "DDP305"][: 1 + (code != "DDP305")]) == ""
+
+
+def test_other_errors_and_causes_of_other_gradients_are_not_accepted_and_other_warnings_are() -> None:
+    assert "DDP501" in unmet(report(finding("DDP501")))
+    cause = finding("DDP214", Severity.WARNING, evidence=("with it comes DDP304: Samples are coupled.",))
+    assert "DDP214" in unmet(report(cause))
+    assert unmet(report(finding("DDP215", Severity.WARNING, evidence=("with it comes DDP506: x",)))) == ""
+    assert unmet(report(finding("DDP109", Severity.NOTE))) == ""
+
+
+@pytest.mark.parametrize("code", ["DDP307", "DDP308"])
+def test_where_nothing_could_be_compared_ignoring_it_does_not_help(code: str) -> None:
+    for options in ({}, {"ignore": [code]}, {"select": ["DDP301"]}):
+        message = unmet(report(finding(code, Severity.WARNING)), **options)
+        assert message.startswith("Gradients could not be compared!") and code in message
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("local", "average of the ranks"), ("single-process", "single process")]
+)
+def test_a_comparison_that_was_not_made_is_not_accepted(missing: str, words: str) -> None:
+    name = {"local": "reducer", "single-process": "parity"}[missing]
+    skipped = tuple(CheckResult(c.name, "skipped", detail="why") if c.name == name else c for c in CHECKS)
+    there = tuple(item for item in BOTH if item.reference != missing)
+    lacking = replace(report(parity=there), checks=skipped)
+    message = unmet(lacking)
+    assert message.startswith("Gradients could not be compared!") and words in message and message.endswith(": why")
+    only_other = ["DDP303", "DDP304"] if missing == "local" else ["DDP301"]
+    assert unmet(lacking, select=only_other) == "", "it was not asked for"
+    assert unmet(lacking, ignore=["DDP304"]) != ""
+
+
+def test_a_check_that_was_not_finished_is_not_accepted() -> None:
+    message = unmet(report(error=ReportError("rank 1 raised ValueError", 3)))
+    assert message.startswith("Gradients could not be compared!") and "rank 1 raised ValueError" in message
+    assert unmet(report(error=ReportError("rank 1 raised ValueError", 3)), ignore=["DDP"]) != ""
+
+
+def test_a_difference_of_which_nothing_is_said_is_not_accepted() -> None:
+    far = (entry("local"), entry("single-process", relative_error=0.5))
+    message = unmet(report(parity=far))
+    assert "1 of 2 comparisons" in message and "relative error 0.5, allowed 1e-06" in message
+    assert unmet(report(finding("DDP304", Severity.WARNING), parity=far), ignore=["DDP304"]) == ""
+
+
+def test_a_tolerance_takes_the_place_of_the_measured_one() -> None:
+    far = (entry("local"), entry("single-process", relative_error=0.5, absolute_error=0.5))
+    coupled = report(finding("DDP304", Severity.WARNING), parity=far)
+    assert unmet(coupled, tolerance=(0.5, 0.0)) == "" and unmet(coupled, tolerance=(0.0, 0.25)) == ""
+    message = unmet(coupled, tolerance=(0.4, 0.02))
+    assert "DDP304" in message and "norm of the difference 0.5, allowed 0.44 (0.02 * sqrt(4) + 0.4 * 1)" in message
+    assert unmet(report(), tolerance=(1e-8, 0.0)) != "", "also where it is the stricter one"
+    assert unmet(report(), tolerance=(0.0, 0.0)) != "" and unmet(report(), tolerance=(1e-6, 0.0)) == ""
+    assert "DDP301" in unmet(report(finding("DDP301")), tolerance=(1.0, 1.0)), "ranks are bit-identical"
+    assert "DDP306" in unmet(report(finding("DDP306")), tolerance=(1.0, 1.0))
+
+
+@given(
+    got=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8),
+    noise=st.lists(st.floats(-1.0, 1.0), min_size=8, max_size=8),
+    rtol=st.floats(0, 1),
+    atol=st.floats(0, 1),
+)
+@settings(deadline=None)
+def test_what_is_close_element_by_element_is_close_as_a_whole(
+    got: list[float], noise: list[float], rtol: float, atol: float
+) -> None:
+    from ddpcheck.gather.compare import difference
+
+    want = torch.tensor(got, dtype=torch.float64)
+    near = want + torch.tensor(noise[: len(got)], dtype=torch.float64) * (atol + rtol * want.abs()) * 0.999
+    hypothesis.assume(torch.allclose(near, want, rtol=rtol, atol=atol))
+    found = difference("weight", near, want, scale=1.0, tolerance=1.0)
+    one = ParityEntry(0, "weight", "local", 0.0, 0.0, found.distance, found.size, found.elements)
+    other = entry("single-process", absolute_error=0.0)
+    slack = 1e-12 * (1 + found.size)  # of the norms themselves
+    assert (
+        unmet(report(parity=(replace(one, absolute_error=found.distance - slack), other)), tolerance=(rtol, atol)) == ""
+    )
+
+
+@given(
+    missing=st.lists(st.sets(st.sampled_from(["a.weight", "b.weight", "c"])), min_size=1, max_size=5),
+    strange=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+@settings(deadline=None)
+def test_every_anomaly_is_listed_once_under_its_kind(missing: list[set[str]], strange: list[bool]) -> None:
+    accounts = [
+        PartAccount((*map(Anomaly, sorted(names)), *([Anomaly("leaf", registered=False)] if odd else [])))
+        for names, odd in zip(missing, strange, strict=False)
+    ]
+    message = tell_anomalies(accounts, range(len(accounts)))
+    lines = message.splitlines()
+    for name in ("a.weight", "b.weight", "c"):
+        times = sum(name in names for names in missing)
+        listed = [line for line in lines if line.startswith(f"  {name} of")]
+        assert len(listed) == (times > 0)
+        assert not times or ("not on rank" in listed[0]) == (times < len(missing))
+    assert ("leaf" in message) == any(strange[: len(missing)])
+    assert bool(message) == any(account.anomalies for account in accounts)
