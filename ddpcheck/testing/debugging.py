@@ -9,8 +9,10 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import errno
+import io
 import os
 import pdb
 import select
@@ -29,12 +31,29 @@ _ANSWER = 5.0  # for a rank to open its end of a pipe
 _NEXT_WORD = 0.3  # in which a rank that is stepped through speaks again
 
 
+_ASKS = "\0"  # what a rank says when it wants a line
+
+
+class _Lines:
+    """The terminal's lines on a rank, each asked for: what is typed ahead stays for whoever asks next."""
+
+    def __init__(self, say: TextIO, hear: TextIO) -> None:
+        self._say = say
+        self._hear = hear
+
+    def readline(self) -> str:
+        self._say.write(_ASKS)
+        self._say.flush()
+        return self._hear.readline()
+
+
 class _Pdb(pdb.Pdb):
     """pdb that connects to the parent each time that it stops."""
 
     def __init__(self, heading: str) -> None:
-        super().__init__(nosigint=True, readrc=False)
-        self._heading = heading
+        self._unheard = io.StringIO()  # what it says while nobody listens
+        super().__init__(nosigint=True, readrc=False, stdout=self._unheard)
+        self._unheard.write(heading)
         self._calls = 0
         self.use_rawinput = False
 
@@ -48,13 +67,12 @@ class _Pdb(pdb.Pdb):
         os.mkfifo(say)
         try:
             with say.open("w", buffering=1, encoding="utf-8") as out, hear.open(encoding="utf-8") as lines:
-                self.stdout, self.stdin = out, lines
-                if self._heading:
-                    out.write(self._heading)
-                    self._heading = ""
+                self.stdout, self.stdin = out, _Lines(out, lines)  # type: ignore[assignment]  # pdb only reads lines
+                out.write(self._unheard.getvalue())
                 with contextlib.redirect_stdout(out):
                     return super().interaction(*args, **kwargs)
         finally:
+            self.stdout = self._unheard = io.StringIO()
             say.unlink()
             hear.unlink()
 
@@ -85,6 +103,8 @@ def available(terminal: bool) -> Iterator[None]:
 
 def post_mortem(error: BaseException, shown: str) -> bool:
     """On a rank: open the debugger where `error` was raised; returns whether the whole session is to end."""
+    if isinstance(error, bdb.BdbQuit):
+        return True
     here = this_rank.current()
     heading = f"\n{shown}\n>>> post mortem on rank {here.rank} of {here.world_size}\n"
     debugger = _Pdb(heading)
@@ -159,23 +179,26 @@ class Desk:
                 self._capture.resume_global_capture()
 
     def _relay(self, heard: int, told: IO[bytes], terminal: TextIO | None) -> None:
-        sources = [heard] if terminal is None else [heard, sys.stdin.fileno()]
-        while True:
-            ready, _, _ = select.select(sources, [], [], _ANSWER if terminal is None else None)
-            if not ready:
+        while select.select([heard], [], [], _ANSWER if terminal is None else None)[0]:
+            data = os.read(heard, 1 << 16)
+            if not data:
                 return
-            if heard in ready:
-                data = os.read(heard, 1 << 16)
-                if not data:
-                    return
-                if terminal is not None:
-                    terminal.write(data.decode("utf-8", "replace"))
-                    terminal.flush()
-            elif line := os.read(sources[-1], 1 << 16):
-                told.write(line)
-            else:  # end of input: the debugger takes that for "quit"
-                told.close()
-                sources = [heard]
+            if terminal is not None:
+                terminal.write(data.decode("utf-8", "replace").replace(_ASKS, ""))
+                terminal.flush()
+                if data.endswith(_ASKS.encode()):
+                    if line := _typed():
+                        told.write(line)
+                    else:  # end of input: the debugger takes that for "quit"
+                        told.close()
+
+
+def _typed() -> bytes:
+    """The next line of standard input, and no byte of the one after it."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):
+        line += byte
+    return line
 
 
 def _age(path: Path) -> float:

@@ -1,6 +1,6 @@
-"""Whether ranks wait for one that will not come, because it has finished: seen long before a run's deadline.
+"""Whether ranks wait for each other, or for one that has finished, and nobody will come: seen long before the deadline.
 
-It takes all of this together, over seconds: a rank has finished; every rank that has not is inside a call of
+It takes all of this together, over seconds: every rank that has not finished is inside a call of
 `torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank runs or is about to,
 and none has used more processor time than waiting does; and no other thread of a rank is in the user's code. Whoever
 computes, sleeps, reads a file or moves data does not look like that. Linux only, and not for ranks on a GPU, whose work
@@ -40,9 +40,8 @@ class Stillness:
         self._stacks: dict[int, tuple[failures.Frame, ...]] = {}
 
     def wait(self, now: float) -> float | None:
-        """How long until the next look is due; `None` while there is nothing to look for."""
-        ranks = self._crew.ranks
-        if not self._possible or all(rank.answer is None for rank in ranks):
+        """How long until the next look is due; `None` where there is nothing to look for."""
+        if not self._possible:
             return None
         return max(0.0, self._next - now)
 
@@ -71,6 +70,8 @@ class Stillness:
         if now - self._since < _SECONDS:
             return ""
         late, gone = failures.name_ranks([rank.number for rank in waiting]), [rank.number for rank in finished]
+        if not gone:
+            return "every rank waits for another one, in collectives that do not match"
         return (
             f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective that {failures.name_ranks(gone)} "
             f"never joined, having finished"
