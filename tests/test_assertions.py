@@ -323,16 +323,23 @@ def test_equal_values_cost_one_digest_and_other_ones_their_details() -> None:
         assert [key for key, _ in sent] == ["digest", "detail", "measured"] and "Mismatched" in message
 
 
-def in_pieces(rank: int) -> str:
-    from ddpcheck.gather import leaves
-
-    leaves._PIECE = 100  # bytes: 25 elements, of 64
-    return asked(ramp)[0]
-
-
 def test_values_that_travel_in_pieces_are_measured_as_a_whole() -> None:
+    def scattered(rank: int) -> Any:
+        tensor = ramp(rank)
+        tensor[5, 3] += 0.5 * (rank == 1)
+        tensor[7, 7] -= 0.25 * (rank == 1)
+        return tensor
+
+    def in_pieces() -> str:
+        from ddpcheck.gather import leaves
+
+        leaves._PIECE = 100  # bytes: 25 elements, of 64
+        return asked(scattered)[0]
+
     with World(2, timeout=60) as world:
-        assert world.run(lambda: in_pieces(0))[0] == world.run(lambda: asked(ramp)[0])[0]
+        whole = world.run(asked, scattered)[0][0]
+        assert world.run(in_pieces) == [whole, whole]
+    assert "4 / 64" in whole and "0.5 at index (5, 3)" in whole and "0.125 at index (0, 0)" in whole
 
 
 def test_the_ranks_of_groups_are_compared_apart_and_in_any_order() -> None:
