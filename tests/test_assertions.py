@@ -84,7 +84,7 @@ EQUAL: dict[str, Callable[[int], Any]] = {
     ),
     "quantized": lambda rank: torch.quantize_per_tensor(ramp(), 0.5, 0, torch.qint8),
     "a view": lambda rank: ramp().t().contiguous().t() if rank else ramp(),
-    "one zero and the other": lambda rank: -torch.zeros(3) if rank else torch.zeros(3),
+    "one zero and the other": lambda rank: [torch.zeros(3) * (-1 if rank else 1), torch.tensor(-0.0 if rank else 0.0)],
     "an odd place in memory": lambda rank: torch.cat(
         [torch.zeros(rank, dtype=torch.bfloat16), torch.ones(9).bfloat16()]
     )[rank:],
@@ -139,7 +139,8 @@ CASES: dict[str, Case] = {
         lambda rank: torch.tensor([1 + (3 + 4j) * (rank == 1)]), (*VALUES, "difference: 5.0 at index (0,)")
     ),
     "large integers": Case(
-        lambda rank: torch.tensor([2**60 + (rank == 1)]), (*VALUES, "difference: 1 at index (0,)", str(2**60))
+        lambda rank: torch.tensor([2**60 + (rank == 1)]),
+        (*VALUES, "difference: 1 at index (0,)", str(2**60), "8.67361737988"),
     ),
     "unsigned": Case(lambda rank: torch.tensor([7 + (rank == 1)]).to(torch.uint16), (*VALUES, "8 instead of 7")),
     "sparse values": Case(
