@@ -176,24 +176,25 @@ def differences(accounts: Sequence[Account]) -> list[Difference]:
         leaves = tuple(of_rank.get(path) for of_rank in by_rank)
         keys = [leaf and leaf.key(options) for leaf in leaves]
         nans = not options.equal_nan and any(leaf is not None and leaf.nans for leaf in leaves)
-        if (len(set(keys)) == 1 and not nans) or _numbers_are_close(leaves, options):
-            continue
         common = Counter(keys).most_common(1)[0][0]
+        against = keys.index(common)
+        if (len(set(keys)) == 1 and not nans) or _numbers_are_close(leaves, against, options):
+            continue
         odd = tuple(place for place, key in enumerate(keys) if key != common)
         alike = len({leaf and replace(leaf, fingerprint=0).key(options) for leaf in leaves}) == 1
-        measurable = alike and bool(odd)
-        found.append(Difference(path, leaves, keys.index(common), odd, measurable))
+        found.append(Difference(path, leaves, against, odd, alike and bool(odd)))
     return found
 
 
-def _numbers_are_close(leaves: Sequence[Leaf | None], options: Options) -> bool:
-    """Whether the leaves are numbers within the tolerance of the first rank's."""
+def _numbers_are_close(leaves: Sequence[Leaf | None], against: int, options: Options) -> bool:
+    """Whether the leaves are numbers within the tolerance of one of them."""
     if any(leaf is None or leaf.kind != "number" for leaf in leaves):
         return False
-    first, *others = [leaf.value for leaf in leaves if leaf is not None]
-    if any(type(value) is not type(first) or isinstance(value, bool) for value in others):
+    values = [leaf.value for leaf in leaves if leaf is not None]
+    want = values[against]
+    if any(type(value) is not type(want) or isinstance(value, bool) for value in values):
         return False
-    return all(_is_close(value, first, options) for value in others or [first])
+    return all(_is_close(value, want, options) for value in values)
 
 
 def _is_close(got: Any, want: Any, options: Options) -> bool:

@@ -84,7 +84,7 @@ EQUAL: dict[str, Callable[[int], Any]] = {
     ),
     "quantized": lambda rank: torch.quantize_per_tensor(ramp(), 0.5, 0, torch.qint8),
     "a view": lambda rank: ramp().t().contiguous().t() if rank else ramp(),
-    "one zero and the other": lambda rank: -torch.zeros(3) if rank else torch.zeros(3),
+    "one zero and the other": lambda rank: [torch.zeros(3) * (-1 if rank else 1), torch.tensor(-0.0 if rank else 0.0)],
     "an odd place in memory": lambda rank: torch.cat(
         [torch.zeros(rank, dtype=torch.bfloat16), torch.ones(9).bfloat16()]
     )[rank:],
@@ -139,7 +139,8 @@ CASES: dict[str, Case] = {
         lambda rank: torch.tensor([1 + (3 + 4j) * (rank == 1)]), (*VALUES, "difference: 5.0 at index (0,)")
     ),
     "large integers": Case(
-        lambda rank: torch.tensor([2**60 + (rank == 1)]), (*VALUES, "difference: 1 at index (0,)", str(2**60))
+        lambda rank: torch.tensor([2**60 + (rank == 1)]),
+        (*VALUES, "difference: 1 at index (0,)", str(2**60), "8.67361737988"),
     ),
     "unsigned": Case(lambda rank: torch.tensor([7 + (rank == 1)]).to(torch.uint16), (*VALUES, "8 instead of 7")),
     "sparse values": Case(
@@ -323,16 +324,23 @@ def test_equal_values_cost_one_digest_and_other_ones_their_details() -> None:
         assert [key for key, _ in sent] == ["digest", "detail", "measured"] and "Mismatched" in message
 
 
-def in_pieces(rank: int) -> str:
-    from ddpcheck.gather import leaves
-
-    leaves._PIECE = 100  # bytes: 25 elements, of 64
-    return asked(ramp)[0]
-
-
 def test_values_that_travel_in_pieces_are_measured_as_a_whole() -> None:
+    def scattered(rank: int) -> Any:
+        tensor = ramp(rank)
+        tensor[5, 3] += 0.5 * (rank == 1)
+        tensor[7, 7] -= 0.25 * (rank == 1)
+        return tensor
+
+    def in_pieces() -> str:
+        from ddpcheck.gather import leaves
+
+        leaves._PIECE = 100  # bytes: 25 elements, of 64
+        return asked(scattered)[0]
+
     with World(2, timeout=60) as world:
-        assert world.run(lambda: in_pieces(0))[0] == world.run(lambda: asked(ramp)[0])[0]
+        whole = world.run(asked, scattered)[0][0]
+        assert world.run(in_pieces) == [whole, whole]
+    assert "4 / 64" in whole and "0.5 at index (5, 3)" in whole and "0.125 at index (0, 0)" in whole
 
 
 def test_the_ranks_of_groups_are_compared_apart_and_in_any_order() -> None:

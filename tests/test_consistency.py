@@ -248,6 +248,20 @@ def test_only_the_ranks_of_a_group_are_compared() -> None:
     assert results[0] == results[2] and results[0][0].startswith("DDP203") and results[1] == []
 
 
+def test_a_group_asked_more_often_does_not_put_others_out_of_step() -> None:
+    def compare() -> list[str]:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        pair = dist.new_group([0, 1])
+        found = [check_consistency(nn.Linear(3, 3), pair, timeout=20) for _ in range(2) if rank < 2]
+        found.append(check_consistency(nn.Linear(3, 3 + (rank == 2)), timeout=20))
+        return [f"{f.code} {f.ranks}" for findings in found for f in findings]
+
+    with World(3, timeout=60) as world:
+        assert set(map(tuple, world.run(compare))) == {("DDP203 (2,)",)}
+
+
 def test_without_a_process_group_it_says_so() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         check_consistency(nn.Linear(1, 1))

@@ -1,6 +1,7 @@
 """Importing is free, and the rooms of the house import one way."""
 
 import ast
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
+from ddpcheck.worlds import wire
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddpcheck"
@@ -177,3 +179,7 @@ def test_the_version_is_the_one_that_is_installed() -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("ddpcheck is not installed")
     assert installed == ddpcheck.__version__
+
+
+def test_the_package_travels_to_ranks_by_name() -> None:
+    assert pickle.loads(wire.dumps(ddpcheck)) is ddpcheck, "a function that speaks of it may be sent by value"
