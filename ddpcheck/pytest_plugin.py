@@ -108,8 +108,8 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the ranks that tests of a module have shared, with its last test."""
-    if _is_ours(item):
-        _session(item.config).finish(item)
+    if (session := item.config.stash.get(_SESSION, None)) is not None and _is_ours(item):
+        session.finish(item)
 
 
 @pytest.fixture
@@ -158,5 +158,6 @@ def _session(config: pytest.Config) -> Session:
         try:
             session = config.stash[_SESSION] = Session(config, tuple(_OPTIONS))
         except DdpcheckError as error:
-            raise pytest.UsageError(f"ddpcheck: {str(error).replace('--', '--ddp-', 1)}") from error
+            sentence = str(error).replace("--", "--ddp-", 1)
+            raise pytest.fail.Exception(f"ddpcheck: {sentence}", pytrace=False) from None
     return session

@@ -24,16 +24,16 @@ def test_without_anything_the_defaults_hold(project: Path) -> None:
     assert Settings() == Settings(2, None, "cpu", 3, 30.0, 0, (), (), Severity.ERROR)
 
 
-def test_command_line_over_environment_over_ini_over_file_over_default(project: Path) -> None:
+def test_command_line_over_ini_over_environment_over_file_over_default(project: Path) -> None:
     def decide(flag: str | None, variable: str | None, ini: str | None, table: int | None) -> int:
         write(project, "" if table is None else f"world-size = {table}")
         environ = {} if variable is None else {"DDPCHECK_WORLD_SIZE": variable}
         return load_settings({"world_size": flag}, ini={"world_size": ini}, environ=environ).world_size
 
     assert decide("6", "5", "4", 3) == 6
-    assert decide(None, "5", "4", 3) == 5
-    assert decide(None, "", "4", 3) == 4
-    assert decide(None, None, "", 3) == 3
+    assert decide(None, "4", "5", 3) == 5
+    assert decide(None, "4", "", 3) == 4
+    assert decide(None, "", "", 3) == 3
     assert decide(None, None, None, None) == 2
 
 

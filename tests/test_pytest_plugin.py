@@ -163,17 +163,17 @@ def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "size"),
+    ("arguments", "ini", "size"),
     [
-        (("--ddp-world-size=3",), "1", 3),
-        ((), "1", 1),
-        ((), "", 2),
+        (("--ddp-world-size=3",), "2", 3),
+        ((), "2", 2),
+        ((), "", 1),
     ],
 )
-def test_flag_over_environment_over_ini(inner, pytester, monkeypatch, arguments, environ, size) -> None:
-    pytester.makeini("[pytest]\nddp_world_size = 2")
+def test_flag_over_ini_over_environment(inner, pytester, monkeypatch, arguments, ini, size) -> None:
+    pytester.makeini(f"[pytest]\nddp_world_size = {ini}")
     pytester.path.joinpath("pyproject.toml").write_text("[tool.ddpcheck]\nworld-size = 4\n")
-    monkeypatch.setenv("DDPCHECK_WORLD_SIZE", environ)
+    monkeypatch.setenv("DDPCHECK_WORLD_SIZE", "1")
     done = inner(f"def test_size(ddp_world): assert ddp_world.world_size == {size}", *arguments)
     done.assert_outcomes(passed=1)
 
