@@ -27,6 +27,7 @@ from ddpcheck.findings import Finding, Location, ReportError
 from ddpcheck.harness import Pending, World
 from ddpcheck.lockstep import DeadlockWatch, judge_empty_shards, judge_failure
 from ddpcheck.outcome import Asked, Outcome
+from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
@@ -76,7 +77,7 @@ class Conduct:
             device=self.asked.device,
             timeout=self.asked.timeout,
             process_group=group,
-            preload=self.asked.preload,
+            preload=(*self.asked.preload, *preloading.DDP),
             hash_seeds=group,
             watch=DeadlockWatch() if group else None,
         )

@@ -63,6 +63,7 @@ class World:
         preload: Sequence[str] = (),
         hash_seeds: bool = False,
         watch: Watch | None = None,
+        ahead: bool = False,
     ) -> None:
         """Start the ranks, without waiting for them.
 
@@ -83,6 +84,7 @@ class World:
             watch: Called every quarter of a second during a run with the world, the ranks that have finished and
                 those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
                 counted.
+            ahead: Whether nobody needs the ranks yet. They may then start late, and have more in them: see `adopt`.
 
         Raises:
             UsageError: When an argument makes no sense.
@@ -123,7 +125,8 @@ class World:
         self.closed = False
         _open_worlds.add(self)
         try:
-            self._crew.start(self._config(), self.start_method, processes.hash_seeds(world_size, own=hash_seeds))
+            seeds = processes.hash_seeds(world_size, own=hash_seeds)
+            self._crew.start(self._config(), self.start_method, seeds, ahead)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):

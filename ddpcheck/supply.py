@@ -42,7 +42,7 @@ _EARLY = (  # prefixes of variables that are read when a process, a thread pool 
     "PYTORCH_",
     "TORCH",
 )
-_LATE = ("timeout", "startup_timeout", "env", "watch")  # options that a world can take over afterwards
+_LATE = ("timeout", "startup_timeout", "env", "watch", "ahead")  # options that a world can take over afterwards
 _SPARES = 2  # at most
 _MEMORY = 4  # leases after which a spare that nobody has asked for goes
 _GUESSES = 2  # spares in vain, after which no spare is made for a kind of world that has not been seen to recur
@@ -203,7 +203,7 @@ class Supply:
     def _adopted(self, world: World, usable: bool, options: Mapping[str, Any]) -> World | None:
         if usable:
             try:
-                world.adopt(**{name: options[name] for name in _LATE if name in options})
+                world.adopt(**{name: options[name] for name in _LATE if name in options and name != "ahead"})
                 return world
             except UsageError:
                 self._retire(world)
@@ -232,7 +232,7 @@ class Supply:
         if wanted:
             while len(self._spares) >= _SPARES:
                 self._drop(max(self._spares, key=lambda spare: spare.age))
-            self._spares.append(_Spare(next_kind, World(**{**next_options, "watch": None}), guess))
+            self._spares.append(_Spare(next_kind, World(**{**next_options, "watch": None, "ahead": True}), guess))
 
     def _drop(self, spare: _Spare) -> None:
         self._spares.remove(spare)

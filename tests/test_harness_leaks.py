@@ -53,7 +53,7 @@ def ports() -> set[int]:
 def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shut_down()
-    with World(2, hash_seeds=True) as world:  # the first one starts the fork servers and imports this and that
+    with World(2, hash_seeds=True, ahead=True) as world:  # starts the fork servers, and waits for what they import
         world.run(one_step, False)
     gc.collect()
     servers = server_pids()

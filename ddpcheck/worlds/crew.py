@@ -64,8 +64,12 @@ class Crew:
         self._sent_off = False
         self._asked = False
 
-    def start(self, config: wire.RankConfig, method: Literal["fork", "spawn"], hash_seeds: Sequence[str]) -> None:
+    def start(
+        self, config: wire.RankConfig, method: Literal["fork", "spawn"], hash_seeds: Sequence[str], ahead: bool
+    ) -> None:
         """Start the processes, each with its hash seed, and tell each what it is, without waiting for them.
+
+        Where they are made `ahead` of their use, they may start later than others that are not.
 
         Raises:
             OSError: When the system has no room for them.
@@ -82,7 +86,7 @@ class Crew:
             launch = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
             for seed in dict.fromkeys(hash_seeds):
                 fds = {rank: end.fileno() for rank, end in enumerate(theirs) if hash_seeds[rank] == seed}
-                self._launches.append(launch(str(self._directory), fds, seed, config.preload))
+                self._launches.append(launch(str(self._directory), fds, seed, config.preload, ahead))
                 self._launch_of.update(dict.fromkeys(fds, self._launches[-1]))
         finally:
             for other in theirs:

@@ -9,20 +9,22 @@ death, every rank goes with it, and so do the scratch directories.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
 import pickle
+import select
 import selectors
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -31,26 +33,18 @@ from ddpcheck.worlds import preloading, wire
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
+_LOOK = 0.02  # seconds between two looks at ranks and parent while something takes its time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
-_PRELOAD_IF_PRESENT = (
-    "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
-    "torch.utils.checkpoint",
-    "torch.utils.data",
-    "ddpcheck.recipe",
-    "ddpcheck.graph",
-    "ddpcheck.locate",
-    "ddpcheck.gather.describe",
-    "ddpcheck.anomalous",
-    "ddpcheck.consistency",
-    "ddpcheck.parity",
-    "ddpcheck.collectives",
-    "ddpcheck.reference",
-    "ddpcheck.gather.local",
-    "ddpcheck.gather.ddp",
-)
+_CHUNK = 16 << 20  # bytes of memory to tidy up at a time
+_HUGE = 2 << 20
+_MADV_COLLAPSE = 25
+
+
+_Order = tuple[int, tuple[str, ...], list[int]]
+"""Ranks to be forked: the number of their world, what is to be imported before, and a socket for each."""
 
 
 @dataclass
@@ -91,27 +85,47 @@ class Server:
         self._broken = ""
         self._unsafe = ""  # why no rank can be forked any more
         self._refusals: dict[str, str] = {}  # by module that was asked for: why it cannot be had, empty where it can
+        self._opened = False  # whether anybody has asked for a world
+        self._complete = False  # whether all is imported that a rank may need
+        self._busy = False  # with something that must not be forked in the middle of
+        self._due: list[_Order] = []  # to be opened as soon as we are not
+        self._waiting: list[_Order] = []  # to be opened when all is imported
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: tuple[str, ...]) -> None:
         """Import what every rank needs; a failure is kept for whoever asks for a world."""
+        gc.disable()  # a fifth of the time of an import of torch
         try:
-            for name in (*_PRELOAD, *names):
-                importlib.import_module(name)
+            with self._interrupted():
+                for name in (*_PRELOAD, *names):
+                    importlib.import_module(name)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-            return
-        with tempfile.TemporaryDirectory(prefix="ddpcheck-") as cache:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
-                cache  # importing torch._dynamo makes that directory, and would leave it
-            )
-            for name in _PRELOAD_IF_PRESENT:
-                try:
-                    importlib.import_module(name)
-                except Exception:  # the rank that needs it will say so better
-                    continue
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+
+    def _chores(self) -> Iterator[bool]:
+        """Do what can be put off while nobody asks for anything; yields whether worlds that are made ahead still wait.
+
+        The first world of a session does not wait for them. What comes later is forked with less to do: most ranks need
+        what is imported here, and large pages make a fork and an exit several times as fast.
+        """
+        if not self._broken:
+            for name in preloading.DDP:
+                preloading.import_named(name)  # where it fails, the rank that needs it will say so better
+                yield True
+            gc.collect()
+            gc.freeze()
+            yield False
+            yield from self._tidy_memory()
+        yield False
+
+    def _tidy_memory(self) -> Iterator[bool]:
+        """Collapse our memory into huge pages, so that a fork has few tables to copy; older kernels refuse that."""
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for start, end in _own_memory():
+            for address in range(start, end, _CHUNK):
+                self._libc.madvise(address, min(_CHUNK, end - address), _MADV_COLLAPSE)
+                yield False
 
     def serve(self) -> None:
         """Work until the parent is gone, then end every rank."""
@@ -122,24 +136,65 @@ class Server:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        gc.collect()
         gc.freeze()
-        gc.disable()
+        chores: Iterator[bool] | None = self._chores()
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._sock, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
-            while os.getppid() == self._parent:
-                ready = [key.fileobj for key, _ in selector.select(_TICK)]
+            ready: list[Any] = []
+            while self._attend(self._sock in ready):
+                while self._due:
+                    self._open(*self._due.pop(0))
+                ready = [key.fileobj for key, _ in selector.select(_TICK if chores is None else 0)]
                 if wake_read in ready:
                     _drain(wake_read)
-                self._reap()
-                if self._sock in ready and not self._receive():
-                    break
-                for number, world in list(self._worlds.items()):
-                    world.flush()
-                    self._drop_if_over(number)
+                elif chores is not None and self._opened and not ready:
+                    chores = self._do(chores)
         self._end()
+
+    def _attend(self, asked: bool) -> bool:
+        """See to the ranks, and to the parent where it has `asked` for something; returns whether to go on."""
+        self._reap()
+        if os.getppid() != self._parent or (asked and not self._receive()):
+            return False
+        for number, world in list(self._worlds.items()):
+            world.flush()
+            self._drop_if_over(number)
+        return True
+
+    def _do(self, chores: Iterator[bool]) -> Iterator[bool] | None:
+        """Do one part of what was put off; returns the rest."""
+        with self._interrupted():
+            still = next(chores, None)
+        if not still:
+            self._complete = True
+            self._due += self._waiting
+            self._waiting.clear()
+        return None if still is None else chores
+
+    @contextlib.contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """While something takes its time, go on to see to ranks and parent; only forks have to wait for its end."""
+
+        def look(*_: object) -> None:
+            if not self._busy:  # a signal that was on its way at the end
+                return
+            asked = bool(select.select([self._sock], [], [], 0)[0])
+            if not self._attend(asked):
+                self._end()
+                preloading.clean_up()
+                os._exit(0)
+            signal.setitimer(signal.ITIMER_REAL, _LOOK)  # only now, or one look would interrupt another
+
+        self._busy = True
+        signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, _LOOK)
+        try:
+            yield
+        finally:
+            self._busy = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self) -> bool:
         try:
@@ -151,24 +206,34 @@ class Server:
         request = pickle.loads(data)
         operation = request["operation"]
         if operation == "open":
+            self._opened = True
             notify = socket.socket(fileno=fds.pop(0))
             notify.setblocking(False)
             self._worlds[request["world"]] = _World(notify, request["directory"], request["size"])
-            if refusal := self._import_named(request["preload"]):
-                self._refuse(request["world"], refusal, fds)
+        if operation in ("open", "more"):
+            order = (request["world"], request["preload"], fds)
+            if request["ahead"] and not self._complete:
+                self._waiting.append(order)
+            elif self._busy:
+                self._due.append(order)
             else:
-                self._fork_all(request["world"], fds)
-        elif operation == "more":
-            self._fork_all(request["world"], fds)
+                self._open(*order)
         elif operation == "signal":
             self._signal(request["world"], request["ranks"], request["signal"])
         return True
+
+    def _open(self, number: int, preload: tuple[str, ...], fds: list[int]) -> None:
+        if refusal := self._import_named(preload):
+            self._refuse(number, refusal, fds)
+        else:
+            self._fork_all(number, fds)
 
     def _import_named(self, names: tuple[str, ...]) -> str:
         """Import what the user wants in every rank, once; returns why that cannot be, in a sentence."""
         for name in names:
             if name not in self._refusals:
-                self._refusals[name] = preloading.import_named(name)
+                with self._interrupted():
+                    self._refusals[name] = preloading.import_named(name)
                 gc.freeze()
                 if (count := _threads()) > 1:  # a fork copies one thread, and the locks that the others hold
                     self._unsafe = (
@@ -182,7 +247,9 @@ class Server:
     def _refuse(self, number: int, sentence: str, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
-        world = self._worlds[number]
+        world = self._worlds.get(number)
+        if world is None:
+            return
         world.size = 0
         world.tell(("refused", sentence, bool(self._unsafe)))
         self._drop_if_over(number)
@@ -224,11 +291,13 @@ class Server:
                 os._exit(1)  # the server died between the fork and the line above
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._selector.close()
             for end in (*self._wake, self._sock, *(world.notify for world in self._worlds.values())):
                 end.close()
-            for other in others:
+            for other in (*others, *(fd for _, _, fds in (*self._due, *self._waiting) for fd in fds)):
                 os.close(other)
             gc.enable()
             rank_module.main(socket.socket(fileno=fd))
@@ -299,6 +368,23 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
     except OSError:
         pass
+
+
+def _own_memory() -> list[tuple[int, int]]:
+    """The parts of our memory that are ours alone and hold whole huge pages, from and to."""
+    parts = []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            lines = [line.split(maxsplit=5) for line in file]
+    except OSError:
+        return []
+    for addresses, rights, _, _, _, *name in lines:
+        if rights == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):
+            start, end = (int(word, 16) for word in addresses.split("-"))
+            start, end = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            if start < end:
+                parts.append((start, end))
+    return parts
 
 
 def _children() -> list[int]:

@@ -1,16 +1,64 @@
-"""Importing the modules that the user wants to be there before ranks start. Light: torch comes with what is named."""
+"""Importing the modules that ought to be there before ranks start. Light: torch comes with what is named."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+import tempfile
+
+DDP = (
+    "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+    "ddpcheck.recipe",
+    "ddpcheck.graph",
+    "ddpcheck.locate",
+    "ddpcheck.gather.describe",
+    "ddpcheck.anomalous",
+    "ddpcheck.consistency",
+    "ddpcheck.parity",
+    "ddpcheck.collectives",
+    "ddpcheck.reference",
+    "ddpcheck.gather.local",
+    "ddpcheck.gather.ddp",
+)
+"""What ranks need that use DistributedDataParallel, or that `check` runs in.
+
+The fork server imports it by itself when it has time. Ranks that need it at once name it in `World(preload=...)`: then
+they are not forked before, and do not import it each on its own.
+"""
 
 
 def import_named(name: str) -> str:
     """Import the module `name`; returns why that cannot be done in a sentence, empty where it can."""
     try:
-        importlib.import_module(name)
+        if name == "torch._dynamo" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            _import_dynamo()
+        else:
+            importlib.import_module(name)
     except (Exception, SystemExit) as error:
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return f"preload: the module {name!r} cannot be imported: {said}"
     return ""
+
+
+def _import_dynamo() -> None:
+    """Import `torch._dynamo` in such a way that the directory that it makes on import does not stay."""
+    global _scratch
+    _scratch = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddpcheck-")
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        clean_up()
+
+
+_scratch = ""
+
+
+def clean_up() -> None:
+    """Remove what an import that is under way has made: for a process that ends in the middle of it."""
+    if _scratch:
+        shutil.rmtree(_scratch, ignore_errors=True)

@@ -227,9 +227,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class ForkLaunch:
-    """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before."""
+    """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before.
 
-    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = ()) -> None:
+    `ahead` says that nobody is waiting for them, so that the server may first do what it has put off.
+    """
+
+    def __init__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+    ) -> None:
         self._inbox = wire.Inbox()
         self._over = False
         self._ranks = list(fds)  # the server counts from 0
@@ -242,7 +247,7 @@ class ForkLaunch:
             self._socket.setblocking(False)
             try:
                 with theirs:
-                    self._open(directory, theirs.fileno(), list(fds.values()), preload)
+                    self._open(directory, theirs.fileno(), list(fds.values()), preload, ahead)
                 break
             except OSError as error:  # it has died since we last looked: once more, with another
                 self._socket.close()
@@ -251,12 +256,12 @@ class ForkLaunch:
                 _discard(self._server)
         self.channel: socket.socket | None = self._socket
 
-    def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str]) -> None:
-        request = {"operation": "open", "world": self._number, "directory": directory, "size": len(fds)}
-        request["preload"] = tuple(preload)
+    def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str], ahead: bool) -> None:
+        more = {"operation": "more", "world": self._number, "preload": tuple(preload), "ahead": ahead}
+        request = {**more, "operation": "open", "directory": directory, "size": len(fds)}
         self._server.send(request, [notify, *fds[:MAX_FDS]])
         for first in range(MAX_FDS, len(fds), MAX_FDS):
-            self._server.send({"operation": "more", "world": self._number}, fds[first : first + MAX_FDS])
+            self._server.send(more, fds[first : first + MAX_FDS])
 
     def events(self) -> list[Event]:
         if self._over:
@@ -310,7 +315,9 @@ class ForkLaunch:
 class SpawnLaunch:
     """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
 
-    def __init__(self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+    ) -> None:
         self.channel: socket.socket | None = None
         self.over = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
