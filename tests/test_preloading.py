@@ -41,10 +41,6 @@ def imported_by(name: str) -> tuple[int, int]:
     return module.PID, os.getpid()
 
 
-def list_modules() -> list[str]:
-    return list(sys.modules)
-
-
 def is_there(name: str) -> bool:
     return name in sys.modules
 
@@ -88,10 +84,20 @@ def test_a_module_that_starts_a_thread_is_refused_and_the_next_world_is_none_the
         assert len(set(world.run(os.getpid))) == 2
 
 
-def test_what_a_check_calls_on_ranks_is_there_before_they_are_forked() -> None:
-    with World(1, process_group=False, preload=WHAT_RANKS_CALL) as world:
-        there = set(world.run(list_modules)[0])
-    assert {"ddpcheck.conduct", "ddpcheck.gather.session", "ddpcheck.gather.rows", "ddpcheck.analysis"} <= there
+def test_what_a_check_calls_on_ranks_is_there_before_they_are_forked(tmp_path: Path) -> None:
+    target = tmp_path / "recipe.py"
+    target.write_text(
+        f"import sys\nimport torch\nmissing = {set(WHAT_RANKS_CALL)} - set(sys.modules)\n"
+        "assert not missing, missing\n"
+        "def model(): return torch.nn.Linear(2, 1)\n"
+        "def batch(step): return torch.ones(4, 2)\n"
+        "def loss(model, batch): return model(batch).mean()\n"
+    )
+    assert {"ddpcheck.conduct", "ddpcheck.gather.session", "ddpcheck.gather.rows", "ddpcheck.analysis"} <= {
+        *WHAT_RANKS_CALL
+    }
+    report = check(str(target), steps=1)
+    assert report.error is None, report.error
 
 
 def test_check_hands_it_on_and_its_error_is_one_of_usage() -> None:
