@@ -31,7 +31,7 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
 test: lint types ## everything that is checked before a change goes in; needs no GPU
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -156,17 +156,16 @@ def _logged(
 ) -> Callable[..., Any]:
     import torch
 
-    parameters = _parameters_of(original)
     operation = name.removesuffix("_").removesuffix("_autograd") if functional else name
-    backward = functional and (name.endswith("_autograd") or _has_backward(name))
 
     @functools.wraps(original)
     def logged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0:
             return original(*args, **kwargs)
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        given = {**dict(zip(_parameters_of(original), args, strict=False)), **kwargs}
         if name == "new_group" and given.get("use_local_synchronization"):
             return original(*args, **kwargs)  # its members alone
+        backward = functional and (name.endswith("_autograd") or _has_backward(name))
         call = _describe_call(operation, given, backward=backward)
         if getattr(_thread, "standing", None) is not None:
             return _thread.standing(operation, given, call)
@@ -185,6 +184,7 @@ def _logged(
     return logged
 
 
+@functools.cache
 def _parameters_of(function: Any) -> tuple[str, ...]:
     """The names of the parameters of a Python function or of an operator of torch."""
     if hasattr(function, "overloads"):
@@ -197,6 +197,7 @@ _KERNELS = {"all_gather_tensor": "all_gather_into_tensor", "all_gather_single": 
 _KERNELS |= {"reduce_scatter_single": "reduce_scatter_tensor"}
 
 
+@functools.cache
 def _has_backward(name: str) -> bool:
     """Whether autograd differentiates a functional collective; private to torch, and no where it cannot be asked."""
     import torch

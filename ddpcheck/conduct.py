@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ddpcheck import gather
 from ddpcheck.collectives import read_log
 from ddpcheck.errors import (
     EXIT_HANG,
@@ -34,6 +36,14 @@ if TYPE_CHECKING:
 
 _OUR_OWN_PLACES = ("beginning", "comparison", "averaging local gradients")
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
+
+WHAT_RANKS_CALL = (
+    __name__,
+    "ddpcheck.reference",
+    "ddpcheck.analysis",
+    *(f"ddpcheck.gather.{module.name}" for module in pkgutil.iter_modules(gather.__path__)),
+)
+"""Imported once, before ranks are forked: in each of them that would be a third of the cost of a small check."""
 
 
 def on_rank(function: str, *args: Any) -> Any:
@@ -77,7 +87,7 @@ class Conduct:
             device=self.asked.device,
             timeout=self.asked.timeout,
             process_group=group,
-            preload=(*self.asked.preload, *preloading.DDP),
+            preload=(*preloading.DDP, *WHAT_RANKS_CALL, *self.asked.preload),
             hash_seeds=group,
             watch=DeadlockWatch() if group else None,
         )

@@ -185,7 +185,8 @@ _SEARCH_DEPTH = 4
 
 def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that `module` holds without having registered them: plain attributes, lists of layers, helper objects."""
-    registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for m in module.modules()}
+    modules = list(module.named_modules())
+    registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
     seen: set[int] = set()
 
     def search(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -213,7 +214,7 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
             if key not in MODULE_INTERNALS:
                 yield from search(item, f"{prefix}.{key}" if prefix else key, depth)
 
-    for prefix, submodule in module.named_modules():
+    for prefix, submodule in modules:
         yield from attributes(submodule, prefix, 0)
 
 

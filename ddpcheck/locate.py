@@ -35,8 +35,13 @@ _LIBRARY_FOLDERS = tuple(
 
 def relative_path(path: str) -> str:
     """`path` relative to the working folder, else to the folder of installed packages, else its last part."""
+    return _relative_path(path, os.getcwd())
+
+
+@functools.cache
+def _relative_path(path: str, working_folder: str) -> str:
     real = os.path.realpath(path)
-    here = os.path.realpath(os.getcwd()) + os.sep
+    here = os.path.realpath(working_folder) + os.sep
     for folder in (here, *sorted(_LIBRARY_FOLDERS, key=len, reverse=True)):
         if real.startswith(folder):
             return Path(real[len(folder) :]).as_posix()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.evidence import PathEnd
@@ -262,8 +262,8 @@ def function_name(func: Callable[..., Any]) -> str:
     """The name of a function as a `TorchFunctionMode` meets it; of a property, that of the property."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        resolved = resolve_name(func) or ""
-        return resolved.split(".")[-2] if resolved.count(".") >= 2 else name
+        held = getattr(func, "__self__", None)  # the descriptor: one of C has a name, a `property` a function with one
+        return getattr(getattr(held, "fget", held), "__name__", name)
     return name
 
 

@@ -16,23 +16,32 @@ README = ROOT / "README.md"
 BLOCK = re.compile(
     r"<!-- (?P<kind>report|findings|matrix): (?P<target>\S+) -->\n```text\n(?P<text>.*?)```\n", re.DOTALL
 )
+FLAGS = {"report": [], "findings": [], "matrix": ["--matrix"]}
+
+
+def printed(target: str, *flags: str) -> tuple[int, str]:
+    """Exit code and output of `ddpcheck report` on `target`, as wide as the README."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    plain = patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "DDPCHECK_PRELOAD": "sklearn.datasets"})
+    with contextlib.chdir(ROOT), plain, contextlib.redirect_stdout(output):
+        code = cli.main(["report", target, *flags])
+    output.seek(0)
+    return code, output.read()
 
 
 def shown(kind: str, target: str) -> str:
     """What the README shows of the report on `target`: all of it, or the findings alone; or of its matrix."""
-    flags = ["--matrix"] if kind == "matrix" else []
-    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    plain = patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "DDPCHECK_PRELOAD": "sklearn.datasets"})
-    with contextlib.chdir(ROOT), plain, contextlib.redirect_stdout(output):
-        cli.main(["report", target, *flags])
-    output.seek(0)
-    text = output.read()
+    return excerpt(kind, target, printed(target, *FLAGS[kind])[1])
+
+
+def excerpt(kind: str, target: str, text: str) -> str:
+    """What the README shows of the output `text`."""
     if kind == "findings":
         end = r"(?=\n\n(?:gradients against|note:|\d+ finding))"
         found = re.search(rf"^DDP\d{{3}} .*?{end}", text, re.DOTALL | re.MULTILINE)
         assert found, text
         text = found.group(0)
-    lead = f"$ {' '.join(['ddpcheck report', target, *flags])}\n" if kind != "findings" else ""
+    lead = f"$ {' '.join(['ddpcheck report', target, *FLAGS[kind]])}\n" if kind != "findings" else ""
     return lead + text.rstrip() + "\n"
 
 

@@ -8,7 +8,7 @@ from ddpcheck.findings import Severity
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.rules_page import PAGE, rules_page
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
-from tests.faultsuite.steady import TIMES, WORLD_SIZES, busy_machine, verdicts
+from tests.faultsuite.steady import TIMES, WORLD_SIZES, verdicts
 from tests.reports import shown
 
 CASES = all_cases()
@@ -49,9 +49,9 @@ def test_the_page_of_faults_has_a_row_for_each_case() -> None:
 
 
 # What has most to go wrong in it: statistics, random numbers, an analysis of shards. `make steady` does this to all.
+# Four checks at once are load enough: 12 to 20 processes, all of which have something to do.
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_verdict_is_the_same_20_times_in_a_row_under_load(world_size: int) -> None:
+def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
     case = next(case for case in CASES if str(case) == "gradients/batchnorm")
-    with busy_machine():
-        heard = verdicts(case, "broken", world_size, TIMES)
-    assert len(set(heard)) == 1 and "DDP304" in heard[0]
+    heard = verdicts(case, "broken", world_size, TIMES, at_once=4)
+    assert len(heard) == TIMES and len(set(heard)) == 1 and "DDP304" in heard[0]

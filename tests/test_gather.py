@@ -121,6 +121,15 @@ def test_large_tensors_are_taken_in_pieces() -> None:
     assert fingerprint(one) != fingerprint(other), "the same place of another piece"
 
 
+def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [filled(torch.int32, size) for size in (3, 1000, 150_000)]
+    by_order = []
+    for order in ([0, 1, 2], [2, 1, 0]):
+        monkeypatch.setattr("ddpcheck.gather.describe._WEIGHTS", {})
+        by_order.append({index: fingerprint(tensors[index]) for index in order})
+    assert by_order[0] == by_order[1]
+
+
 def test_sparse_and_complex_views_have_fingerprints_too() -> None:
     sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,))
     assert fingerprint(sparse) == fingerprint(sparse.to_dense())
@@ -316,6 +325,16 @@ def test_a_seed_covers_all_generators_and_a_draw_is_seen() -> None:
         assert generator_states(cpu) != states
         seed_everything(3)
         assert draw() == first
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_seeding_is_that_of_torch_with_and_without_other_devices(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpcheck.gather.randomness._is_cpu_all_there_is", lambda: alone)
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    torch.manual_seed(6)
+    seed_everything(5)
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 @quickly

@@ -31,7 +31,7 @@ from ddpcheck.graph import (  # noqa: E402
     unregistered_tensors,
     walk_graph,
 )
-from ddpcheck.paths import Explainer, PathRecorder  # noqa: E402
+from ddpcheck.paths import Explainer, PathRecorder, function_name  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -532,3 +532,11 @@ def test_the_custom_function_nearest_to_a_parameter_is_named() -> None:
     }
     assert functions_before((x @ weight).sum(), weight) == ()
     assert functions_before(Double.apply(x).sum(), weight) == ()
+
+
+def test_a_property_has_the_name_that_torch_gives_it() -> None:
+    overridable = [f for functions in torch.overrides.get_overridable_functions().values() for f in functions]
+    properties = [f for f in overridable if getattr(f, "__name__", "") in ("__get__", "__set__")]
+    said = {str(torch.overrides.resolve_name(f)): function_name(f) for f in properties}
+    assert said["torch.Tensor.data.__get__"] == "data" and len(said) > 20
+    assert [name for name, ours in said.items() if name.split(".")[-2] != ours] == []

@@ -21,17 +21,6 @@ WORLDS = 100
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 
 
-def one_step(fail: bool) -> float:
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    if fail and dist.get_rank() == 1:
-        os._exit(1)
-    return float(tensor.item())
-
-
 def descriptors(pid: int | str) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -51,6 +40,16 @@ def ports() -> set[int]:
 
 
 def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_step(fail: bool) -> float:  # local, so that it travels by value: ranks need not import this module
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        if fail and dist.get_rank() == 1:
+            os._exit(1)
+        return float(tensor.item())
+
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shut_down()
     with World(2, hash_seeds=True, ahead=True) as world:  # starts the fork servers, and waits for what they import

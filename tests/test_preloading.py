@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from ddpcheck.check import check
+from ddpcheck.conduct import WHAT_RANKS_CALL
 from ddpcheck.errors import UsageError
 from ddpcheck.harness import World
 from ddpcheck.worlds import processes
@@ -17,17 +19,20 @@ from ddpcheck.worlds import processes
 METHODS: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Make a module that a fresh fork server and its ranks can import, and nobody afterwards."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    processes.shut_down()
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], str]]:
+    """Make a module that fork servers which start from now on can import, and their ranks, and nobody afterwards."""
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        processes.shut_down()
 
-    def write(name: str, source: str) -> str:
-        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-        return name
+        def write(name: str, source: str) -> str:
+            (folder / f"{name}.py").write_text(source, encoding="utf-8")
+            os.utime(folder, (len(list(folder.iterdir())),) * 2)  # a server that has looked into it looks again
+            return name
 
-    yield write
+        yield write
     processes.shut_down()
 
 
@@ -42,13 +47,13 @@ def is_there(name: str) -> bool:
 
 def test_a_module_is_imported_once_and_is_there_in_every_rank(module) -> None:
     name = module("ddpcheck_preloaded_once", "import os\nPID = os.getpid()\n")
-    with World(2, preload=[name]) as world:
+    with World(2, preload=[name], hash_seeds=True) as world:
         first = world.run(imported_by, name)
-    with World(2, preload=[name]) as world:
+    with World(2, preload=[name], hash_seeds=True) as world:
         second = world.run(imported_by, name)
     servers = {importer for importer, _ in first + second}
     assert not servers & {rank for _, rank in first + second}
-    assert len(servers) <= 2
+    assert len(servers) == 2
 
 
 def test_a_rank_that_is_started_by_spawn_imports_it_for_itself(module) -> None:
@@ -64,7 +69,7 @@ def test_a_rank_that_is_started_by_spawn_imports_it_for_itself(module) -> None:
 )
 def test_a_module_that_cannot_be_imported_is_one_sentence(module, method, source, reason) -> None:
     name = "ddpcheck_no_such_module" if source is None else module("ddpcheck_raises", source)
-    with World(2, preload=[name], start_method=method) as world, pytest.raises(UsageError) as caught:
+    with World(1, preload=[name], start_method=method) as world, pytest.raises(UsageError) as caught:
         world.run(os.getpid)
     assert str(caught.value).startswith(f"preload: the module {name!r} cannot be imported: {reason}")
     assert "\n" not in str(caught.value)
@@ -73,10 +78,26 @@ def test_a_module_that_cannot_be_imported_is_one_sentence(module, method, source
 def test_a_module_that_starts_a_thread_is_refused_and_the_next_world_is_none_the_worse(module) -> None:
     threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     name = module("ddpcheck_threaded", threaded)
-    with World(2, preload=[name]) as world, pytest.raises(UsageError, match=r"leaves 1 thread.* do not preload it"):
+    with World(1, preload=[name]) as world, pytest.raises(UsageError, match=r"leaves 1 thread.* do not preload it"):
         world.run(os.getpid)
     with World(2) as world:
         assert len(set(world.run(os.getpid))) == 2
+
+
+def test_what_a_check_calls_on_ranks_is_there_before_they_are_forked(tmp_path: Path) -> None:
+    target = tmp_path / "recipe.py"
+    target.write_text(
+        f"import sys\nimport torch\nmissing = {set(WHAT_RANKS_CALL)} - set(sys.modules)\n"
+        "assert not missing, missing\n"
+        "def model(): return torch.nn.Linear(2, 1)\n"
+        "def batch(step): return torch.ones(4, 2)\n"
+        "def loss(model, batch): return model(batch).mean()\n"
+    )
+    assert {"ddpcheck.conduct", "ddpcheck.gather.session", "ddpcheck.gather.rows", "ddpcheck.analysis"} <= {
+        *WHAT_RANKS_CALL
+    }
+    report = check(str(target), steps=1)
+    assert report.error is None, report.error
 
 
 def test_check_hands_it_on_and_its_error_is_one_of_usage() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
+import ddpcheck.check  # noqa: E402, F401 - what an inner pytest in this process imports anew, it does not share with us
+
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 ROOT = Path(__file__).parents[1]
 BOTH = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
@@ -15,12 +17,16 @@ BOTH = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdis
 
 @pytest.fixture
 def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    """Run an inner pytest in a process of its own."""
+    """Run an inner pytest, which forks its ranks from our servers; in a process of its own it has to start others."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run(source: str, *arguments: str) -> pytest.RunResult:
+    def run(source: str, *arguments: str, apart: bool = False) -> pytest.RunResult:
         pytester.makepyfile(source)
-        return pytester.runpytest_subprocess("-p", "ddpcheck.pytest_plugin", "--color=no", *arguments, timeout=120)
+        # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
+        command = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", *arguments)
+        if apart:
+            return pytester.runpytest_subprocess(*command, timeout=120)
+        return pytester.runpytest_inprocess(*command)
 
     return run
 
@@ -156,7 +162,8 @@ def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) ->
 
         def test_broken(ddp_world):
             ddp_world.check(recipe(unused=True), steps=1)
-        """
+        """,
+        apart=True,
     )
     done.assert_outcomes(passed=1, failed=1)
     done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*"])
@@ -192,7 +199,8 @@ def test_a_session_without_the_fixture_never_imports_torch(inner) -> None:
         def test_light():
             assert "ddpcheck.pytest_plugin" in sys.modules
             assert "torch" not in sys.modules and "rich" not in sys.modules
-        """
+        """,
+        apart=True,
     )
     done.assert_outcomes(passed=1)
 

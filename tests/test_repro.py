@@ -148,7 +148,7 @@ def main():
 """
 
 
-# Under torchrun itself, with ddpcheck out of reach
+# Under torchrun itself, with ddpcheck out of reach: once, for it imports torch three times
 
 
 def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -162,7 +162,7 @@ def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_line_writes_a_script_that_torchrun_fails_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "new" / "repro"
@@ -184,29 +184,27 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
         assert f"rank {rank}: no gradient: old_head.bias, old_head.weight; DDP says: RuntimeError" in done.stdout
     healthy = tmp_path / "fixed"
     report = check("examples/faults/parameters/unused.py:broken")
-    done = torchrun(
-        write_reproduction(report, "examples/faults/parameters/unused.py:fixed", healthy, finding=report.findings[0]),
-        tmp_path,
-    )
-    assert (done.returncode, done.stdout.count("no gradient: none; DDP says: nothing")) == (0, 2), done.stderr
+    twin = write_reproduction(report, "examples/faults/parameters/unused.py:fixed", healthy, finding=report.findings[0])
+    ran = runner.run(twin)
+    assert (ran.codes, ran.text.count("no gradient: none; DDP says: nothing")) == ([0, 0], 2), ran.text
 
 
 def test_modules_of_the_project_come_along_and_a_stand_in_for_syncbn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(ROOT)
     target = "examples/digits/unused_head.py"
-    report = check(target, timeout=60)
+    report = check(target, timeout=60, preload=["sklearn.datasets"])
     script = write_reproduction(report, target, tmp_path / "out")
     assert sorted(path.name for path in script.parent.iterdir()) == [
         "cpu_sync_batchnorm.py",
         "digits_training.py",
         "repro_ddp101.py",
     ]
-    done = torchrun(script, tmp_path)
-    assert done.returncode == 1
-    assert done.stdout.count("no gradient: old_head.bias, old_head.weight; DDP says: RuntimeError") == 2, done.stdout
+    ran = runner.run(script)
+    assert ran.codes == [1, 1]
+    assert ran.text.count("no gradient: old_head.bias, old_head.weight; DDP says: RuntimeError") == 2, ran.text
 
 
 # What is written where

@@ -85,7 +85,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
         octets = octets.clone()
     whole = octets.numel() // 8 * 8
     words = octets[:whole].view(torch.int64)
-    weights = _weights(octets.device)
+    weights = _weights(octets.device, min(_CHUNK, words.numel()))
     total = octets.numel()
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK]
@@ -102,11 +102,12 @@ def fingerprint(tensor: torch.Tensor) -> int:
 _WEIGHTS: dict[torch.device, torch.Tensor] = {}
 
 
-def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd numbers, the same in every process."""
-    if device not in _WEIGHTS:
-        index = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device)
+def _weights(device: torch.device, count: int) -> torch.Tensor:
+    """At least `count` pseudo-random odd numbers, the same in every process."""
+    known = _WEIGHTS.get(device)
+    if known is None or len(known) < count:
+        index = torch.arange(1, (1 << max(count, 64).bit_length()) + 1, dtype=torch.int64, device=device)
         mixed = index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
         mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # the constants of splitmix64
-        _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
-    return _WEIGHTS[device]
+        known = _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
+    return known

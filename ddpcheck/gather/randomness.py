@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -19,7 +20,23 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if _is_cpu_all_there_is():
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+@functools.cache
+def _is_cpu_all_there_is() -> bool:
+    """Whether no other device has a generator; `torch.manual_seed` takes 5 ms then, to note the stack for each kind.
+
+    A kind of device that is not in use yet gets a queued call with a formatted stack (torch/cuda/__init__.py,
+    `_lazy_call`), again and again, and a check seeds a dozen times a rank.
+    """
+    if torch.cuda.device_count():  # which asks without taking a GPU into use, so that a rank can still fork workers
+        return False
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    return accelerator is not None and not accelerator.is_available()
 
 
 def settle_device(device: torch.device) -> None:

@@ -138,7 +138,9 @@ class ModuleState:
         """Put the state into `module`, which must be built alike; tensors are copied in place where they fit."""
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
-        own = {**dict(_registered(module)), **{f"held {name}": tensor for name, tensor in _held(module)}}
+        own = dict(_registered(module))
+        if self.held:  # a search through the whole module
+            own |= {f"held {name}": tensor for name, tensor in _held(module)}
         with torch.no_grad():
             for name, saved in (*self.tensors.items(), *((f"held {name}", t) for name, t in self.held.items())):
                 target = own.get(name)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.faultsuite.cases import Case, all_cases
 from tests.faultsuite.runs import report_on
@@ -34,9 +35,14 @@ def busy_machine() -> Iterator[None]:
             process.wait()
 
 
-def verdicts(case: Case, twin: str, world_size: int, times: int) -> list[str]:
-    """What `times` checks in a row find."""
-    return [json.dumps(comparable(report_on(case, twin, world_size=world_size))["findings"]) for _ in range(times)]
+def verdicts(case: Case, twin: str, world_size: int, times: int, *, at_once: int = 1) -> list[str]:
+    """What `times` checks find, one after the other, or several at once, so that each is in the way of the others."""
+
+    def verdict(_number: int) -> str:
+        return json.dumps(comparable(report_on(case, twin, world_size=world_size))["findings"])
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(verdict, range(times)))
 
 
 def main() -> int:
