@@ -71,6 +71,18 @@ def test_aims_are_met_missed_or_not_measured() -> None:
     assert {aim.verdict for aim in aims({})} == {"not measured"}
 
 
+def test_a_difference_that_noise_made_negative_meets_no_aim() -> None:
+    lost = record(measured("fixture", 2, 4.0, -0.01), measured("spawned", 2, 5.0, 2.8))
+    assert [aim.verdict for aim in aims(lost.measurements)[:2]] == ["not measured"] * 2
+
+
+def test_an_aim_says_how_far_the_repetitions_are_apart() -> None:
+    one = Measured("fixture", 2, 11, [Cost(3.0, 1.0)] * 3, [Cost(3.2, 2.0), Cost(3.25, 2.0), Cost(3.4, 2.0)])
+    wall = aims(record(one).measurements)[0]
+    assert (wall.value, wall.range) == (pytest.approx(25), (pytest.approx(20), pytest.approx(40)))
+    assert "25.0 ms (20.0 to 40.0), aim: at most 30 ms: met" in for_terminal(record(one))
+
+
 # --- Showing them
 
 

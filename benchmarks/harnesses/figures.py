@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.harnesses.sessions import Memory
 
@@ -53,6 +53,10 @@ class Measured:
         pairs = zip(self.first, self.longer, strict=False)  # the last may have failed
         return _median([Cost((b.wall - a.wall) / count, (b.cpu - a.cpu) / count) for a, b in pairs])
 
+    def turn(self, number: int) -> Measured:
+        """What is known from one repetition alone."""
+        return replace(self, first=self.first[number:][:1], longer=self.longer[number:][:1])
+
 
 Measurements = Mapping[tuple[str, int], Measured]
 
@@ -64,9 +68,10 @@ class Aim:
     Attributes:
         text: What is measured.
         limit: To be reached.
-        at_least: Whether more is better.
         unit: Of both.
-        value: As measured; None where something that it needs is not there.
+        value: As measured; None where something that it needs is not there, or is lost in noise.
+        at_least: Whether more is better.
+        range: Lowest and highest of the repetitions, each by itself.
     """
 
     text: str
@@ -74,6 +79,7 @@ class Aim:
     unit: str
     value: float | None
     at_least: bool = False
+    range: tuple[float, float] | None = None
 
     @property
     def verdict(self) -> str:
@@ -83,12 +89,23 @@ class Aim:
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """How many times `other` is `one`; None where that says nothing."""
-    return None if one is None or other is None or other <= 0 else one / other
+    """How many times `other` is `one`; None where that says nothing, as of a difference that noise made negative."""
+    return None if one is None or other is None or one <= 0 or other <= 0 else one / other
 
 
 def aims(measurements: Measurements) -> list[Aim]:
     """The aims, beside what has been measured."""
+    count = max((len(each.first) for each in measurements.values()), default=0)
+    turns = [_aims({key: each.turn(number) for key, each in measurements.items()}) for number in range(count)]
+    found = []
+    for number, aim in enumerate(_aims(measurements)):
+        values = [turn[number].value for turn in turns]
+        known = [value for value in values if value is not None]
+        found.append(replace(aim, range=(min(known), max(known))) if known and aim.value is not None else aim)
+    return found
+
+
+def _aims(measurements: Measurements) -> list[Aim]:
 
     def cold(row: str, world_size: int) -> float | None:
         found = measurements.get((row, world_size))
@@ -104,7 +121,12 @@ def aims(measurements: Measurements) -> list[Aim]:
 
     wall, floor = further("fixture", "wall"), further("forked", "wall")
     return [
-        Aim("one more ddp_world test on 2 fresh ranks, wall time", 30, "ms", wall and wall * 1e3),
+        Aim(
+            "one more ddp_world test on 2 fresh ranks, wall time",
+            30,
+            "ms",
+            wall * 1e3 if wall is not None and wall > 0 else None,
+        ),
         Aim(
             "the same, CPU time: how many times less than torch.multiprocessing.spawn",
             100,

@@ -2,7 +2,7 @@
 
 A process that outlives its parent is adopted by this one (`PR_SET_CHILD_SUBREAPER`), which waits for it: so the kernel
 adds its CPU time to that of our children, and none is missed or left behind. Memory is the proportional set size, in
-which a page that n processes share counts 1/n in each, summed over the tree every few milliseconds.
+which a page that n processes share counts 1/n in each, summed over the tree several times a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SAMPLE = 0.02  # seconds between two readings of memory
+_SAMPLE = 0.1  # seconds between two readings of memory, which hold up the processes that are read
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ def _by_size(record: Record) -> Iterator[tuple[int, list[Measured]]]:
 def _aims(record: Record) -> Iterator[tuple[str, str, str, str]]:
     for aim in aims(record.measurements):
         value = "-" if aim.value is None else f"{_number(aim.value)} {aim.unit}"
+        if aim.range is not None and aim.range[0] < aim.range[1]:
+            value += f" ({_number(aim.range[0])} to {_number(aim.range[1])})"
         yield aim.text, f"at {'least' if aim.at_least else 'most'} {aim.limit:g} {aim.unit}", value, aim.verdict
 
 
@@ -106,7 +108,6 @@ orderly end. **The ratios are what to compare**: seconds are those of the machin
 ratios hold, more or less, on others.
 
 {how}
-
 """
 _MEANING = """
 ## What is measured
