@@ -87,11 +87,12 @@ def test_an_aim_says_how_far_the_repetitions_are_apart() -> None:
 
 
 def test_the_table_fits_a_terminal_and_says_what_is_missing() -> None:
-    wide = measured("multi_process", 4, 1234.5, 123.4, memory=Memory(99 << 30, 0))
+    wide = measured("multi_process", 4, 1234.5, 123.4, memory=Memory(99 << 30, 0), problem="exit code 1")
     text = for_terminal(record(*FULL.measurements.values(), measured("fixture", 4, 3.0, 0.0011), wide))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert any("@pytest.mark.ddp" in line and "not available" in line for line in text.splitlines())
     assert "112,182" in text  # times ddp_world
+    assert "until it stopped: exit code 1" in text
 
 
 def test_a_saved_run_is_shown_as_it_was(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class _Runs:
         elif session.code:
             missing = "No module named 'expecttest'"  # which torch's own harnesses import
             problem = "needs expecttest" if missing in session.output else f"exit code {session.code}"
+        elif not row.program and f"{tests} passed" not in session.output:
+            problem = "skipped tests"
         elif session.left:
             problem = f"left {session.left} processes behind"
         else:

@@ -33,6 +33,8 @@ def for_terminal(record: Record) -> str:
                 f"{name}{wall:>8}{cpu:>8}{peak:>11}  {more_wall:>10}{more_cpu:>10}"
                 + "".join(f"  {one:>8}{two:>9}" for one, two in (ratios[:2], ratios[2:]))
             )
+            if each.problem:
+                lines.append(f"  until it stopped: {each.problem}")
         lines.append("")
     lines.append("aims")
     for text, limit, value, verdict in _aims(record):
@@ -174,7 +176,8 @@ def for_page(record: Record) -> str:
             if each.problem and not each.first:
                 lines.append(_row([name, each.problem, *[""] * (len(head) - 2)]))
             else:
-                lines.append(_row([name, *_cells(each, record)][: len(head)]))
+                until = f" (until it stopped: {each.problem})" if each.problem else ""
+                lines.append(_row([name + until, *_cells(each, record)][: len(head)]))
         lines.append("")
     lines += ["Each row, for each test:\n"]
     lines += [
