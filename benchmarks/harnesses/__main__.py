@@ -39,7 +39,7 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[1])}")
     options = parser.parse_args()
-    repetitions = options.repetitions or (1 if options.quick else 3)
+    repetitions = (1 if options.quick else 3) if options.repetitions is None else options.repetitions
     if repetitions < 1:
         parser.error("--repetitions must be at least 1")
     if options.write and (options.quick or options.only) and not options.source:
