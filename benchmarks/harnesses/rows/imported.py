@@ -1,0 +1,3 @@
+"""A program that imports torch and ends."""
+
+import torch  # noqa: F401
