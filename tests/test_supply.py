@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -414,6 +415,25 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(supply: Supply
     assert not psutil.pid_exists(pid)
     supply.give_back(supply.lease(world_size=1, last=True))
     assert world.closed and not world.directory.exists()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: float) -> None:
+    script = (
+        "import os, sys, time\nfrom ddpcheck.supply import Supply\nfrom ddpcheck.worlds.processes import server_pids\n"
+        "supply = Supply()\nworld = supply.lease(world_size=2)\npids = world.run(os.getpid)\nsupply.give_back(world)\n"
+        f"print(*pids, *server_pids(), flush=True)\ntime.sleep({seconds})\nos.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    left = [int(word) for word in done.stdout.split()]
+    assert len(left) == 3
+    deadline = time.monotonic() + 10
+    while (any(map(psutil.pid_exists, left)) or os.listdir(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, left)) and os.listdir(tmp_path) == []
 
 
 def test_a_fork_of_the_process_has_worlds_of_its_own(supply: Supply) -> None:

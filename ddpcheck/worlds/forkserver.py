@@ -52,7 +52,6 @@ class _World:
     """One world as the server sees it."""
 
     notify: socket.socket
-    directory: str
     size: int
     pids: dict[int, int] = field(default_factory=dict)  # rank -> pid, while it lives
     forked: int = 0
@@ -85,6 +84,7 @@ class Server:
         self._broken = ""
         self._unsafe = ""  # why no rank can be forked any more
         self._refusals: dict[str, str] = {}  # by module that was asked for: why it cannot be had, empty where it can
+        self._directories: list[str] = []  # of all worlds; the parent removes each, if it lives
         self._opened = False  # whether anybody has asked for a world
         self._complete = False  # whether all is imported that a rank may need
         self._busy = False  # with something that must not be forked in the middle of
@@ -209,7 +209,8 @@ class Server:
             self._opened = True
             notify = socket.socket(fileno=fds.pop(0))
             notify.setblocking(False)
-            self._worlds[request["world"]] = _World(notify, request["directory"], request["size"])
+            self._worlds[request["world"]] = _World(notify, request["size"])
+            self._directories = [*filter(os.path.exists, self._directories), request["directory"]]
         if operation in ("open", "more"):
             order = (request["world"], request["preload"], fds)
             if request["ahead"] and not self._complete:
@@ -339,8 +340,6 @@ class Server:
 
     def _end(self) -> None:
         """The parent is gone or has said goodbye: leave nothing."""
-        vanished = os.getppid() != self._parent
-        directories = [world.directory for world in self._worlds.values()]
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
             _kill(pid, signal.SIGKILL)
@@ -350,9 +349,8 @@ class Server:
                     _kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
             self._reap()
             time.sleep(0.002)
-        if vanished or directories:
-            for directory in directories:
-                shutil.rmtree(directory, ignore_errors=True)
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _kill(pid: int, number: int) -> None:
