@@ -18,7 +18,7 @@ ROOMS = """
     errors findings rules options exchange config evidence wording picture trials matrix advice
     locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.preloading worlds.assertions worlds.failures worlds.processes worlds.crew
-    rank worlds.forkserver harness
+    rank worlds.forkserver harness launched
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
@@ -43,6 +43,8 @@ LIGHT = """
     ddpcheck.picture ddpcheck.depict ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels
     ddpcheck.render.layout ddpcheck.render.as_json ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin
     ddpcheck.repro ddpcheck.repro.choice ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script
+    ddpcheck.launched ddpcheck.launched.detection ddpcheck.launched.board ddpcheck.launched.peers
+    ddpcheck.launched.freeing ddpcheck.launched.session ddpcheck.launched.run ddpcheck.launched.world
 """.split()
 
 

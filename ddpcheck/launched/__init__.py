@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started, one pytest or script of its own each: who they are, and work that they do in step."""
+"""Ranks that a launcher has started, a pytest of its own each: who they are, and work that they do in step."""
 
 from ddpcheck.launched.detection import Launch, detect, require
 from ddpcheck.launched.session import Session

@@ -17,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.launched.detection import Launch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 _PART = 4 << 20  # bytes; torch's store hangs up on a value of more than 8 MiB
 _PAUSE = 0.02
@@ -40,14 +41,17 @@ class Board:
     Attributes:
         store: Of torch; also what process groups meet on.
         reopen: Makes another connection to it.
+        kept: Whether whoever keeps it is still there.
     """
 
     def __init__(self, store: Store, prefix: str, reopen: Callable[[], Store]) -> None:
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore
 
         self.reopen = reopen
         self.prefix = prefix
         self.store = PrefixStore(prefix, store)
+        self.kept: Callable[[], bool] = _always
+        self._over = False
 
     def put(self, name: str, data: bytes) -> None:
         """Write a value of any size; it is there as a whole or not at all."""
@@ -92,10 +96,13 @@ class Board:
                 for key in [name, *(f"{name}#{number}" for number in range(parts))]:
                     self._ask("delete_key", key)
 
-    def _ask(self, method: str, *arguments: object) -> object:
+    def _ask(self, method: str, *arguments: object) -> Any:
+        if self._over or not self.kept():  # torch writes a page to stderr each time
+            raise StoreGoneError("the store has ended")
         try:
             return getattr(self.store, method)(*arguments)
         except Exception as error:  # the stores raise classes of their own
+            self._over = True
             raise StoreGoneError(str(error)) from error
 
 
@@ -132,8 +139,8 @@ def open_board(launch: Launch, timeout: float) -> tuple[Board, Callable[[], None
     else:
         where = "on several machines" if launch.local_world_size else "on machines that it does not tell apart"
         raise UsageError(
-            f"{launch.launcher} has started {launch.world_size} ranks {where}; export MASTER_ADDR (the machine of rank 0) "
-            "and MASTER_PORT (a port that is free there) to all of them, so that they can meet."
+            f"{launch.launcher} has started {launch.world_size} ranks {where}; export MASTER_ADDR (the machine of "
+            "rank 0) and MASTER_PORT (a port that is free there) to all of them, so that they can meet."
         )
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
     number = Board(store, f"ddpcheck/{job}", reopen).next(f"joined/{launch.rank}")  # pytest may run again in one job
@@ -144,9 +151,14 @@ def _nothing() -> None:
     pass
 
 
-def _connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
-    from torch.distributed import TCPStore
+def _always() -> bool:
+    return True
 
+
+def _connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
+    from torch._C._distributed_c10d import TCPStore
+
+    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
     return TCPStore(
         address,
         port,
@@ -155,7 +167,7 @@ def _connect(address: str, port: int, timeout: float, keep: bool = False, listen
         timedelta(seconds=max(1.0, timeout)),
         wait_for_workers=False,
         multi_tenant=listener is None,  # the tests may well call init_process_group() with the same address
-        **({} if listener is None else {"master_listen_fd": listener}),
+        **options,
     )
 
 
@@ -172,7 +184,7 @@ def _at_address(launch: Launch, timeout: float) -> tuple[Store, Callable[[], Sto
         ) from error
 
 
-# --- On one machine: a file tells the port of a store that listens on the loopback interface only ----------------------
+# --- On one machine: a file tells the port of a store that listens on the loopback interface only --------------------
 
 
 def _meeting_point(job: str) -> Path:
@@ -203,7 +215,7 @@ def _find_on_loopback(path: Path, launch: Launch, deadline: float) -> tuple[Stor
         if port and _answers(port):  # a job that was killed may have left its file
             store = _connect("127.0.0.1", port, min(left, 10.0))
             if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
-                return store, lambda: _connect("127.0.0.1", port, 10.0)
+                return store, partial(_connect, "127.0.0.1", port, 10.0)
         time.sleep(_PAUSE)
     raise DdpcheckError(
         f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "

@@ -1,10 +1,11 @@
-"""Who started this process: torchrun, `mpirun` or `srun`, read from what they leave in the environment. Pure, and light.
+"""Who started this process: torchrun, `mpirun` or `srun`, read from what they leave in the environment. Pure.
 
-Nothing is guessed. An environment that says half of it (`RANK` without `WORLD_SIZE`) is no launch for `detect`; `require`
-says what is missing, for those who have asked for the ranks of a launcher.
+Nothing is guessed. An environment that says half of it (`RANK` without `WORLD_SIZE`) is no launch for `detect`;
+`require` says what is missing, for those who have asked for the ranks of a launcher.
 
-Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of Open MPI, section
-"Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT VARIABLES".
+This module is light. Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of
+Open MPI, section "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT
+VARIABLES".
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ _PLAIN = _Names("the environment", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCA
 def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return what the launcher of this process has said; `None` where there is none, or it started one process only.
 
-    `None` too in a process that a rank has started, which inherits the rank's variables, and in a shell of SLURM that is
-    no step of `srun`.
+    `None` too in a process that a rank has started, which inherits the rank's variables, and in a shell of SLURM that
+    is no step of `srun`.
     """
     found = _read(environ)
     return found if isinstance(found, Launch) and found.world_size > 1 else None
@@ -114,7 +115,8 @@ def require(environ: Mapping[str, str] = os.environ) -> Launch:
     if isinstance(found, Launch):
         return found
     raise UsageError(
-        found or "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
+        found
+        or "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
         "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
     )
 
@@ -146,7 +148,8 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> Launch:
     world_size = _number(environ, names.world_size, names)
     if not 0 <= rank < world_size:
         raise UsageError(
-            f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: ranks count from 0 to one less."
+            f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: "
+            "ranks count from 0 to one less."
         )
     here = next((name for name in names.local_rank if name in environ), None)
     among = next((name for name in names.local_world_size if name in environ), None)

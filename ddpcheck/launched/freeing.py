@@ -2,7 +2,8 @@
 
 gloo's own `abort()` frees nobody (measured on torch 2.13: it returns at once, and the waiting thread goes on waiting).
 What does is the end of the connections: a collective that waits on one raises "Connection closed by peer" then, and so
-does a rendezvous that waits for a rank which will never come. Python code is interrupted by a signal whose handler raises.
+does a rendezvous that waits for a rank which will never come. Python code is interrupted by a signal whose handler
+raises.
 
 This module is light: it imports torch only where a group of nccl is aborted.
 """

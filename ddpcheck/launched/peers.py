@@ -46,6 +46,7 @@ class Peers:
         self.remote = [rank for rank, peer in peers.items() if peer.machine != machine]
         self._local = {rank: peer.pid for rank, peer in peers.items() if peer.machine == machine and rank != me}
         self._descriptors: dict[int, int] = {}
+        self._kept: int | None = None
         self._poll = select.poll()
         self._wake_up, self._wake = os.pipe()
         self._poll.register(self._wake_up, select.POLLIN)
@@ -79,6 +80,16 @@ class Peers:
                 ended[rank] = _exit_code(self._local.pop(rank))
         return ended
 
+    def lookout(self, rank: int) -> Callable[[], bool]:
+        """What tells at any time, from any thread, whether a rank of this machine is still there."""
+        if hasattr(os, "pidfd_open") and rank in self._local:
+            with contextlib.suppress(OSError):
+                self._kept = os.pidfd_open(self._local[rank])
+                poll = select.poll()
+                poll.register(self._kept, select.POLLIN)
+                return lambda: not poll.poll(0)
+        return lambda: True
+
     def silent(self, beat: Callable[[int], int]) -> list[int]:
         """Which ranks on other machines have counted no heartbeat for long; each is named once."""
         now = time.monotonic()
@@ -94,8 +105,9 @@ class Peers:
 
     def close(self) -> None:
         """Stop watching."""
-        for descriptor in (*self._descriptors, self._wake_up, self._wake):
-            os.close(descriptor)
+        for descriptor in (*self._descriptors, self._wake_up, self._wake, self._kept):
+            if descriptor is not None:
+                os.close(descriptor)
         self._descriptors.clear()
 
 
@@ -121,10 +133,10 @@ def _exit_code(pid: int) -> int | None:
 def how_it_ended(rank: int, code: int | None) -> str:
     """The end of a rank's process in words."""
     if code is None:
-        return f"the process of rank {rank} has ended (its launcher knows how)"
+        return f"rank {rank} has ended (its launcher knows how)"
     if code < 0:
         try:
             return f"rank {rank} was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"rank {rank} was killed by signal {-code}"
-    return f"the process of rank {rank} has ended with exit code {code}"
+    return f"rank {rank} ended with exit code {code}, without a Python exception"

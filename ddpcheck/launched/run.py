@@ -14,14 +14,13 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck import rank as ranks
 from ddpcheck.errors import DdpcheckError, UsageError
-from ddpcheck.launched.board import StoreGoneError
 from ddpcheck.launched.freeing import (
     Freed,
     Interruption,
@@ -30,7 +29,6 @@ from ddpcheck.launched.freeing import (
     main_stack,
     open_sockets,
 )
-from ddpcheck.worlds import wire
 
 if TYPE_CHECKING:
     from ddpcheck.launched.session import Session
@@ -40,6 +38,7 @@ _GIVE_UP = 10.0  # seconds that a rank may take to be freed
 _AGAIN = 0.5  # between attempts to free it
 _BETWEEN = 1e-3  # from one failure to the next, in units of `RankFailure.when`
 _PAUSE = 0.002
+_LATE = b"late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Run:
         self._next_attempt = 0.0
         self._sockets = open_sockets()
         self._deadline = time.monotonic() + timeout
-        self.late = False
+        self._freeing = False
 
     def _out(self, rank: int) -> str:
         return f"{self._name}/out/{rank}"
@@ -115,7 +114,7 @@ class Run:
                     outcome, interrupt = self._attempt(fn, args, kwargs, self._context)
                     self._claim(self._context.rank, outcome)
                     if outcome.kind != "result":
-                        self._board.put(f"{self._name}/trouble", b"")
+                        self._board.put(f"{self._name}/trouble", b"failed")
                     self._await_all()
             else:
                 self._await_all()
@@ -146,14 +145,16 @@ class Run:
             finally:
                 self._inside = False
         luggage = _read(context.directory / f"rank{context.rank}.luggage")
-        if self._evidence is not None:  # whatever it raised, or returned, is due to our freeing it
-            return self._evidence, None
+        # What it raises once it was found stuck is due to its being freed, or to another that was: gloo says the same.
+        if self._evidence is not None and (self._freeing or reply is not None) and interrupt is None:
+            return replace(self._evidence, luggage=luggage), None
         if reply is not None:
             return Outcome("failure", order, reply=reply, luggage=luggage), interrupt
         return Outcome("result", data=data, luggage=luggage), None
 
     def _begin_group(self, context: ranks.RankContext) -> None:
         import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
 
         if dist.is_initialized():
             raise UsageError(
@@ -161,7 +162,7 @@ class Run:
                 "call torch.distributed.destroy_process_group() before."
             )
         # A connection of its own, so that a rendezvous with a rank that died can be ended like a collective.
-        store = dist.PrefixStore(f"{self._board.prefix}/{self._name}", self._board.reopen())
+        store = PrefixStore(f"{self._board.prefix}/{self._name}", self._board.reopen())
         seconds = self._timeout + GRACE + _GIVE_UP / 2  # for what nothing else frees: a receive from any rank
         dist.init_process_group(
             context.backend,
@@ -174,7 +175,7 @@ class Run:
     def _end_group(self) -> None:
         import torch.distributed as dist
 
-        if self._evidence is not None or self._trouble is not None:
+        if self._trouble is not None:
             abort_groups()
             end_connections(self._sockets)  # a traceback, say, may keep the group alive
         with contextlib.suppress(Exception):  # after a failure it may complain, and that is no news
@@ -206,7 +207,7 @@ class Run:
     def _last_moment(self) -> float:
         """When to stop waiting for a rank that cannot even say that it is stuck."""
         since = self._deadline if self._trouble is None else min(self._trouble, self._deadline)
-        return since + GRACE + _GIVE_UP + 2.0
+        return since + _GIVE_UP + 2.0
 
     def outcomes(self) -> dict[int, Outcome]:
         """What has come of it on each rank; the same on every rank."""
@@ -223,31 +224,50 @@ class Run:
 
     def _look(self) -> None:
         now = time.monotonic()
-        if self._trouble is None:
-            session = self._session
-            dead = any(rank in session.gone for rank in self._members) or session.terminated is not None
-            if now >= self._deadline:
-                self.late = True
-            if self.late or dead or self._board.has(f"{self._name}/trouble"):
-                self._trouble = now if not self.late else now - GRACE
-                with contextlib.suppress(StoreGoneError):
-                    self._board.put(f"{self._name}/trouble", b"")
-        if self._trouble is None or not self._inside or now < self._trouble + GRACE or self._context is None:
+        if self._trouble is None and not self._is_trouble(now):
+            return
+        assert self._trouble is not None
+        if self._context is None or not self._inside or now < self._trouble:
             return
         if self._evidence is None:
             place, collective = ranks.own_slots()
-            evidence = Outcome("stuck", stack=main_stack(), place=place, collective=collective)
-            if not self._inside:  # it has just come back by itself
-                return
-            self._evidence = evidence
-        if now > self._trouble + GRACE + _GIVE_UP:
-            with contextlib.suppress(StoreGoneError):
-                self._claim(self._context.rank, Outcome("lost", self._order(), stack=self._evidence.stack))
+            self._evidence = Outcome("stuck", stack=main_stack(), place=place, collective=collective)
+            self._board.put(self._noted(self._context.rank), b"")
+        if not self._freeing:  # it would be felt by those that have not noted yet where they are
+            self._freeing = now > self._trouble + GRACE or self._all_noted()
+        if not self._freeing or not self._inside:
+            return
+        if now > self._trouble + _GIVE_UP:
+            self._claim(self._context.rank, Outcome("lost", self._order(), stack=self._evidence.stack))
         elif now >= self._next_attempt:
             self._next_attempt = now + _AGAIN
             abort_groups()
             end_connections(self._sockets)
             self._interruption.send()
+
+    def _is_trouble(self, now: float) -> bool:
+        """Whether ranks are to be freed, and from when on: at once when time is up, else after a while."""
+        name = f"{self._name}/trouble"
+        late, session = now >= self._deadline, self._session
+        if not late and (told := self._board.has(name)):
+            late = self._board.get(name) == _LATE
+        elif not late:
+            told = any(rank in session.gone for rank in self._members) or session.terminated is not None
+        if not late and not told:
+            return False
+        self._trouble = now if late else now + GRACE
+        if late:
+            self._board.put(name, _LATE)
+        return True
+
+    def _noted(self, rank: int) -> str:
+        return f"{self._name}/noted/{rank}"
+
+    def _all_noted(self) -> bool:
+        return all(
+            rank in self._session.gone or self._board.has(self._noted(rank)) or self._board.has(self._out(rank))
+            for rank in self._members
+        )
 
 
 @contextlib.contextmanager

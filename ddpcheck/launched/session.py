@@ -1,8 +1,8 @@
 """A session of the ranks of a launcher: who is there, in step or not, and what each tells the others.
 
-Each rank runs the same tests by itself. They meet at the same points, one test an epoch: `begin`, any number of meetings,
-`end`. A rank that fails early skips meetings and goes to `end`; whoever waits for it in a meeting is told at once, and all
-are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
+Each rank runs the same tests by itself. They meet at the same points, one test an epoch: `begin`, any number of
+meetings, `end`. A rank that fails early skips meetings and goes to `end`; whoever waits for it in a meeting is told at
+once, and all are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
 
 This module is light: it imports torch only when a session is joined.
 """
@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError, HangError, RankError
-from ddpcheck.launched.board import Board, StoreGoneError, open_board
+from ddpcheck.launched.board import StoreGoneError, open_board
 from ddpcheck.launched.detection import MARKER, Launch
 from ddpcheck.launched.peers import BEAT, Peer, Peers, how_it_ended, this_machine
 from ddpcheck.worlds.failures import agreeing, name_ranks
@@ -98,6 +98,8 @@ class Session:
             os.rmdir(offered)
         self.directory = Path(peers[min(here)][1])
         self._peers = Peers(self.rank, {rank: peer for rank, (peer, _) in peers.items()})
+        if not launch.agent and self.rank:
+            self.board.kept = self._peers.lookout(0)
         self._stop = False
         self._thread = threading.Thread(target=self._watch, name="ddpcheck-ranks", daemon=True)
         self._thread.start()
@@ -196,7 +198,8 @@ class Session:
         if len({one for one, _ in found}) > 1:
             said = "; ".join(f"rank {rank} is at {one}" for rank, (one, _) in enumerate(found))
             raise RankError(
-                f"The ranks are not in step in {self._label}: {said}; every rank must do the same things in the same order."
+                f"The ranks are not in step in {self._label}: {said}; "
+                "every rank must do the same things in the same order."
             )
         return [value for _, value in found]
 
@@ -218,7 +221,9 @@ class Session:
                         f"while rank {self.rank} waits in {what}."
                     )
             if missing and now >= deadline:
-                raise HangError(f"{_Name(missing)} did not reach {what} of {self._label} within {timeout:g} s{self._last(missing)}.")
+                raise HangError(
+                    f"{_Name(missing)} did not reach {what} of {self._label} within {timeout:g} s{self._last(missing)}."
+                )
             time.sleep(pause)
             pause = min(_LATER, pause * 1.5)
 

@@ -131,7 +131,9 @@ class LaunchedWorld:
         self.failed = True
         session.meet(f"run({', '.join(map(str, said))})", b"", timeout=self.startup_timeout)
         self._luggage = {}
-        context = ranks.RankContext(session.rank, self.world_size, self.backend, self._device[0], self.directory, self._device[1])
+        context = ranks.RankContext(
+            session.rank, self.world_size, self.backend, self._device[0], self.directory, self._device[1]
+        )
         run = Run(session, context if self._takes_part else None, self.world_size, seconds)
         try:
             with _state(self._state):
@@ -197,25 +199,23 @@ def _settle(outcomes: dict[int, Outcome], seconds: float) -> list[Any]:
                     ) from error
     if not found:
         return [results[rank] for rank in sorted(results)]
-    for rank, outcome in outcomes.items():
+    for outcome in outcomes.values():
         if outcome.reply is not None and outcome.reply["usage"] and outcome.reply["place"] == "starting up":
             raise UsageError(outcome.reply["text"])
     late = [one.rank for one in found if one.kind == "stuck"]
-    error: RankError
+    trouble: RankError
     if len(late) == len(found):
-        error = failures.hang(found, f"{failures.name_ranks(late)} did not finish within {seconds:g} s")
+        trouble = failures.hang(found, f"{failures.name_ranks(late)} did not finish within {seconds:g} s")
     else:
-        error = failures.error(found)
-    error.results = results
-    raise error
+        trouble = failures.error(found)
+    trouble.results = results
+    raise trouble
 
 
 def _failure(rank: int, outcome: Outcome) -> RankFailure:
     if outcome.reply is not None:
         failure = failures.raised(rank, dict(outcome.reply))
-        return replace(
-            failure, when=outcome.when, place=outcome.reply["place"], collective=outcome.reply["collective"]
-        )
+        return replace(failure, when=outcome.when, place=outcome.reply["place"], collective=outcome.reply["collective"])
     if outcome.kind == "gone":
         return RankFailure(rank, "died", outcome.said, outcome.when, exit_code=outcome.code)
     failure = failures.stuck(rank, _AFTERWARDS, outcome.stack, outcome.place, outcome.collective)
