@@ -111,7 +111,10 @@ class Run:
             if self._context is not None:
                 with contextlib.ExitStack() as undo:
                     undo.callback(self._end_group)  # not before all outcomes are there: the end of a group is felt
-                    outcome, interrupt = self._attempt(fn, args, kwargs, self._context)
+                    try:
+                        outcome, interrupt = self._attempt(fn, args, kwargs, self._context)
+                    except OSError as error:  # no room for our own files: nobody shall wait for us
+                        outcome = Outcome("failure", self._order(), reply=ranks.describe(error))
                     self._claim(self._context.rank, outcome)
                     if outcome.kind != "result":
                         self._board.put(f"{self._name}/trouble", b"failed")

@@ -114,7 +114,7 @@ class Session:
     def begin(self, label: str) -> None:
         """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
         self._epoch += 1
-        self._step = 0
+        self._step = self._worlds = 0
         self._label = label
         self._spoiled = None
         with contextlib.suppress(StoreGoneError):
@@ -167,10 +167,10 @@ class Session:
 
         return LaunchedWorld(self, world_size, backend=backend, device=device, **options)
 
-    def number_worlds(self) -> int:
-        """Count the worlds of this session: the same on every rank as long as they are in step."""
+    def name_world(self) -> str:
+        """A name for one more world: the same on every rank as long as they are in step."""
         self._worlds += 1
-        return self._worlds
+        return f"world{self._epoch}-{self._worlds}"
 
     def lose(self, rank: int) -> None:
         """Take note that a rank is stuck for good."""

@@ -90,8 +90,7 @@ class LaunchedWorld:
         self.startup_timeout = startup_timeout
         self.failed = False
         self.closed = False
-        self.directory = session.directory / f"world{session.number_worlds()}"
-        self.directory.mkdir(exist_ok=True)
+        self.directory = session.directory / session.name_world()
         self._state: dict[str, Any] = {}
         self._luggage: dict[int, bytes] = {}
 
@@ -129,7 +128,14 @@ class LaunchedWorld:
         seconds = self.timeout if timeout is None else timeout
         said = [getattr(fn, "__qualname__", type(fn).__qualname__), self.world_size, self.backend, self.device, seconds]
         self.failed = True
-        session.meet(f"run({', '.join(map(str, said))})", b"", timeout=self.startup_timeout)
+        call = f"run({', '.join(map(str, said))})"
+        worlds = session.meet(call, self.directory.name.encode(), timeout=self.startup_timeout)
+        if len(set(worlds)) > 1:
+            raise RankError(
+                f"The ranks are not in step: some of them have made more worlds than others before {call}; "
+                "every rank must do the same things in the same order."
+            )
+        self.directory.mkdir(exist_ok=True)
         self._luggage = {}
         context = ranks.RankContext(
             session.rank, self.world_size, self.backend, self._device[0], self.directory, self._device[1]
