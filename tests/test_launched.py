@@ -18,6 +18,7 @@ import pytest
 from ddpcheck.errors import UsageError
 from ddpcheck.launched import Launch, detect, require
 from ddpcheck.launched.board import _meeting_point, open_board
+from ddpcheck.launched.peers import Peer, Peers
 
 pytest.importorskip("torch")
 
@@ -27,7 +28,6 @@ LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2"],
 }
-BOTH = pytest.mark.parametrize("launcher", LAUNCHERS)
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "SLURM_", "DDPCHECK_", "GLOO_")
 
 Answers = dict[int, dict[str, list[Any]]]
@@ -106,7 +106,7 @@ def test_what_ranks_leave_reaches_every_rank(told: Answers) -> None:
 
 def test_a_rank_that_takes_no_part_learns_the_outcome(told: Answers) -> None:
     assert both(told, "one of two") == [[1]]
-    kind, message, failures = both(told, "only rank 1 of two fails in a world of one")
+    kind, _, failures = both(told, "only rank 1 of two fails in a world of one")
     assert kind == "RankError" and failures == [[0, "raised", "AssertionError"]]
 
 
@@ -161,13 +161,13 @@ def test_a_hang_says_where_each_rank_is(told: Answers, how: str, who: int, place
 
 
 def test_a_rank_that_waits_in_a_subgroup_is_freed(told: Answers) -> None:
-    error, said, failures = both(told, "subgroup")
+    error, said, _ = both(told, "subgroup")
     assert error == "RankError"
     assert said.startswith("rank 1 raised ValueError: not in the subgroup (rank 0 was still waiting in all_reduce at ")
 
 
 def test_a_result_that_cannot_be_sent_is_a_failure(told: Answers) -> None:
-    error, said, failures = both(told, "unpicklable")
+    error, said, _ = both(told, "unpicklable")
     assert error == "RankError" and "returned a generator that cannot be pickled" in said
 
 
@@ -396,6 +396,22 @@ def test_the_file_of_a_job_that_was_killed_leads_nobody_astray(
     assert other.get("word") == b"from 0"
     met()
     assert not point.exists()
+
+
+def test_a_rank_of_another_machine_without_a_heartbeat_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    here = {0: Peer("here", os.getpid()), 3: Peer("here", ended.pid)}
+    peers = Peers(0, {**here, 1: Peer("there", 1), 2: Peer("there", 2)})
+    monkeypatch.setattr("ddpcheck.launched.peers.SILENCE", 0.2)
+    missed: list[int] = []
+    deadline = time.monotonic() + 10
+    while not missed and time.monotonic() < deadline:
+        missed = peers.silent(lambda rank: time.monotonic_ns() if rank == 1 else 7)
+        time.sleep(0.02)
+    assert missed == [2] and peers.silent(lambda rank: time.monotonic_ns()) == [], "each is named once"
+    assert list(peers.wait(0)) == [3], "one of this machine is seen without"
+    peers.close()
 
 
 @pytest.fixture

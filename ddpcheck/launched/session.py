@@ -113,10 +113,7 @@ class Session:
 
     def begin(self, label: str) -> None:
         """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
-        self._epoch += 1
-        self._step = self._worlds = 0
-        self._label = label
-        self._spoiled = None
+        self._next_epoch(label)
         with contextlib.suppress(StoreGoneError):
             self.board.put(f"at/{self.rank}", label.encode())
 
@@ -142,10 +139,18 @@ class Session:
         self._check()
         self._spoiled = None
         try:
-            return [data.decode() for data in self._meet(f"{self._epoch}/end", "the end", value.encode(), timeout)]
+            said = self._meet(f"{self._epoch}/end", "the end", value.encode(), timeout)
         except HangError as error:
             self._break(str(error))
             raise
+        self._next_epoch(f"what follows {self._label}")
+        return [data.decode() for data in said]
+
+    def _next_epoch(self, label: str) -> None:
+        self._epoch += 1
+        self._step = self._worlds = 0
+        self._label = label
+        self._spoiled = None
 
     def meet(self, what: str, data: bytes, *, timeout: float) -> list[bytes]:
         """Do as `agree`, with bytes."""
