@@ -422,8 +422,8 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
 
 def test_the_first_claim_on_a_name_stays(opened: Callable[[dict[str, str]], Any]) -> None:
     board, met = opened(OPEN_MPI)
-    board.claim("end", b"first", "0")
-    board.claim("end", b"second", "1")
+    board.claim("end", b"first")
+    board.claim("end", b"second")
     assert board.claimed("end") == b"first"
     large = bytes(range(256)) * (40 << 10)
     board.put("large", large)

@@ -74,8 +74,9 @@ class Board:
             return found[1:]
         return b"".join(bytes(self._ask("get", f"{name}#{number}")) for number in range(int(found[1:])))
 
-    def claim(self, name: str, data: bytes, who: str) -> None:
+    def claim(self, name: str, data: bytes) -> None:
         """Write a value that several may want to write: the first one stays; read it with `claimed`."""
+        who = secrets.token_hex(8)  # of its own for each attempt: what was claimed is never written again
         self.put(f"{name}/{who}", data)
         self._ask("compare_set", name, "", who)
 

@@ -191,7 +191,7 @@ class Run:
         return self._board.next(f"{self._name}/order")
 
     def _claim(self, rank: int, outcome: Outcome) -> None:
-        self._board.claim(self._out(rank), pickle.dumps(outcome), str(self._session.rank))
+        self._board.claim(self._out(rank), pickle.dumps(outcome))
 
     def _await_all(self) -> None:
         names = [self._out(rank) for rank in self._members]
