@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -257,8 +258,6 @@ def test_a_rank_that_the_launcher_ends_can_still_speak(tmp_path: Path) -> None:
 
 
 def test_two_jobs_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
-    import threading
-
     found: dict[str, Answers] = {}
     threads = []
     for name in ("one", "two"):
@@ -431,3 +430,23 @@ def test_the_first_claim_on_a_name_stays(opened: Callable[[dict[str, str]], Any]
     board.remove(["large"])
     assert not board.has("large") and not board.has("large#0")
     met()
+
+
+def test_whether_a_rank_is_there_can_be_asked_from_two_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        peers = Peers(1, {0: Peer("here", child.pid), 1: Peer("here", os.getpid())})
+        is_there = peers.lookout(0)
+        said: list[bool] = []
+
+        def ask() -> None:
+            said.extend(is_there() for _ in range(2000))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(said) == 8000 and all(said)
+        child.communicate(b"\n")
+        assert not is_there()
+        peers.close()

@@ -43,15 +43,13 @@ class Interruption:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Be open to it; to be used in the main thread."""
-        before = signal.signal(_SIGNAL, self._raise)
+        signal.signal(_SIGNAL, self._raise)
         try:
-            try:
-                self._armed = True
-                yield
-            finally:
-                self._armed = False
+            self._armed = True
+            yield
         finally:
-            signal.signal(_SIGNAL, before if before is not None else signal.SIG_DFL)
+            self._armed = False
+            # Not back to what it was: one that was sent at the last moment would end the process.
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._armed:

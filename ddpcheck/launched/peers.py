@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 BEAT = 1.0  # seconds between heartbeats
@@ -85,9 +86,7 @@ class Peers:
         if hasattr(os, "pidfd_open") and rank in self._local:
             with contextlib.suppress(OSError):
                 self._kept = os.pidfd_open(self._local[rank])
-                poll = select.poll()
-                poll.register(self._kept, select.POLLIN)
-                return lambda: not poll.poll(0)
+                return partial(_is_quiet, self._kept)
         return lambda: True
 
     def silent(self, beat: Callable[[int], int]) -> list[int]:
@@ -109,6 +108,12 @@ class Peers:
             if descriptor is not None:
                 os.close(descriptor)
         self._descriptors.clear()
+
+
+def _is_quiet(descriptor: int) -> bool:
+    poll = select.poll()  # of its own: one that two threads use at the same time raises
+    poll.register(descriptor, select.POLLIN)
+    return not poll.poll(0)
 
 
 def _exists(pid: int) -> bool:

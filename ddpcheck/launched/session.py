@@ -305,6 +305,9 @@ class Session:
                     task()
             except StoreGoneError:
                 time.sleep(_BUSY)  # the main thread finds that out by itself, and says so
+            except Exception as error:  # a bug of ddpcheck: nobody could be freed any more, so say it
+                self._break(f"the thread that watches them failed on rank {self.rank}: {error!r}.")
+                raise
 
     def _beat(self, rank: int) -> int:
         return int(self.board.get(f"beat/{rank}")) if self.board.has(f"beat/{rank}") else 0
