@@ -161,9 +161,12 @@ class Session:
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
         record = item.stash.get(_RECORD, None)
+        for key in (_RECORD, _SEEDS, _SETUPS):  # items live as long as the session
+            if key in item.stash:
+                del item.stash[key]  # type: ignore[arg-type]
+        self._ranks.finish(item)
         if record is not None and record.quitting:
             pytest.exit("Quitting debugger")
-        self._ranks.finish(item)
 
     def close(self) -> None:
         """The session is over: end every rank."""
