@@ -161,9 +161,8 @@ class Session:
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
         record = item.stash.get(_RECORD, None)
-        for key in (_RECORD, _SEEDS, _SETUPS):  # items live as long as the session
-            if key in item.stash:
-                del item.stash[key]  # type: ignore[arg-type]
+        if record is not None:  # items live as long as the session
+            del item.stash[_RECORD], item.stash[_SEEDS], item.stash[_SETUPS]
         self._ranks.finish(item)
         if record is not None and record.quitting:
             pytest.exit("Quitting debugger")
