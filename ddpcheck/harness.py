@@ -91,13 +91,7 @@ class World:
         """
         self.closed = True  # until there is something to close
         self.failed = False
-        allowed.check_count("world_size", world_size, allowed.MAX_WORLD_SIZE)
-        allowed.check_choice("backend", backend, allowed.BACKENDS)
-        allowed.check_choice("device", device, allowed.DEVICES)
-        allowed.check_seconds("timeout", timeout)
-        allowed.check_seconds("startup_timeout", startup_timeout)
-        if backend == "nccl" and device == "cpu":
-            raise UsageError("backend 'nccl' works on GPUs only; pass device='cuda', or backend='gloo'.")
+        allowed.check_world(world_size, backend, device, timeout, startup_timeout)
         if not process_group and world_size != 1:
             raise UsageError(
                 f"process_group=False needs world_size=1, got {world_size}; ranks of a larger world need one."

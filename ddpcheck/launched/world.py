@@ -64,13 +64,7 @@ class LaunchedWorld:
         """
         self.closed = True
         size = session.world_size if world_size is None else world_size
-        allowed.check_count("world_size", size, allowed.MAX_WORLD_SIZE)
-        allowed.check_choice("backend", backend, allowed.BACKENDS)
-        allowed.check_choice("device", device, allowed.DEVICES)
-        allowed.check_seconds("timeout", timeout)
-        allowed.check_seconds("startup_timeout", startup_timeout)
-        if backend == "nccl" and device == "cpu":
-            raise UsageError("backend 'nccl' works on GPUs only; pass device='cuda', or backend='gloo'.")
+        allowed.check_world(size, backend, device, timeout, startup_timeout)
         if size > session.world_size:
             raise UsageError(
                 f"world_size={size}, but {session.launch.launcher} has started {session.world_size} ranks; "

@@ -37,6 +37,17 @@ def check_seconds(name: str, value: object) -> None:
         raise UsageError(f"{name} must be a number of seconds above 0, got {value!r}.")
 
 
+def check_world(world_size: object, backend: object, device: object, timeout: object, startup_timeout: object) -> None:
+    """Refuse what no world can be."""
+    check_count("world_size", world_size, MAX_WORLD_SIZE)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("device", device, DEVICES)
+    check_seconds("timeout", timeout)
+    check_seconds("startup_timeout", startup_timeout)
+    if backend == "nccl" and device == "cpu":
+        raise UsageError("backend 'nccl' works on GPUs only; pass device='cuda', or backend='gloo'.")
+
+
 def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
     """Return a copy of `env`, having refused all but strings."""
     env = dict(env or {})
@@ -48,11 +59,11 @@ def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
 
 def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
     """Return the names of modules, having refused all that cannot be one."""
-    for module in () if isinstance(modules, str) else modules:
+    if isinstance(modules, str) or not isinstance(modules, Sequence):
+        raise UsageError(f"{name} must be a list of names of modules, got {modules!r}.")
+    for module in modules:
         if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name} must hold names of modules such as 'transformers', got {module!r}.")
-    if isinstance(modules, str):
-        raise UsageError(f"{name} must be a list of names of modules, got {modules!r}.")
     return tuple(modules)
 
 
