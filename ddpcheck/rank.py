@@ -9,6 +9,7 @@ This module imports torch only inside functions.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import mmap
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +76,19 @@ def current() -> RankContext:
             "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
         )
     return _context
+
+
+@contextlib.contextmanager
+def standing_in(context: RankContext) -> Iterator[None]:
+    """Let a process that is no rank of a `World`, one that a launcher has started, be one for a while."""
+    global _context, _slots
+    before = _context, _slots
+    _context, _slots = context, (own := _open_slots(context.directory / f"rank{context.rank}.slots"))
+    try:
+        yield
+    finally:
+        own.close()
+        _context, _slots = before
 
 
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
@@ -183,7 +198,7 @@ def _live(sock: socket.socket) -> None:
             else:
                 return
     except BaseException as error:
-        sock.sendall(wire.pack(("failure", 0, failures.described(error, *own_slots()))))
+        sock.sendall(wire.pack(("failure", 0, describe(error))))
         wire.receive(sock)
 
 
@@ -194,7 +209,7 @@ def _answer(run: int, payload: bytes) -> bytes:
     try:
         data = _perform(payload)
     except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
-        reply = wire.pack(("failure", run, failures.described(error, *own_slots())))
+        reply = wire.pack(("failure", run, describe(error)))
     else:
         reply = wire.pack(("result", run, data))
     _flush()
@@ -254,7 +269,7 @@ def _set_up(config: wire.RankConfig) -> None:
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
-    device, shared = _choose_device(config)
+    device, shared = choose_device(config.device, config.backend, config.rank, config.world_size)
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
         _join(config, "store")
@@ -288,8 +303,9 @@ def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
         LOCAL_RANK=str(config.rank),
         LOCAL_WORLD_SIZE=str(config.world_size),
     )
-    if "GLOO_SOCKET_IFNAME" not in environment and (loopback := _loopback()):
-        environment["GLOO_SOCKET_IFNAME"] = loopback
+    environment[wire.NO_LAUNCH] = "0"
+    if "GLOO_SOCKET_IFNAME" not in environment and (interface := loopback()):
+        environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     for name, value in environment.items():
@@ -320,7 +336,8 @@ def _seed() -> None:
     sys.modules["torch"].default_generator.seed()
 
 
-def _loopback() -> str:
+def loopback() -> str:
+    """Return the name of the interface that leads to this machine only, `""` where there is none."""
     try:
         names = [name for _, name in socket.if_nameindex()]
     except OSError:
@@ -328,8 +345,13 @@ def _loopback() -> str:
     return next((name for name in names if name == "lo" or name == "lo0"), "")
 
 
-def _choose_device(config: wire.RankConfig) -> tuple[str, bool]:
-    if config.device == "cpu":
+def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
+    """Return the device of a rank of this machine, and whether it is shared, and make it current.
+
+    Raises:
+        UsageError: There is no GPU, or not one a rank where the backend needs that.
+    """
+    if device == "cpu":
         return "cpu", False
     import torch
 
@@ -338,14 +360,14 @@ def _choose_device(config: wire.RankConfig) -> tuple[str, bool]:
         raise UsageError(
             "device 'cuda' was asked for, but torch finds no GPU; use device='cpu', or see torch.cuda.is_available()."
         )
-    if config.backend == "nccl" and config.world_size > count:
+    if backend == "nccl" and world_size > count:
         raise UsageError(
-            f"backend 'nccl' needs a GPU for every rank: {config.world_size} ranks, {count} GPU{'s' * (count > 1)}; "
+            f"backend 'nccl' needs a GPU for every rank: {world_size} ranks, {count} GPU{'s' * (count > 1)}; "
             "use backend='gloo' to share, or fewer ranks."
         )
-    index = config.rank % count
+    index = rank % count
     torch.cuda.set_device(index)
-    return f"cuda:{index}", config.world_size > count
+    return f"cuda:{index}", world_size > count
 
 
 def _join(config: wire.RankConfig, store: str) -> None:
@@ -376,6 +398,11 @@ def _renew(config: wire.RankConfig, number: int) -> None:
     set_place("starting up")
     _join(config, f"store{number}")
     set_place("")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return what the parent needs to make a `RankFailure` of `error`."""
+    return failures.described(error, *own_slots())
 
 
 # --- Things that the parent keeps ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ ROOMS = """
     errors findings rules options exchange config evidence wording sameness acceptance picture trials matrix advice
     locate nests recipe target launchers
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply
+    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
@@ -49,7 +49,9 @@ LIGHT = """
     ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal ddpcheck.picture ddpcheck.depict
     ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
-    ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script
+    ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
+    ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
+    ddpcheck.launched.run ddpcheck.launched.world
 """.split()
 
 

@@ -161,9 +161,11 @@ class Session:
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
         record = item.stash.get(_RECORD, None)
+        if record is not None:  # items live as long as the session
+            del item.stash[_RECORD], item.stash[_SEEDS], item.stash[_SETUPS]
+        self._ranks.finish(item)
         if record is not None and record.quitting:
             pytest.exit("Quitting debugger")
-        self._ranks.finish(item)
 
     def close(self) -> None:
         """The session is over: end every rank."""

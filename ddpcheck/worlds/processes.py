@@ -35,6 +35,14 @@ _SINGLE_THREADED = {
 _UNLESS_SET = {
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
 }
+_IN_TESTS = (  # what ranks of a test import, where this process has imported it: tens of milliseconds in each of them
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "_pytest.assertion.util",
+    "_pytest.logging",
+    "coverage",
+    "ddpcheck.testing.onrank",
+)
 _FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own to every one of the user's
 
 # Under a launcher every rank has a hash seed of its own, so that an order taken from a set of strings differs from rank
@@ -112,7 +120,7 @@ class _ForkServer:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # lives as long as the server
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock = ours
-        more = ["pytest", "_pytest.assertion.rewrite"] if "pytest" in sys.modules else []
+        more = [name for name in _IN_TESTS if name in sys.modules]
         with theirs:
             self._process = subprocess.Popen(
                 [

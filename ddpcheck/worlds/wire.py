@@ -26,6 +26,12 @@ from typing import Any
 _HEADER = struct.Struct("!Q")
 _CHUNK = 1 << 18
 
+NO_LAUNCH = "_DDPCHECK_RANK_OF"
+"""Variable with the id of the one process that is the rank which the others, `RANK` and so on, tell of.
+
+What that process starts inherits the variables and is no rank. Our own ranks have not been launched: they say 0.
+"""
+
 MAX_FDS = 100
 """File descriptors in one packet to the fork server; the kernel's limit is 253."""
 

@@ -1,0 +1,233 @@
+"""What `test_launched` has a launcher start: one rank, which goes through scenarios and writes down what it is told.
+
+`python launched_program.py FOLDER SCENARIO...`; each line of FOLDER/rankR is one answer, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ddpcheck import rank as ranks
+from ddpcheck.errors import RankError
+from ddpcheck.launched import Session, require
+
+FOLDER = Path(sys.argv[1])
+
+
+def all_reduced(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(tensor)
+    return float(tensor.item())
+
+
+def fail(how: str, who: int) -> str:
+    """One rank fails, the others wait for it in a collective."""
+    if ranks.current().rank == who:
+        FAILURES[how]()
+    all_reduced(0)
+    return "fine"
+
+
+def compare() -> None:
+    assert sorted([2, 1]) == [1, 3], "not the same"
+
+
+def skip() -> None:
+    import pytest
+
+    pytest.skip("no disk")
+
+
+def sleep() -> None:
+    ranks.set_place("step 3: loading")
+    time.sleep(60)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def swallow() -> None:
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "raise": compare,
+    "skip": skip,
+    "exit": lambda: sys.exit(0),
+    "sleep": sleep,
+    "loop": loop,
+    "swallow": swallow,
+    "os_exit_0": lambda: os._exit(0),
+    "os_exit_3": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def context_and_environment() -> list[Any]:
+    mine = ranks.current()
+    ranks.state["runs"] = ranks.state.get("runs", 0) + 1
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return [mine.rank, mine.world_size, mine.device, str(mine.directory), *map(os.environ.get, names)]
+
+
+def group_of_the_ranks() -> float:
+    """A collective of a subgroup that only rank 0 enters."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group(list(range(dist.get_world_size())))
+    if dist.get_rank() == 1:
+        raise ValueError("not in the subgroup")
+    dist.all_reduce(torch.ones(1), group=group)
+    return 1.0
+
+
+def unpicklable() -> Any:
+    return (line for line in "ab") if ranks.current().rank == 1 else 1
+
+
+def leave_luggage() -> None:
+    mine = ranks.current()
+    (mine.directory / f"rank{mine.rank}.luggage").write_bytes(b"of %d" % mine.rank)
+
+
+def big() -> bytes:
+    return b"%d" % ranks.current().rank * (9 << 20)
+
+
+class Program:
+    """The scenarios, each of which writes what it is told."""
+
+    def __init__(self) -> None:
+        self.session = Session(require(), timeout=60)
+        self.file = (FOLDER / f"rank{self.session.rank}").open("w", buffering=1)
+        self.write("pid", os.getpid(), str(self.session.directory))
+
+    def write(self, scenario: str, *said: Any) -> None:
+        self.file.write(json.dumps([scenario, *said]) + "\n")
+
+    def attempt(self, name: str, fn: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """One test: a run, and the end."""
+        self.session.begin(name)
+        started = time.monotonic()
+        try:
+            with self.session.world(**{"timeout": 20, **options}) as world:
+                self.write(name, "returned", repr(world.run(fn, *args)))
+        except Exception as error:
+            failures = [(one.rank, one.kind, one.type) for one in getattr(error, "failures", ())]
+            self.write(name, type(error).__name__, str(error), time.monotonic() - started, failures)
+        self.end(name)
+
+    def end(self, name: str) -> None:
+        try:
+            self.session.end("ended", timeout=20)
+        except RankError as error:
+            self.write(name + " end", str(error))
+
+    # --- Scenarios -------------------------------------------------------------------------------------------------
+
+    def works(self) -> None:
+        self.attempt("all_reduced", all_reduced, 1.0)
+        session = self.session
+        session.begin("several runs")
+        with session.world() as world:
+            said = [world.run(context_and_environment) for _ in range(2)]
+            self.write("context", said[0] == said[1], said[0], ranks.state, os.environ.get("GLOO_SOCKET_IFNAME"))
+            world.run(leave_luggage)
+            self.write("luggage", [world.luggage(rank).decode() for rank in range(2)])
+            self.write("big", [(len(data), data[:1].decode()) for data in world.run(big)])
+        with session.world(1) as world:
+            self.write("one of two", world.run(lambda: ranks.current().world_size))
+        self.write("agree", session.agree("a word", f"word {session.rank}", timeout=20))
+        self.write("end", session.end(f"end {session.rank}", timeout=20))
+        session.begin("next")
+        session.end("", timeout=20)
+        session.begin("and one more")
+        session.end("", timeout=20)
+        self.write("directories", sorted(os.listdir(session.directory)))
+        session.agree("both have looked", "", timeout=20)
+
+    def fails(self) -> None:
+        for how in ("raise", "skip", "exit"):
+            for who in range(2):
+                self.attempt(f"{how} {who}", fail, how, who)
+        for how, who in (("sleep", 0), ("sleep", 1), ("loop", 1), ("swallow", 0)):
+            self.attempt(f"{how} {who}", fail, how, who, timeout=0.7)
+        self.attempt("subgroup", group_of_the_ranks)
+        self.attempt("unpicklable", unpicklable)
+        self.attempt("only rank 1 of two fails in a world of one", fail, "raise", 0, world_size=1)
+        self.attempt("too many", all_reduced, 1.0, world_size=3)
+        self.attempt("works after all", all_reduced, 1.0)
+
+    def out_of_step(self) -> None:
+        session = self.session
+        session.begin("skipped run")
+        try:
+            if session.rank == 0:
+                with session.world(startup_timeout=20) as world:
+                    world.run(all_reduced, 1.0)
+        except RankError as error:
+            self.write("skipped run", str(error))
+        self.end("skipped run")
+        session.begin("other run")
+        try:
+            with session.world() as world:
+                world.run(all_reduced if session.rank else context_and_environment)
+        except RankError as error:
+            self.write("other run", str(error))
+        self.end("other run")
+        session.begin("late")
+        try:
+            if session.rank:
+                time.sleep(0.6)
+            session.agree("a point", "", timeout=0.2)
+        except RankError as error:
+            self.write("late", type(error).__name__, str(error))
+        self.end("late")
+        self.attempt("in step again", all_reduced, 1.0)
+
+    def dies(self, how: str, who: str) -> None:
+        self.attempt("dies", fail, how, int(who))
+        self.attempt("the next one", all_reduced, 1.0)
+
+    def leaves(self) -> None:
+        if self.session.rank == 1:
+            self.session.leave("stopped after 1 failure")
+            self.write("left", os.path.exists(self.session.directory))
+        else:
+            self.attempt("with one that left", all_reduced, 1.0)
+
+    def stopped(self) -> None:
+        """Rank 0 waits in plain code for the launcher to end it."""
+        try:
+            if self.session.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(20)
+        except KeyboardInterrupt as error:
+            self.write("stopped", str(error))
+        self.attempt("after that", all_reduced, 1.0)
+
+
+if __name__ == "__main__":
+    program = Program()
+    for scenario in sys.argv[2:]:
+        name, *arguments = scenario.split(",")
+        getattr(program, name)(*arguments)
+    program.session.leave()
+    program.write("over", os.path.exists(program.session.directory))

@@ -1,0 +1,48 @@
+"""The tests in `examples/pytest` do what they say, and the documentation shows what they print."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests import innerpytest
+from tests.innerpytest import ROOT, Session
+
+EXAMPLES = ROOT / "examples" / "pytest"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    root = tmp_path_factory.mktemp("examples")
+    shutil.copytree(EXAMPLES, root / "examples" / "pytest", ignore=shutil.ignore_patterns("__pycache__"))
+    return innerpytest.run(root, "examples/pytest")
+
+
+def test_every_example_is_run(session: Session) -> None:
+    failing = ["test_a_mean_of_means", "test_a_rank_that_fails_alone", "test_a_rank_that_stays_away"]
+    assert innerpytest.names(session, "failed") == failing
+    assert len(innerpytest.names(session, "passed")) == 5 and len(session.tests) == 8
+
+
+def test_a_wrong_mean_shows_its_values(session: Session) -> None:
+    assert "assert 5.0 == 3.0" in session["test_a_mean_of_means"].text
+
+
+def test_the_rank_that_fails_alone_is_named_and_the_other_is_one_line(session: Session) -> None:
+    text = session["test_a_rank_that_fails_alone"].text
+    assert text.startswith("rank 1: AssertionError") and "{'test': 9} != {'test': 10}" in text
+    assert "rank 0 waits in barrier at examples/pytest/test_metric_broken.py" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/testing.md"])
+def test_the_documentation_shows_the_hang_of_today(session: Session, page: str) -> None:
+    first = "rank 0 waits in a collective that rank 1 never joined"
+    blocks = (ROOT / page).read_text(encoding="utf-8").split("```text\n")
+    shown = next(block.split("```")[0] for block in blocks if first in block)
+    assert without_lines(shown) in without_lines(session.stdout)
+
+
+def without_lines(text: str) -> str:
+    """Without the numbers of torch's own lines, and of the line that pytest draws."""
+    return "\n".join(line.partition(", line ")[0].strip("_ -") for line in text.strip().splitlines())
