@@ -110,8 +110,9 @@ def record_collectives(directory: Path, rank: int) -> None:
             setattr(distributed_c10d, name, logged)
             if getattr(dist, name, None) is original:
                 setattr(dist, name, logged)
+    functional = list(_functional_collectives(torch))  # importing them uses operators that are about to be replaced
     _say_when_waiting(torch)
-    for holder, names in _functional_collectives(torch):
+    for holder, names in functional:
         for name in names:
             original = getattr(holder, name, None)
             if original is not None:

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,8 @@ from hypothesis import strategies as st  # noqa: E402
 from ddpcheck.check import check  # noqa: E402
 from ddpcheck.gather import local, session  # noqa: E402
 from ddpcheck.graph import all_names  # noqa: E402
-from ddpcheck.harness import World  # noqa: E402
 from ddpcheck.recipe import Recipe  # noqa: E402
+from ddpcheck.testing.fixture import DdpWorld  # noqa: E402
 
 PLAIN = WrapperFacts()
 FINDS_UNUSED = WrapperFacts(find_unused_parameters=True)
@@ -467,12 +467,6 @@ def expected_codes(
 modes_of_blocks = st.lists(st.tuples(st.sampled_from(MODES), st.none() | st.integers(0, 3)), min_size=1, max_size=5)
 
 
-@pytest.fixture(scope="module")
-def two_real_ranks() -> Iterator[World]:
-    with World(2, timeout=60) as world:
-        yield world
-
-
 def said_of(findings: Sequence[Finding]) -> dict[str, set[str]]:
     said: dict[str, set[str]] = {}
     for finding in findings:
@@ -488,14 +482,15 @@ def assert_right(said: dict[str, set[str]], expected: dict[str, set[str]]) -> No
         assert len(codes) == 1 and codes <= expected[name], (name, said, expected)
 
 
+@pytest.mark.ddp(timeout=60, reuse="module")
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(blocks=modes_of_blocks, seed=st.integers(0, 5), find_unused=st.booleans())
 def test_verdicts_agree_with_plain_autograd(
-    two_real_ranks: World, blocks: list[tuple[str, int | None]], seed: int, find_unused: bool
+    ddp_world: DdpWorld, blocks: list[tuple[str, int | None]], seed: int, find_unused: bool
 ) -> None:
     recipe, users, aliases = patchwork(blocks, seed, find_unused)
-    truth = two_real_ranks.run(truth_on_a_rank, recipe)
-    gathered = two_real_ranks.run(evidence_on_a_rank, recipe)
+    truth = ddp_world.run(truth_on_a_rank, recipe)
+    gathered = ddp_world.run(evidence_on_a_rank, recipe)
     facts = gathered[0][1]
     evidence = [item for of_rank, _, _ in gathered for item in of_rank]
     assert gathered[0][2] == {names[0]: names for names in aliases.values() if len(names) > 1}
@@ -515,12 +510,13 @@ def patchwork(
     return recipe, users, aliases
 
 
+@pytest.mark.ddp(timeout=60, reuse="module")
 @pytest.mark.parametrize("seed", range(3))
-def test_the_verdicts_of_a_whole_check_agree_with_plain_autograd(two_real_ranks: World, seed: int) -> None:
+def test_the_verdicts_of_a_whole_check_agree_with_plain_autograd(ddp_world: DdpWorld, seed: int) -> None:
     choose = random.Random(seed)
     blocks = [(choose.choice(MODES), choose.choice([None, None, 0, 1])) for _ in range(5)]
     recipe, users, aliases = patchwork(blocks, seed, find_unused=seed % 2 == 1)
-    truth = two_real_ranks.run(truth_on_a_rank, recipe)
+    truth = ddp_world.run(truth_on_a_rank, recipe)
     first = {name: names[0] for names in aliases.values() for name in names}
     report = check(recipe, steps=STEPS)
     found = [finding for finding in report.findings if finding.code.startswith("DDP10")]

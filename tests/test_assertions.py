@@ -1,6 +1,7 @@
 """The assertions for tests: each fails on something broken and holds on its twin, with one message on every rank."""
 
 import contextlib
+import datetime
 import inspect
 import time
 from collections import OrderedDict, namedtuple
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 import ddpcheck
-from ddpcheck.errors import FindingsError, HangError, RankError, UsageError
+from ddpcheck.errors import FindingsError, HangError, UsageError
 from ddpcheck.findings import Report
 from ddpcheck.harness import World
 from ddpcheck.recipe import Recipe
+from ddpcheck.testing.fixture import DdpWorld
 
 torch = pytest.importorskip("torch")
 
@@ -292,58 +294,56 @@ def test_without_a_process_group_there_is_nothing_to_differ_from() -> None:
         ddpcheck.assert_same_on_all_ranks([p.grad for p in nn.Linear(2, 2).parameters()])
 
 
-def asked(values: Callable[[int], Any], **options: Any) -> tuple[str, list[tuple[str, int]]]:
-    """On a rank: what the assertion says, and what went over the store."""
-    import torch.distributed as dist
-
+@pytest.fixture
+def sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What this rank puts into the store: under which key, and how many bytes."""
     from ddpcheck.exchange import StoreExchange
 
-    sent: list[tuple[str, int]] = []
+    seen: list[tuple[str, int]] = []
     gather = StoreExchange.gather
 
     def watched(self: Any, key: str, data: bytes) -> list[bytes]:
-        sent.append((key, len(data)))
+        seen.append((key, len(data)))
         return gather(self, key, data)
 
-    StoreExchange.gather = watched  # type: ignore[method-assign]
-    try:
-        ddpcheck.assert_same_on_all_ranks(values(dist.get_rank()), **options)
-        return "", sent
-    except AssertionError as error:
-        return str(error), sent
-    finally:
-        StoreExchange.gather = gather  # type: ignore[method-assign]
+    monkeypatch.setattr(StoreExchange, "gather", watched)
+    return seen
 
 
-def test_equal_values_cost_one_digest_and_other_ones_their_details() -> None:
-    with World(2, timeout=60) as world:
-        assert world.run(asked, lambda rank: [ramp()] * 100) == [("", [("digest", 32)])] * 2
-        (message, sent), _ = world.run(asked, lambda rank: torch.ones(3 + rank))
-        assert [key for key, _ in sent] == ["digest", "detail"] and "shape" in message
-        (message, sent), _ = world.run(asked, ramp)
-        assert [key for key, _ in sent] == ["digest", "detail", "measured"] and "Mismatched" in message
+@pytest.mark.ddp
+def test_equal_values_cost_one_digest_and_other_ones_their_details(rank: int, sent: list[tuple[str, int]]) -> None:
+    ddpcheck.assert_same_on_all_ranks([ramp()] * 100)
+    assert sent == [("digest", 32)]
+    sent.clear()
+    with pytest.raises(AssertionError, match="shape"):
+        ddpcheck.assert_same_on_all_ranks(torch.ones(3 + rank))
+    assert [key for key, _ in sent] == ["digest", "detail"]
+    sent.clear()
+    with pytest.raises(AssertionError, match="Mismatched"):
+        ddpcheck.assert_same_on_all_ranks(ramp(rank))
+    assert [key for key, _ in sent] == ["digest", "detail", "measured"]
 
 
-def test_values_that_travel_in_pieces_are_measured_as_a_whole() -> None:
-    def scattered(rank: int) -> Any:
-        tensor = ramp(rank)
-        tensor[5, 3] += 0.5 * (rank == 1)
-        tensor[7, 7] -= 0.25 * (rank == 1)
-        return tensor
+@pytest.mark.ddp
+def test_values_that_travel_in_pieces_are_measured_as_a_whole(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpcheck.gather import leaves
 
-    def in_pieces() -> str:
-        from ddpcheck.gather import leaves
-
-        leaves._PIECE = 100  # bytes: 25 elements, of 64
-        return asked(scattered)[0]
-
-    with World(2, timeout=60) as world:
-        whole = world.run(asked, scattered)[0][0]
-        assert world.run(in_pieces) == [whole, whole]
+    tensor = ramp(rank)
+    tensor[5, 3] += 0.5 * (rank == 1)
+    tensor[7, 7] -= 0.25 * (rank == 1)
+    said = []
+    for piece in (leaves._PIECE, 100):  # bytes: 25 elements, of 64
+        monkeypatch.setattr(leaves, "_PIECE", piece)
+        with pytest.raises(AssertionError) as caught:
+            ddpcheck.assert_same_on_all_ranks(tensor)
+        said.append(str(caught.value))
+    whole, in_pieces = said
+    assert in_pieces == whole
     assert "4 / 64" in whole and "0.5 at index (5, 3)" in whole and "0.125 at index (0, 0)" in whole
+    ddpcheck.assert_same_on_all_ranks(said)
 
 
-def test_the_ranks_of_groups_are_compared_apart_and_in_any_order() -> None:
+def test_the_ranks_of_groups_are_compared_apart_and_in_any_order(ddp_world: DdpWorld) -> None:
     def compare() -> list[str]:
         import torch.distributed as dist
 
@@ -358,81 +358,59 @@ def test_the_ranks_of_groups_are_compared_apart_and_in_any_order() -> None:
                 said.append(str(error))
         return said
 
-    with World(3, timeout=60) as world:
-        first, second, third = world.run(compare)
+    first, second, third = ddp_world(world_size=3).run(compare)
     assert first[0] == second[0] == "" and "this rank is not in the group" in third[0]
     assert "Rank 2 differs from rank 1." in second[1] and second[1] == third[1]
     assert "Rank 2 differs from ranks 0 and 1." in first[2] and first[2] == second[2] == third[2]
 
 
-def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group() -> None:
-    def compare(timeout: float | None) -> str:
-        import datetime
-
-        import torch.distributed as dist
-
-        group = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=1.5))
-        if dist.get_rank() == 1:
-            return "did something else"
-        try:
+@pytest.mark.ddp(world_size=3, timeout=30)
+def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: int) -> None:
+    group = torch.distributed.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=1.5))
+    if rank == 1:
+        return
+    for timeout, said in ((None, "1.5"), (0.5, "0.5")):
+        with pytest.raises(HangError) as caught:
             ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group, timeout=timeout)
-        except HangError as error:
-            return str(error)
-        return "was not told"
-
-    begun = time.monotonic()
-    with World(3, timeout=40) as world:
-        first, second, third = world.run(compare, None)
-        assert first == third and second == "did something else"
-        assert first.startswith("rank 1 did not call assert_same_on_all_ranks('loss') within 1.5 s; every rank")
-        assert "within 0.5 s" in world.run(compare, 0.5)[0]
-    assert time.monotonic() - begun < 30
+        assert str(caught.value) == (
+            f"rank 1 did not call assert_same_on_all_ranks('loss') within {said} s; every rank of the group must call "
+            "it, the same number of times"
+        )
 
 
-def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in() -> None:
+def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DdpWorld) -> None:
     def compare() -> None:
         import torch.distributed as dist
 
         if dist.get_rank() == 0:
             ddpcheck.assert_same_on_all_ranks(ramp())
 
-    with World(2, timeout=2) as world, pytest.raises(HangError, match="waits in assert_same_on_all_ranks"):
-        world.run(compare)
+    with pytest.raises(HangError, match="waits in assert_same_on_all_ranks"):
+        ddp_world.run(compare, timeout=2)
 
 
-def test_ranks_that_ask_at_different_lines_are_told_so() -> None:
-    def compare() -> str:
-        import torch.distributed as dist
-
-        try:
-            if dist.get_rank():
-                ddpcheck.assert_same_on_all_ranks(ramp(), timeout=20)
-            else:
-                ddpcheck.assert_same_on_all_ranks([ramp()], timeout=20)
-        except AssertionError as error:
-            return str(error)
-        return ""
-
-    with World(2, timeout=60) as world:
-        first, second = world.run(compare)
-    assert first == second and "The ranks did not ask at the same line:" in first
-    assert first.count("test_assertions.py:") == 2
+@pytest.mark.ddp
+def test_ranks_that_ask_at_different_lines_are_told_so(rank: int) -> None:
+    with pytest.raises(AssertionError, match="The ranks did not ask at the same line:") as caught:
+        if rank:
+            ddpcheck.assert_same_on_all_ranks(ramp())
+        else:
+            ddpcheck.assert_same_on_all_ranks([ramp()])
+    assert str(caught.value).count("test_assertions.py:") == 2
+    ddpcheck.assert_same_on_all_ranks(str(caught.value))
 
 
+@pytest.mark.ddp
 def test_nothing_of_many_assertions_is_left_in_the_store() -> None:
-    def compare() -> int:
-        from torch.distributed import distributed_c10d
+    from torch.distributed import distributed_c10d
 
-        store = distributed_c10d._get_default_store()
-        for _ in range(3):
-            ddpcheck.assert_same_on_all_ranks(1)
-        before = store.num_keys()
-        for _ in range(20):
-            ddpcheck.assert_same_on_all_ranks(1)
-        return int(store.num_keys() - before)
-
-    with World(2, timeout=60) as world:
-        assert max(world.run(compare)) <= 2
+    store = distributed_c10d._get_default_store()
+    for _ in range(3):
+        ddpcheck.assert_same_on_all_ranks(1)
+    before = store.num_keys()
+    for _ in range(20):
+        ddpcheck.assert_same_on_all_ranks(1)
+    assert store.num_keys() - before <= 2
 
 
 def test_a_store_that_takes_no_large_values_gets_them_in_pieces() -> None:
@@ -548,11 +526,10 @@ def test_wrong_use_of_assert_parity_is_told_before_anything_runs(tmp_path: Any) 
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.ddp
 def test_a_rank_is_told_where_to_call_assert_parity() -> None:
-    with World(2, timeout=60) as world, pytest.raises(RankError) as caught:
-        world.run(ddpcheck.assert_parity, "x.py")
-    assert caught.value.first is not None and isinstance(caught.value.first.exception, UsageError)
-    assert "call it in a plain test" in str(caught.value.first.exception)
+    with pytest.raises(UsageError, match="call it in a plain test"):
+        ddpcheck.assert_parity("x.py")
 
 
 # --- Anomalous parameters -------------------------------------------------------------------------------------------
@@ -634,11 +611,11 @@ def test_what_has_no_gradient_at_all_is_wrong_use() -> None:
         ddpcheck.assert_no_anomalous_params(torch.ones((), requires_grad=True), Gated().requires_grad_(False))
 
 
-def anomalies(hows: list[str], *, wrap: bool) -> list[str]:
-    import torch.distributed as dist
-
-    rank, said = dist.get_rank(), []
-    for how in hows:
+@pytest.mark.ddp(world_size=3)
+@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
+def test_all_ranks_are_told_of_parameters_that_some_miss(wrap: bool, rank: int) -> None:
+    said = []
+    for how in ("all", "unused", "all/unused/all", "hidden/all", "all/none/all"):  # on each rank, if not on all
         model = Gated()
         wrapped = nn.parallel.DistributedDataParallel(model) if wrap else model
         here = how.split("/")[min(rank, how.count("/"))]
@@ -648,17 +625,8 @@ def anomalies(hows: list[str], *, wrap: bool) -> list[str]:
             said.append("")
         except (AssertionError, UsageError) as error:
             said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
-def test_all_ranks_are_told_of_parameters_that_some_miss(wrap: bool) -> None:
-    with World(3, timeout=60) as world:
-        first, *others = world.run(
-            anomalies, ["all", "unused", "all/unused/all", "hidden/all", "all/none/all"], wrap=wrap
-        )
-    assert others == [first, first]
-    healthy, unused, on_one, hidden, none = first
+    ddpcheck.assert_same_on_all_ranks(said)
+    healthy, unused, on_one, hidden, none = said
     assert healthy == "" and "2 parameters get no gradient" in unused and "module.head" not in unused
     assert "2 parameters contribute on some ranks only" in on_one and "not on rank 1" in on_one and "DDP104" in on_one
     assert "hidden[0] of shape (3,), on rank 0" in hidden

@@ -1,22 +1,21 @@
 """DDP2xx from hand-made descriptions, each with a clean twin, and the same over the store of a real world."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import ddpcheck
 from ddpcheck.consistency import (
     check_consistency,
     differing_names,
     judge_descriptions,
     judge_values_after_wrapping,
 )
-from ddpcheck.errors import HangError, RankError, UsageError
+from ddpcheck.errors import HangError, UsageError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.harness import World
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -147,42 +146,41 @@ def test_names_that_only_some_ranks_have_do_not_differ_in_value() -> None:
 # --- Over the store ------------------------------------------------------------------------------------------------
 
 
-def on_ranks(build: Callable[[int], Any], *, world_size: int = 2, wrap: Callable[[Any], Any] | None = None) -> Any:
-    def compare() -> tuple[list[Finding], list[str]]:
-        import torch
-        import torch.distributed as dist
+@pytest.fixture
+def asked(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this rank puts into the store: under which key, and how many bytes of a digest."""
+    from ddpcheck.exchange import StoreExchange
 
-        from ddpcheck.consistency import check_consistency
-        from ddpcheck.exchange import StoreExchange
+    seen: list[str] = []
+    gather = StoreExchange.gather
 
-        torch.manual_seed(dist.get_rank())
-        module = build(dist.get_rank())
-        module = wrap(module) if wrap else module
-        asked: list[str] = []
-        gather = StoreExchange.gather
+    def watched(self: Any, key: str, data: bytes) -> list[bytes]:
+        seen.append(f"{key} {len(data) if key == 'digest' else 'any'}")
+        return gather(self, key, data)
 
-        def watched(self: Any, key: str, data: bytes) -> list[bytes]:
-            asked.append(f"{key} {len(data) if key == 'digest' else 'any'}")
-            return gather(self, key, data)
-
-        StoreExchange.gather = watched
-        found = check_consistency(module, timeout=20)
-        assert check_consistency(module, timeout=20) == found, "a second call gives the same answer"
-        return found, asked
-
-    with World(world_size, timeout=40) as world:
-        return world.run(compare)
+    monkeypatch.setattr(StoreExchange, "gather", watched)
+    return seen
 
 
-def test_equal_modules_exchange_nothing_but_a_digest_of_fixed_size() -> None:
-    results = on_ranks(lambda rank: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), world_size=3)
-    assert [found for found, _ in results] == [[], [], []]
-    assert {tuple(asked) for _, asked in results} == {("digest 32", "digest 32")}
+def checked_twice(module: Any) -> list[Finding]:
+    """What every rank is told of the module."""
+    found = check_consistency(module, timeout=20)
+    assert check_consistency(module, timeout=20) == found, "a second call gives the same answer"
+    ddpcheck.assert_same_on_all_ranks(repr(found), timeout=20)
+    return found
+
+
+@pytest.mark.ddp(world_size=3)
+def test_equal_modules_exchange_nothing_but_a_digest_of_fixed_size(asked: list[str]) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    assert check_consistency(module, timeout=20) == check_consistency(module, timeout=20) == []
+    assert asked == ["digest 32", "digest 32"]
 
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
+@pytest.mark.ddp(reuse="module")
 @pytest.mark.parametrize(
     ("build", "code"),
     [
@@ -195,71 +193,47 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
     ],
     ids=["shape", "set", "dtype", "frozen", "stride", "options"],
 )
-def test_every_rank_is_told_the_same_mismatch(build: Callable[[int], Any], code: str) -> None:
-    (mine, _), (other, _) = on_ranks(build)
-    assert mine == other and only(mine).code == code and only(mine).ranks == (1,)
+def test_every_rank_is_told_the_same_mismatch(build: Callable[[int], Any], code: str, rank: int) -> None:
+    finding = only(checked_twice(build(rank)))
+    assert (finding.code, finding.ranks) == (code, (1,))
 
 
-def test_values_are_compared_once_the_module_is_wrapped() -> None:
-    def wrap(module: Any) -> Any:
-        return nn.parallel.DistributedDataParallel(module)
-
-    def wrap_and_change(module: Any) -> Any:
-        wrapped = wrap(module)
-        with torch.no_grad():
-            wrapped.module.bias += torch.distributed.get_rank()
-        return wrapped
-
-    assert on_ranks(lambda rank: nn.Linear(3, 3))[0][0] == [], "before wrapping, DDP will make the values equal"
-    assert on_ranks(lambda rank: nn.Linear(3, 3), wrap=wrap)[0][0] == []
-    finding = only(on_ranks(lambda rank: nn.Linear(3, 3), wrap=wrap_and_change)[0][0])
+@pytest.mark.ddp
+def test_values_are_compared_once_the_module_is_wrapped(rank: int) -> None:
+    module = nn.Linear(3, 3)
+    assert checked_twice(module) == [], "before wrapping, DDP will make the values equal"
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    assert checked_twice(wrapped) == []
+    with torch.no_grad():
+        wrapped.module.bias += rank
+    finding = only(checked_twice(wrapped))
     assert (finding.code, finding.subjects) == ("DDP208", ("bias",))
 
 
-def test_a_rank_that_never_calls_it_is_named_within_the_timeout() -> None:
-    def compare() -> str:
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            return "did something else"
-        check_consistency(nn.Linear(3, 3), timeout=0.5)
-        return "was not told"
-
-    begun = time.monotonic()
-    with World(3, timeout=20) as world, pytest.raises(RankError) as caught:
-        world.run(compare)
-    assert time.monotonic() - begun < 15
-    first = caught.value.first
-    assert first is not None and isinstance(first.exception, HangError)
-    assert str(first.exception).startswith("rank 1 did not take part in check_consistency within 0.5 s")
+@pytest.mark.ddp(world_size=3, timeout=15)
+def test_a_rank_that_never_calls_it_is_named_within_the_timeout(rank: int) -> None:
+    assert check_consistency(nn.Linear(3, 3)) == []  # so that the others are there in time
+    if rank != 1:
+        with pytest.raises(HangError, match=r"^rank 1 did not take part in check_consistency within 0\.5 s"):
+            check_consistency(nn.Linear(3, 3), timeout=0.5)
 
 
-def test_only_the_ranks_of_a_group_are_compared() -> None:
-    def compare() -> list[str]:
-        import torch.distributed as dist
-
-        group = dist.new_group([0, 2])
-        if dist.get_rank() == 1:
-            return []
-        return [f"{f.code} {f.ranks}" for f in check_consistency(nn.Linear(3, 3 + dist.get_rank()), group, timeout=20)]
-
-    with World(3, timeout=40) as world:
-        results = world.run(compare)
-    assert results[0] == results[2] and results[0][0].startswith("DDP203") and results[1] == []
+@pytest.mark.ddp(world_size=3, reuse="module")
+def test_only_the_ranks_of_a_group_are_compared(rank: int) -> None:
+    group = torch.distributed.new_group([0, 2])
+    if rank != 1:
+        found = check_consistency(nn.Linear(3, 3 + rank), group, timeout=20)
+        assert found[0].code == "DDP203"
+        ddpcheck.assert_same_on_all_ranks(repr(found), group=group, timeout=20)
 
 
-def test_a_group_asked_more_often_does_not_put_others_out_of_step() -> None:
-    def compare() -> list[str]:
-        import torch.distributed as dist
-
-        rank = dist.get_rank()
-        pair = dist.new_group([0, 1])
-        found = [check_consistency(nn.Linear(3, 3), pair, timeout=20) for _ in range(2) if rank < 2]
-        found.append(check_consistency(nn.Linear(3, 3 + (rank == 2)), timeout=20))
-        return [f"{f.code} {f.ranks}" for findings in found for f in findings]
-
-    with World(3, timeout=60) as world:
-        assert set(map(tuple, world.run(compare))) == {("DDP203 (2,)",)}
+@pytest.mark.ddp(world_size=3, reuse="module")
+def test_a_group_asked_more_often_does_not_put_others_out_of_step(rank: int) -> None:
+    pair = torch.distributed.new_group([0, 1])
+    if rank < 2:
+        assert [check_consistency(nn.Linear(3, 3), pair, timeout=20) for _ in range(2)] == [[], []]
+    finding = only(check_consistency(nn.Linear(3, 3 + (rank == 2)), timeout=20))
+    assert (finding.code, finding.ranks) == ("DDP203", (2,))
 
 
 def test_without_a_process_group_it_says_so() -> None:

@@ -26,7 +26,7 @@ from ddpcheck.gather.randomness import (  # noqa: E402
     seed_everything,
 )
 from ddpcheck.gather.stepping import capture_state, compute_gradients, compute_loss, visible_tensors  # noqa: E402
-from ddpcheck.harness import World  # noqa: E402
+from ddpcheck.gather.syncbn import synchronised_on_cpu  # noqa: E402
 from ddpcheck.recipe import Recipe  # noqa: E402
 
 quickly = settings(deadline=None, max_examples=60)
@@ -518,12 +518,6 @@ VARIANTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Any:
-    with World(2, timeout=60) as world:
-        yield world
-
-
 def normalise(layer: Any, x: Any, weight: Any) -> tuple[Any, ...]:
     """Two training steps and one evaluation: outputs, gradients of input and parameters, statistics."""
     found = []
@@ -539,65 +533,44 @@ def normalise(layer: Any, x: Any, weight: Any) -> tuple[Any, ...]:
     return found, statistics, layer(x).detach() if statistics else None
 
 
+@pytest.mark.ddp(reuse="module")
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("split", [4, 5], ids=["even", "uneven"])
-def test_synchronised_statistics_are_those_of_the_whole_batch(two_ranks: World, name: str, split: int) -> None:
+def test_synchronised_statistics_are_those_of_the_whole_batch(name: str, split: int, rank: int) -> None:
     shape, options = VARIANTS[name]
     x, weight = filled(torch.float64, 8, *shape), filled(torch.float64, 8, *shape, seed=1)
-
-    def work() -> Any:
-        import torch.distributed as dist
-
-        from ddpcheck.gather.syncbn import synchronised_on_cpu
-
-        mine = slice(0, split) if dist.get_rank() == 0 else slice(split, None)
-        original = nn.SyncBatchNorm.forward
-        with synchronised_on_cpu() as used:
-            layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
-            result = normalise(layer, x[mine], weight[mine])
-            nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
-        assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
-        return result
-
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d}[len(shape)]
-    plain, statistics, evaluated = normalise(kind(3, dtype=torch.float64, **options), x, weight)
-    results = two_ranks.run(work)
-    for step, (output, of_input, of_parameters) in enumerate(plain):
-        parts = [result[0][step] for result in results]
-        torch.testing.assert_close(torch.cat([part[0] for part in parts]), output)
-        torch.testing.assert_close(torch.cat([part[1] for part in parts]), of_input)
-        for index, gradient in enumerate(of_parameters):
-            torch.testing.assert_close(sum(part[2][index] for part in parts), gradient)
-    for result in results:
-        for got, want in zip(result[1], statistics, strict=True):
-            torch.testing.assert_close(got, want)
-    if evaluated is not None:
-        torch.testing.assert_close(torch.cat([result[2] for result in results]), evaluated)
+    plain, plain_statistics, plain_evaluated = normalise(kind(3, dtype=torch.float64, **options), x, weight)
+
+    mine = slice(0, split) if rank == 0 else slice(split, None)
+    original = nn.SyncBatchNorm.forward
+    with synchronised_on_cpu() as used:
+        layer = nn.SyncBatchNorm(3, dtype=torch.float64, **options)
+        steps, statistics, evaluated = normalise(layer, x[mine], weight[mine])
+        nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1)))
+    assert used == ["SyncBatchNorm"] and nn.SyncBatchNorm.forward is original
+
+    for (output, of_input, of_parameters), (whole, of_whole, plain_parameters) in zip(steps, plain, strict=True):
+        torch.testing.assert_close(output, whole[mine])
+        torch.testing.assert_close(of_input, of_whole[mine])
+        for gradient in of_parameters:
+            torch.distributed.all_reduce(gradient)
+        torch.testing.assert_close(of_parameters, plain_parameters)
+    torch.testing.assert_close(statistics, plain_statistics)
+    if plain_evaluated is not None:
+        torch.testing.assert_close(evaluated, plain_evaluated[mine])
 
 
-def test_the_stand_in_keeps_to_half_precision_inputs_and_refuses_what_torch_refuses(two_ranks: World) -> None:
-    def work() -> Any:
-        from ddpcheck.gather.syncbn import synchronised_on_cpu
-
-        with synchronised_on_cpu():
-            output = nn.SyncBatchNorm(3)(torch.randn(4, 3).bfloat16())
-            try:
-                nn.SyncBatchNorm(3)(torch.randn(3))
-            except ValueError as error:
-                return output.dtype, str(error)
-        return output.dtype, "nothing"
-
-    for dtype, refusal in two_ranks.run(work):
-        assert dtype is torch.bfloat16 and "expected at least 2D input" in refusal
+@pytest.mark.ddp(reuse="module")
+def test_the_stand_in_keeps_to_half_precision_inputs_and_refuses_what_torch_refuses() -> None:
+    with synchronised_on_cpu():
+        assert nn.SyncBatchNorm(3)(torch.randn(4, 3).bfloat16()).dtype is torch.bfloat16
+        with pytest.raises(ValueError, match="expected at least 2D input"):
+            nn.SyncBatchNorm(3)(torch.randn(3))
 
 
+@pytest.mark.ddp(world_size=1)
 def test_the_stand_in_works_in_a_group_of_one() -> None:
-    def work() -> Any:
-        from ddpcheck.gather.syncbn import synchronised_on_cpu
-
-        x = filled(torch.float32, 6, 3)
-        with synchronised_on_cpu():
-            return nn.SyncBatchNorm(3)(x).detach()
-
-    with World(1, timeout=30) as world:
-        torch.testing.assert_close(world.run(work)[0], nn.BatchNorm1d(3)(filled(torch.float32, 6, 3)).detach())
+    x = filled(torch.float32, 6, 3)
+    with synchronised_on_cpu():
+        torch.testing.assert_close(nn.SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.harness import World
+import ddpcheck
 from ddpcheck.launchers import allreduce_grads, average_over_ranks, get_dist_info
 
 torch = pytest.importorskip("torch")
@@ -21,7 +21,7 @@ def local_tensors(rank: int) -> list[Any]:
         return torch.randn(shape, generator=generator).to(dtype)
 
     tensors = [made(3, 2, dtype=getattr(torch, name)) for name in DTYPES]
-    sparse = torch.sparse_coo_tensor([[0, 2, 2]], made(3, 2), (4, 2))
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], made(3, 2), (4, 2), check_invariants=True)
     return [
         *tensors,
         None if rank == 0 else made(5),
@@ -40,74 +40,50 @@ def templates() -> list[Any]:
     return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_average_is_the_mean_over_ranks_with_zeros_for_what_is_missing(world_size: int) -> None:
-    def work() -> list[Any]:
-        import torch.distributed as dist
-
-        return average_over_ranks(local_tensors(dist.get_rank()), templates())
-
-    with World(world_size, timeout=40) as world:
-        results = world.run(work)
-    parts = [local_tensors(rank) for rank in range(world_size)]
-    for index, like in enumerate(templates()):
+@pytest.mark.ddp(world_size=[2, 3])
+def test_the_average_is_the_mean_over_ranks_with_zeros_for_what_is_missing(rank: int, world_size: int) -> None:
+    average = average_over_ranks(local_tensors(rank), templates())
+    parts = [local_tensors(each) for each in range(world_size)]
+    for index, (got, like) in enumerate(zip(average, templates(), strict=True)):
         there = [part[index] for part in parts]
-        got = [result[index] for result in results]
         if all(tensor is None for tensor in there):
-            assert got == [None] * world_size
+            assert got is None
             continue
         wide = torch.complex128 if like.is_complex() else torch.float64
         dense = [torch.zeros_like(like) if t is None else (t.to_dense() if t.is_sparse else t) for t in there]
         mean = torch.stack([tensor.to(wide) for tensor in dense]).mean(0)
-        for tensor in got:
-            assert tensor.dtype == like.dtype and tensor.shape == like.shape and tensor.layout == torch.strided
-            torch.testing.assert_close(tensor, mean.to(like.dtype))
-            assert torch.equal(tensor, got[0]), "bit by bit the same on every rank"
+        assert got.dtype == like.dtype and got.shape == like.shape and got.layout == torch.strided
+        torch.testing.assert_close(got, mean.to(like.dtype))
+    ddpcheck.assert_same_on_all_ranks(average)  # bit by bit
 
 
-def test_half_precision_is_summed_in_single_precision() -> None:
-    def work() -> Any:
-        import torch.distributed as dist
-
-        value = torch.full((4,), 60_000.0, dtype=torch.float16)
-        small = torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
-        return average_over_ranks([value, small], [value, small])
-
-    with World(2, timeout=40) as world:
-        value, small = world.run(work)[0]
+@pytest.mark.ddp
+def test_half_precision_is_summed_in_single_precision(rank: int) -> None:
+    value = torch.full((4,), 60_000.0, dtype=torch.float16)
+    small = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    value, small = average_over_ranks([value, small], [value, small])
     assert value.tolist() == [60_000.0] * 4, "the sum is beyond float16"
     assert small.tolist() == torch.full((4,), 128.5, dtype=torch.bfloat16).tolist()
 
 
-def test_gradients_are_replaced_by_their_mean_and_only_where_there_are_any() -> None:
-    def work() -> list[Any]:
-        import torch.distributed as dist
-
-        rank = dist.get_rank()
-        model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(4)])
-        model[3].requires_grad_(False)
-        model[0].weight.grad = torch.full((1, 2), float(rank))
-        if rank == 1:
-            model[1].weight.grad = torch.full((1, 2), 8.0)
-        allreduce_grads(model.parameters())
-        return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
-
-    with World(2, timeout=40) as world:
-        assert world.run(work) == [[[[0.5, 0.5]], [[4.0, 4.0]], None, None]] * 2
+@pytest.mark.ddp
+def test_gradients_are_replaced_by_their_mean_and_only_where_there_are_any(rank: int) -> None:
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(4)])
+    model[3].requires_grad_(False)
+    model[0].weight.grad = torch.full((1, 2), float(rank))
+    if rank == 1:
+        model[1].weight.grad = torch.full((1, 2), 8.0)
+    allreduce_grads(model.parameters())
+    gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+    assert gradients == [[[0.5, 0.5]], [[4.0, 4.0]], None, None]
 
 
-def test_only_the_ranks_of_a_group_are_averaged() -> None:
-    def work() -> Any:
-        import torch.distributed as dist
-
-        group = dist.new_group([0, 2])
-        if dist.get_rank() == 1:
-            return None
-        mean = average_over_ranks([torch.ones(1) * dist.get_rank()], [torch.ones(1)], group=group)
-        return get_dist_info(group), mean[0].item()
-
-    with World(3, timeout=40) as world:
-        assert world.run(work) == [((0, 2), 1.0), None, ((1, 2), 1.0)]
+@pytest.mark.ddp(world_size=3)
+def test_only_the_ranks_of_a_group_are_averaged(rank: int) -> None:
+    group = torch.distributed.new_group([0, 2])
+    if rank != 1:
+        mean = average_over_ranks([torch.ones(1) * rank], [torch.ones(1)], group=group)
+        assert get_dist_info(group) == (rank // 2, 2) and mean[0].item() == 1.0
 
 
 def test_without_a_process_group_there_is_one_rank_and_nothing_to_average() -> None:
