@@ -34,6 +34,11 @@ class Session:
         return self.tests[name]
 
 
+def _import_path() -> str:
+    """Of an inner session: this checkout, and what this process was given, be it another pytest."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def run(folder: Path, *arguments: str, input: str | None = None, timeout: float = 250, **environment: str) -> Session:
     """Run the tests of a folder and read the JUnit report."""
     report = folder / "report.xml"
@@ -42,7 +47,7 @@ def run(folder: Path, *arguments: str, input: str | None = None, timeout: float 
     done = subprocess.run(
         [*command, f"--junitxml={report}", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": _import_path(), **environment},
         input=input,
         stdin=subprocess.DEVNULL if input is None else None,
         stdout=subprocess.PIPE,

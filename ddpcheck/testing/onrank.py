@@ -98,7 +98,7 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
     covered: list[Measured] = []
-    explain_comparisons(conditions.style.verbosity)
+    explain_comparisons(conditions.style.assertions, conditions.style.limits)
     this_rank.leave(b"")  # of an earlier run
     try:
         with (
