@@ -21,7 +21,7 @@ import pytest
 
 from ddpcheck.testing.measuring import Measured, Measuring
 
-_LIMITS = ("truncation_limit_lines", "truncation_limit_chars")
+_COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Style:
         full: As in `--full-trace`.
         verbosity: How many times `-v`.
         assertions: How many times, for assertions.
-        limits: How much of a comparison's explanation is shown, where the ini file says so.
+        comparisons: What the ini file says about explaining a comparison.
         directory: That paths are shown relative to.
     """
 
@@ -43,7 +43,7 @@ class Style:
     full: bool
     verbosity: int
     assertions: int
-    limits: Mapping[str, Any]
+    comparisons: Mapping[str, Any]
     directory: str
 
 
@@ -150,7 +150,7 @@ class Conditions:
                 bool(config.getoption("fulltrace", False)),
                 config.option.verbose,
                 config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
-                _limits(config),
+                _comparisons(config),
                 str(config.invocation_params.dir),
             ),
             debugger=debugger,
@@ -165,12 +165,12 @@ def _ini(config: pytest.Config, name: str) -> str:
         return ""
 
 
-def _limits(config: pytest.Config) -> dict[str, Any]:
+def _comparisons(config: pytest.Config) -> dict[str, Any]:
     found = {}
-    for name in _LIMITS:
-        with contextlib.suppress(KeyError, ValueError):  # older ones of pytest do not know them
+    for name in _COMPARISONS:
+        with contextlib.suppress(KeyError, ValueError):  # an older pytest has no such option
             found[name] = config.getini(name)
-    return {name: limit for name, limit in found.items() if limit is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(slots=True)

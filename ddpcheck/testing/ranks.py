@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.errors import RankError
 from ddpcheck.harness import Watch, World
 from ddpcheck.supply import Supply
 from ddpcheck.testing.conditions import Conditions, Luggage, Seeds
 from ddpcheck.testing.debugging import Desk
-from ddpcheck.testing.record import Record
+from ddpcheck.testing.record import Record, sections
+from ddpcheck.testing.verdict import Verdict
 
 
 class Ranks:
@@ -105,6 +107,11 @@ class Tenancy:
         finally:
             self._show(world, last=True)
             self.luggage = self._record.unpack(world)
+
+    def explained(self, error: RankError, verdict: Verdict) -> RankError:
+        """Return an error of the last run, having told the record what its ranks have to say about it."""
+        self._record.explained = error, sections(verdict, self.luggage)
+        return error
 
     def _conditions(self) -> Conditions:
         by_test = self._item.config.getoption("cov_context", None) == "test"

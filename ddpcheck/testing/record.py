@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ class Record:
     Attributes:
         tenancies: The test's holds on worlds.
         shown: What the report is to show instead of the traceback in this process, if anything.
+        explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
         failed: Whether the test has failed: nobody should get its ranks.
         debugged: Whether the failure has been looked at in a debugger on its rank.
         quitting: Whether whoever did wants the session to end.
@@ -37,6 +39,7 @@ class Record:
     def __init__(self, item: pytest.Item) -> None:
         self.tenancies: list[Tenancy] = []
         self.shown: Any = None
+        self.explained: tuple[BaseException, list[tuple[str, str]]] | None = None
         self.failed = False
         self.debugged = False
         self.quitting = False
@@ -70,6 +73,10 @@ class Record:
                 self._warned.add(key)
                 warnings.warn_explicit(message, category, file, line)
 
+    def sections_of(self, error: BaseException | None) -> list[tuple[str, str]]:
+        """What the report says of an error beside the traceback in this process."""
+        return self.explained[1] if self.explained is not None and self.explained[0] is error else []
+
     def harvest(self) -> None:
         """Have all that the ranks have printed."""
         for tenancy in self.tenancies:
@@ -84,6 +91,26 @@ class Record:
 
 def _whose(rank: int, world: World) -> str:
     return f"rank {rank} of {world.world_size}"
+
+
+def sections(verdict: Verdict, luggage: Mapping[int, Luggage]) -> list[tuple[str, str]]:
+    """What has gone wrong on the ranks, as sections of a report; none where no rank has said it in pytest's way."""
+    first = verdict.first
+    shown = luggage[first.rank].failure if first is not None and first.rank in luggage else None
+    if first is None or shown is None:
+        return []
+    return [(f"rank {first.rank}", _text_of(shown)), ("ranks", "\n".join(verdict.lines))]
+
+
+def _text_of(shown: Any) -> str:
+    try:
+        from _pytest._io import TerminalWriter
+
+        text = io.StringIO()
+        shown.toterminal(TerminalWriter(text))
+    except Exception:  # another version of pytest
+        return str(shown)  # without the first line's indentation
+    return text.getvalue().strip("\n")
 
 
 def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int, Luggage]) -> Any:

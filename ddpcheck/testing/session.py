@@ -155,7 +155,11 @@ class Session:
             if record.debugged and record.shown is not None:
                 call.excinfo = None  # it has been looked at where it happened; here is nothing to be seen
         error = call.excinfo.value if call.excinfo is not None else None
-        if isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
+        said = record.sections_of(error) if record is not None else []
+        add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
+        for title, text in said:
+            add(title, text)  # to what gets into a JUnit report, too
+        if not said and isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
             report.sections.append(("ddpcheck", error.detail))
 
     def finish(self, item: pytest.Item) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
-import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,71 +79,61 @@ def rewrite_on_import(names: Iterable[str]) -> None:
         _finder.names.update(names)
 
 
-def explain_comparisons(verbosity: int = 0, limits: Mapping[str, Any] | None = None) -> None:
+def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:
     """In a rank: show what differs in `left == right`, as pytest does in its own process.
 
     Args:
         verbosity: pytest's, for assertions.
-        limits: `truncation_limit_lines` and `truncation_limit_chars`, where the user has set them.
+        ini: Those of pytest's ini options that say how much is shown of it, and how.
     """
     try:
-        from _pytest.assertion import util
+        from _pytest import assertion
+        from _pytest.assertion import truncate, util
     except ImportError:
         return
-    config: Any = _Config(verbosity, limits or {})
+    config: Any = _Config(verbosity, {"assertion_text_diff_style": "ndiff", **(ini or {})})
 
     def explain(op: str, left: object, right: object) -> str | None:
         try:
-            lines = _cut(_compared(config, op, left, right), config)
+            lines = assertion.pytest_assertrepr_compare(config, op, left, right) or []
+            if hasattr(truncate, "truncate_if_required"):  # pytest 8; later ones have done it by now
+                lines = truncate.truncate_if_required(lines, config)
         except Exception:  # another version of pytest: the values themselves must do
             return None
         return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None
 
     util._reprcompare = explain
-    util._config = config  # so much of a value is shown as its verbosity says
+    util._config = config  # which says how much of a value is shown
 
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """As much of `pytest.Config` as explaining a comparison takes; a rank has none."""
+    """As much of `pytest.Config`, and of an item that has one, as it takes to explain a comparison; a rank has none."""
 
     verbosity: int
-    limits: Mapping[str, Any]
+    ini: Mapping[str, Any]
 
     def get_verbosity(self, _: str | None = None) -> int:
         return self.verbosity
 
     def getini(self, name: str) -> Any:
-        return self.limits.get(name)
+        return self.ini.get(name)
 
     def get_terminal_writer(self) -> Any:
         return self
 
+    def has_plugin(self, _: str) -> bool:
+        return False
+
+    @property
+    def config(self) -> Any:
+        return self
+
+    pluginmanager = config
+
     @property
     def _highlight(self) -> Any:
         return _plain
-
-    @property
-    def config(self) -> Any:  # where pytest asks a test for it
-        return self
-
-
-def _compared(config: _Config, op: str, left: object, right: object) -> list[str]:
-    from _pytest.assertion import util
-
-    compare: Any = util.assertrepr_compare
-    if "config" in inspect.signature(compare).parameters:  # pytest 8
-        return compare(config, op, left, right) or []
-    style = "ndiff"
-    return list(compare(op, left, right, verbose=config.verbosity, highlighter=_plain, assertion_text_diff_style=style))
-
-
-def _cut(lines: list[str], config: _Config) -> list[str]:
-    """No more lines than pytest shows at this verbosity."""
-    from _pytest.assertion import truncate
-
-    cut: Any = getattr(truncate, "materialize_with_truncation", None) or getattr(truncate, "truncate_if_required", None)
-    return lines if cut is None else list(cut(lines, config))
 
 
 def _plain(source: str, lexer: str = "") -> str:
