@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
-_PLUGINS = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no")
+PLUGINS = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no")
 ROOT = Path(__file__).parents[1]
 
 
@@ -51,7 +49,7 @@ def start(folder: Path, *arguments: str, program: Sequence[str] = ("pytest",), *
     stdin = options.pop("stdin", subprocess.DEVNULL)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # be it to another pytest
     return subprocess.Popen(
-        [sys.executable, "-m", *program, *_PLUGINS, "-o", "junit_logging=all", *arguments],
+        [sys.executable, "-m", *program, *PLUGINS, "-o", "junit_logging=all", *arguments],
         cwd=folder,
         env={**_environment(), "PYTHONPATH": path, **options},
         stdin=stdin,
@@ -78,18 +76,6 @@ def run(folder: Path, *arguments: str, input: str | None = None, timeout: float 
         finally:
             process.kill()
     return Session(read(report) if report.exists() else {}, stdout, process.returncode)
-
-
-def within(pytester: pytest.Pytester, *arguments: str) -> str:
-    """Run an inner pytest in this process, and return what it prints.
-
-    It forks its ranks from our fork server, so it costs a tenth of one in a process of its own.
-    """
-    # What an inner pytest imports anew it does not share with us: torch does not stand that, and a server would be new.
-
-    import ddpcheck.testing.session  # noqa: F401
-
-    return str(pytester.runpytest_inprocess(*_PLUGINS, *arguments).stdout)
 
 
 def read(path: Path) -> dict[str, Said]:

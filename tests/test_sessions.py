@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import innerpytest
+from tests import innerhere, innerpytest
 
 pytest_plugins = ["pytester"]
 
@@ -19,7 +19,7 @@ Inner = Callable[..., str]
 @pytest.fixture
 def inner(pytester: pytest.Pytester) -> Inner:
     """Run an inner pytest in this process; returns what it prints."""
-    return lambda *arguments: innerpytest.within(pytester, *arguments)
+    return lambda *arguments: innerhere.run(pytester, *arguments)
 
 
 # --- Options of pytest ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import innerpytest
+from tests import innerhere, innerpytest
 
 pytest_plugins = ["pytester"]
 
@@ -64,6 +64,7 @@ from noting import note, dist, pytest
 @pytest.mark.ddp
 def test_leaves_things_behind(rank):
     note("first")
+    dist.barrier()
     dist.distributed_c10d._get_default_store().set("left", "something")
     dist.barrier(async_op=True)
     group = dist.new_group([0, 1])
@@ -73,10 +74,10 @@ def test_leaves_things_behind(rank):
 
 def work(test):
     note(test)
-    for group in (None, dist.new_group([0, 1])):
+    for group in (None, dist.new_group()):
         total = torch.tensor([dist.get_rank() + 1.0])
         dist.all_reduce(total, group=group)
-        assert total.item() == sum(range(1, dist.get_world_size() + 1)) or dist.get_rank() > 1
+        assert total.item() == sum(range(1, dist.get_world_size() + 1))
 
 def test_finds_nothing_of_it(ddp_world):
     ddp_world.run(work, "second")
@@ -112,7 +113,7 @@ def test_other(number):
 
 def test_a_module_has_the_same_ranks_with_a_process_group_for_each_test(pytester: pytest.Pytester, notes) -> None:
     pytester.makepyfile(noting=NOTES, test_shared=SHARED, test_zother=OTHER)
-    printed = innerpytest.within(pytester, "--ddp-reuse=module")
+    printed = innerhere.run(pytester, "--ddp-reuse=module")
     assert "= 7 passed, 1 skipped in" in printed, printed
     found = notes()
     two = ["first", "second", "two beside it", "skips", "last"]
@@ -123,7 +124,7 @@ def test_a_module_has_the_same_ranks_with_a_process_group_for_each_test(pytester
     assert len(set(everyone)) == 7
     assert [found[test][0]["before"] for test in two] == [0, 1, 2, 3, 4]
     for ranks in found.values():
-        assert all(one["new_group"] and not one["left"] for one in ranks)
+        assert all(one["new_group"] and not one["left"] for one in ranks), ranks
 
 
 @pytest.mark.parametrize("how", ["mark", "ini", "environment", "mark-over-flag"])
@@ -137,7 +138,7 @@ def test_ranks_are_shared_in_whichever_way_that_is_asked_for(
         pytester.makeini("[pytest]\nddp_reuse = module")
     if how == "environment":
         monkeypatch.setenv("DDPCHECK_REUSE", "module")
-    passed(innerpytest.within(pytester, *(["--ddp-reuse=test"] if how == "mark-over-flag" else [])), 2)
+    passed(innerhere.run(pytester, *(["--ddp-reuse=test"] if how == "mark-over-flag" else [])), 2)
     found = notes()
     assert pids(found["other 1"]) == pids(found["other 2"])
 
@@ -146,7 +147,7 @@ FAILING = """
 import os, signal, time
 from noting import note, dist, pytest
 
-KINDS = ["asserts", "asserts in parent", "disagrees", "hangs", "killed", "caught", "asserts in teardown", "exits"]
+KINDS = ["asserts", "disagrees", "hangs", "killed", "exits"]
 
 def act(kind):
     note(kind)
@@ -166,14 +167,10 @@ def torn(rank):
     yield
     assert rank == 0, "teardown"
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[-6:] not in ("parent", "caught", "ardown")])
+@pytest.mark.parametrize("kind, after", [(kind, after) for kind in KINDS for after in (False, True)])
 @pytest.mark.ddp(timeout=1)
-class TestMarker:
-    def test_bad(self, kind):
-        act(kind)
-
-    def test_good(self, kind):
-        note(f"after {kind}")
+def test_marker(kind, after):
+    note(f"after {kind}") if after else act(kind)
 
 @pytest.mark.ddp
 def test_teardown(torn):
@@ -199,6 +196,17 @@ def test_kept(ddp_world):
     ddp_world.run(note, "kept")
 
 @pytest.fixture
+def broken_before(ddp_world):
+    ddp_world.run(note, "asserts before")
+    assert not "this"
+
+def test_before(broken_before):
+    pass
+
+def test_after_before(ddp_world):
+    ddp_world.run(note, "after asserts before")
+
+@pytest.fixture
 def broken_afterwards(ddp_world):
     ddp_world.run(note, "asserts afterwards")
     yield
@@ -214,12 +222,13 @@ def test_after_afterwards(ddp_world):
 
 def test_no_test_gets_ranks_on_which_another_failed(pytester: pytest.Pytester, notes) -> None:
     pytester.makepyfile(noting=NOTES, test_failing=FAILING)
-    printed = innerpytest.within(pytester, "--ddp-reuse=module", "--tb=line", "-v")
+    printed = innerhere.run(pytester, "--ddp-reuse=module", "--tb=line", "-v")
     found = notes()
     kinds = [test for test in found if f"after {test}" in found]
     assert sorted(kinds) == [
         "asserts",
         "asserts afterwards",
+        "asserts before",
         "asserts in parent",
         "asserts in teardown",
         "caught",
@@ -233,7 +242,9 @@ def test_no_test_gets_ranks_on_which_another_failed(pytester: pytest.Pytester, n
         assert len(after) == 2 and not {*pids(found[kind])} & {*pids(after)}, kind
         assert all(one["before"] == 0 for one in after), kind
     assert pids(found["kept"]) == pids(found["after caught"])
-    assert "7 failed, 10 passed, 1 error" in printed, printed
+    line = FAILING[: FAILING.index("@pytest.mark.parametrize(")].count("\n")
+    assert f"test_failing.py:{line}: rank 1 was killed by SIGKILL" in printed and "\n:0: " not in printed
+    assert "7 failed, 12 passed, 2 errors" in printed, printed
 
 
 # --- Fresh ranks for every test ------------------------------------------------------------------------------------
@@ -287,7 +298,7 @@ def test_nothing_of_a_test_is_left_for_the_next_one(
 ) -> None:
     monkeypatch.setenv("HOME_OF_TESTS", str(pytester.path))
     pytester.makepyfile(noting=NOTES, test_fresh=FRESH)
-    passed(innerpytest.within(pytester), 5)
+    passed(innerhere.run(pytester), 5)
     everyone = [pid for ranks in notes().values() for pid in pids(ranks)]
     assert len(everyone) == len(set(everyone)) == 8
 

@@ -53,6 +53,10 @@ class Ranks:
         """A test is done with its world; a broken one is not used again."""
         self._supply.give_back(world, broken=broken)
 
+    def drop(self, item: pytest.Item) -> None:
+        """A test has failed after it was done with its ranks: none that its module shares is used again."""
+        self._supply.end(_module(item))
+
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
         if self.desk is not None:

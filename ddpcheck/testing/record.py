@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpcheck.errors import RankError
 from ddpcheck.harness import World
 from ddpcheck.testing import measuring
 from ddpcheck.testing.conditions import Luggage
@@ -113,12 +112,18 @@ def _text_of(shown: Any) -> str:
     return text.getvalue().strip("\n")
 
 
-def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int, Luggage]) -> Any:
-    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others."""
+def as_pytest_shows(verdict: Verdict, luggage: Mapping[int, Luggage], test: tuple[str, int | None, str]) -> Any:
+    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others.
+
+    Args:
+        verdict: What has become of the test.
+        luggage: That they have brought back.
+        test: Where the test is, as in `pytest.Item.location`.
+    """
     first = verdict.first
     shown = copy.copy(luggage[first.rank].failure) if first is not None and first.rank in luggage else None
     if shown is None:
-        shown = _from_text(verdict, error)
+        shown = _from_text(verdict, test)
     elif shown.reprcrash is not None:
         shown.reprcrash = copy.copy(shown.reprcrash)
         assert first is not None
@@ -131,7 +136,7 @@ def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int
     return shown
 
 
-def _from_text(verdict: Verdict, error: RankError | None) -> Any:
+def _from_text(verdict: Verdict, test: tuple[str, int | None, str]) -> Any:
     """A failure of which there is no exception: a rank that died, or hangs."""
     text = verdict.headline
     if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):
@@ -140,6 +145,8 @@ def _from_text(verdict: Verdict, error: RankError | None) -> Any:
         from _pytest._code import code
 
         path, _, line = (verdict.first.location if verdict.first is not None else "").rpartition(":")
+        if not path:
+            path, line = test[0], str((test[1] or 0) + 1)
         return code.ReprExceptionInfo(
             reprtraceback=code.ReprTraceback([code.ReprEntryNative([text + "\n"])], None, style="native"),
             reprcrash=code.ReprFileLocation(path, int(line) if line.isdigit() else 0, verdict.headline),

@@ -121,7 +121,7 @@ class Session:
                 pytest.xfail(verdict.headline)
             else:
                 record.failed = True
-                record.shown = as_pytest_shows(verdict, error, tenancy.luggage)
+                record.shown = as_pytest_shows(verdict, tenancy.luggage, item.location)
                 raise _to_raise(verdict, error)
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
@@ -147,8 +147,11 @@ class Session:
     def complete(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Put into the report what the ranks have brought back."""
         record = item.stash.get(_RECORD, None)
-        if call.when == "call" and record is not None:
+        if record is not None:
             record.failed |= report.failed
+            if call.when == "teardown" and report.failed:  # after they were given back
+                self._ranks.drop(item)
+        if call.when == "call" and record is not None:
             report.user_properties = list(item.user_properties)
             if record.shown is not None and report.failed:
                 report.longrepr = record.shown
