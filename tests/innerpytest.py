@@ -9,7 +9,10 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+# Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
+PLUGINS = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no")
 ROOT = Path(__file__).parents[1]
 
 
@@ -34,23 +37,45 @@ class Session:
         return self.tests[name]
 
 
-def run(folder: Path, *arguments: str, input: str | None = None, timeout: float = 250, **environment: str) -> Session:
-    """Run the tests of a folder and read the JUnit report."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "--color=no", "-o", "junit_logging=all"]
-    done = subprocess.run(
-        [*command, f"--junitxml={report}", *arguments],
+def start(folder: Path, *arguments: str, program: Sequence[str] = ("pytest",), **options: Any) -> subprocess.Popen[str]:
+    """Start a session on the tests of a folder; its output is one stream, to be read as it comes.
+
+    Args:
+        folder: Where to run.
+        *arguments: For pytest.
+        program: What to run instead of pytest, with arguments of its own.
+        **options: `stdin`, as of `subprocess.Popen`; the rest are environment variables.
+    """
+    stdin = options.pop("stdin", subprocess.DEVNULL)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # be it to another pytest
+    return subprocess.Popen(
+        [sys.executable, "-m", *program, *PLUGINS, "-o", "junit_logging=all", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        input=input,
-        stdin=subprocess.DEVNULL if input is None else None,
+        env={**_environment(), "PYTHONPATH": path, **options},
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
     )
-    return Session(read(report) if report.exists() else {}, done.stdout, done.returncode)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what makes a session part of another one."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+
+
+def run(folder: Path, *arguments: str, input: str | None = None, timeout: float = 250, **options: Any) -> Session:
+    """Run the tests of a folder to their end and read the JUnit report; the options are those of `start`."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with start(folder, f"--junitxml={report}", *arguments, **options) as process:
+        try:
+            stdout, _ = process.communicate(input, timeout)
+        finally:
+            process.kill()
+    return Session(read(report) if report.exists() else {}, stdout, process.returncode)
 
 
 def read(path: Path) -> dict[str, Said]:

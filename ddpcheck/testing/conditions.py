@@ -8,16 +8,20 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from ddpcheck.testing.measuring import Measured, Measuring
+
+_COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Style:
         show_locals: As in `--showlocals`.
         full: As in `--full-trace`.
         verbosity: How many times `-v`.
+        assertions: How many times, for assertions.
+        comparisons: What the ini file says about explaining a comparison.
         directory: That paths are shown relative to.
     """
 
@@ -36,6 +42,8 @@ class Style:
     show_locals: bool
     full: bool
     verbosity: int
+    assertions: int
+    comparisons: Mapping[str, Any]
     directory: str
 
 
@@ -141,6 +149,8 @@ class Conditions:
                 bool(config.getoption("showlocals", False)),
                 bool(config.getoption("fulltrace", False)),
                 config.option.verbose,
+                config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
+                _comparisons(config),
                 str(config.invocation_params.dir),
             ),
             debugger=debugger,
@@ -153,6 +163,14 @@ def _ini(config: pytest.Config, name: str) -> str:
         return str(config.getoption(name, None) or config.getini(name))
     except (KeyError, ValueError):  # the logging plugin is switched off
         return ""
+
+
+def _comparisons(config: pytest.Config) -> dict[str, Any]:
+    found = {}
+    for name in _COMPARISONS:
+        with contextlib.suppress(KeyError, ValueError):  # an older pytest has no such option
+            found[name] = config.getini(name)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(slots=True)

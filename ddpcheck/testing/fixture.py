@@ -85,7 +85,7 @@ class DdpWorld:
         if verdict.how == "xfailed":
             pytest.xfail(verdict.headline)
         if verdict.how == "failed":
-            raise _said(verdict, failed).with_traceback(None) from None
+            raise self._tenancy.explained(_said(verdict, failed), verdict).with_traceback(None) from None
         return results
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:

@@ -98,7 +98,7 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
     covered: list[Measured] = []
-    explain_comparisons(conditions.style.verbosity)
+    explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
     this_rank.leave(b"")  # of an earlier run
     try:
         with (
@@ -173,6 +173,8 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
         how = "long" if style.traceback == "auto" or style.full else style.traceback
         if isinstance(error, pytest.fail.Exception) and not error.pytrace:
             how = "value"
+        if how == "native" and not style.full:  # which `tbfilter` does not reach
+            info.traceback = _theirs(info)
         shown = info.getrepr(
             showlocals=style.show_locals,
             style=how,  # type: ignore[arg-type]
@@ -191,11 +193,15 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
 def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
     """The part of a traceback that is the user's, as `Function._traceback_filter` of pytest cuts it."""
     whole = info.traceback
-    theirs = type(whole)(entry for entry in whole if not str(entry.path).startswith(_PACKAGE))
-    kept = theirs.filter(info) or whole
+    kept = _theirs(info).filter(info) or whole
     if style.traceback == "auto" and len(kept) > 2:
         return type(whole)((kept[0], *(entry.with_repr_style("short") for entry in kept[1:-1]), kept[-1]))
     return kept
+
+
+def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
+    """The frames of a traceback that are not ours."""
+    return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(_PACKAGE))
 
 
 # --- Fixtures ------------------------------------------------------------------------------------------------------

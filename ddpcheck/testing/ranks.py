@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.errors import RankError
 from ddpcheck.harness import Watch, World
 from ddpcheck.supply import Supply
 from ddpcheck.testing.conditions import Conditions, Luggage, Seeds
 from ddpcheck.testing.debugging import Desk
-from ddpcheck.testing.record import Record
+from ddpcheck.testing.record import Record, sections
+from ddpcheck.testing.verdict import Verdict
 
 
 class Ranks:
@@ -50,6 +52,10 @@ class Ranks:
     def give_back(self, world: World, *, broken: bool) -> None:
         """A test is done with its world; a broken one is not used again."""
         self._supply.give_back(world, broken=broken)
+
+    def drop(self, item: pytest.Item) -> None:
+        """A test has failed after it was done with its ranks: none that its module shares is used again."""
+        self._supply.end(_module(item))
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
@@ -105,6 +111,11 @@ class Tenancy:
         finally:
             self._show(world, last=True)
             self.luggage = self._record.unpack(world)
+
+    def explained(self, error: RankError, verdict: Verdict) -> RankError:
+        """Return an error of the last run, having told the record what its ranks have to say about it."""
+        self._record.explained = error, sections(verdict, self.luggage)
+        return error
 
     def _conditions(self) -> Conditions:
         by_test = self._item.config.getoption("cov_context", None) == "test"

@@ -6,13 +6,13 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpcheck.errors import RankError
 from ddpcheck.harness import World
 from ddpcheck.testing import measuring
 from ddpcheck.testing.conditions import Luggage
@@ -29,6 +29,7 @@ class Record:
     Attributes:
         tenancies: The test's holds on worlds.
         shown: What the report is to show instead of the traceback in this process, if anything.
+        explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
         failed: Whether the test has failed: nobody should get its ranks.
         debugged: Whether the failure has been looked at in a debugger on its rank.
         quitting: Whether whoever did wants the session to end.
@@ -37,6 +38,7 @@ class Record:
     def __init__(self, item: pytest.Item) -> None:
         self.tenancies: list[Tenancy] = []
         self.shown: Any = None
+        self.explained: tuple[BaseException, list[tuple[str, str]]] | None = None
         self.failed = False
         self.debugged = False
         self.quitting = False
@@ -70,6 +72,10 @@ class Record:
                 self._warned.add(key)
                 warnings.warn_explicit(message, category, file, line)
 
+    def sections_of(self, error: BaseException | None) -> list[tuple[str, str]]:
+        """What the report says of an error beside the traceback in this process."""
+        return self.explained[1] if self.explained is not None and self.explained[0] is error else []
+
     def harvest(self) -> None:
         """Have all that the ranks have printed."""
         for tenancy in self.tenancies:
@@ -86,12 +92,38 @@ def _whose(rank: int, world: World) -> str:
     return f"rank {rank} of {world.world_size}"
 
 
-def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int, Luggage]) -> Any:
-    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others."""
+def sections(verdict: Verdict, luggage: Mapping[int, Luggage]) -> list[tuple[str, str]]:
+    """What has gone wrong on the ranks, as sections of a report; none where no rank has said it in pytest's way."""
+    first = verdict.first
+    shown = luggage[first.rank].failure if first is not None and first.rank in luggage else None
+    if first is None or shown is None:
+        return []
+    return [(f"rank {first.rank}", _text_of(shown)), ("ranks", "\n".join(verdict.lines))]
+
+
+def _text_of(shown: Any) -> str:
+    try:
+        from _pytest._io import TerminalWriter
+
+        text = io.StringIO()
+        shown.toterminal(TerminalWriter(text))
+    except Exception:  # another version of pytest
+        return str(shown)  # without the first line's indentation
+    return text.getvalue().strip("\n")
+
+
+def as_pytest_shows(verdict: Verdict, luggage: Mapping[int, Luggage], test: tuple[str, int | None, str]) -> Any:
+    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others.
+
+    Args:
+        verdict: What has become of the test.
+        luggage: That they have brought back.
+        test: Where the test is, as in `pytest.Item.location`.
+    """
     first = verdict.first
     shown = copy.copy(luggage[first.rank].failure) if first is not None and first.rank in luggage else None
     if shown is None:
-        shown = _from_text(verdict, error)
+        shown = _from_text(verdict, test)
     elif shown.reprcrash is not None:
         shown.reprcrash = copy.copy(shown.reprcrash)
         assert first is not None
@@ -104,7 +136,7 @@ def as_pytest_shows(verdict: Verdict, error: RankError | None, luggage: dict[int
     return shown
 
 
-def _from_text(verdict: Verdict, error: RankError | None) -> Any:
+def _from_text(verdict: Verdict, test: tuple[str, int | None, str]) -> Any:
     """A failure of which there is no exception: a rank that died, or hangs."""
     text = verdict.headline
     if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):
@@ -113,6 +145,8 @@ def _from_text(verdict: Verdict, error: RankError | None) -> Any:
         from _pytest._code import code
 
         path, _, line = (verdict.first.location if verdict.first is not None else "").rpartition(":")
+        if not path:
+            path, line = test[0], str((test[1] or 0) + 1)
         return code.ReprExceptionInfo(
             reprtraceback=code.ReprTraceback([code.ReprEntryNative([text + "\n"])], None, style="native"),
             reprcrash=code.ReprFileLocation(path, int(line) if line.isdigit() else 0, verdict.headline),

@@ -121,7 +121,7 @@ class Session:
                 pytest.xfail(verdict.headline)
             else:
                 record.failed = True
-                record.shown = as_pytest_shows(verdict, error, tenancy.luggage)
+                record.shown = as_pytest_shows(verdict, tenancy.luggage, item.location)
                 raise _to_raise(verdict, error)
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
@@ -147,15 +147,22 @@ class Session:
     def complete(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Put into the report what the ranks have brought back."""
         record = item.stash.get(_RECORD, None)
-        if call.when == "call" and record is not None:
+        if record is not None:
             record.failed |= report.failed
+            if call.when == "teardown" and report.failed:  # after they were given back
+                self._ranks.drop(item)
+        if call.when == "call" and record is not None:
             report.user_properties = list(item.user_properties)
             if record.shown is not None and report.failed:
                 report.longrepr = record.shown
             if record.debugged and record.shown is not None:
                 call.excinfo = None  # it has been looked at where it happened; here is nothing to be seen
         error = call.excinfo.value if call.excinfo is not None else None
-        if isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
+        said = record.sections_of(error) if record is not None else []
+        add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
+        for title, text in said:
+            add(title, text)  # to what gets into a JUnit report, too
+        if not said and isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
             report.sections.append(("ddpcheck", error.detail))
 
     def finish(self, item: pytest.Item) -> None:

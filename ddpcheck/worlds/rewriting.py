@@ -10,7 +10,8 @@ import ast
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -78,24 +79,61 @@ def rewrite_on_import(names: Iterable[str]) -> None:
         _finder.names.update(names)
 
 
-def explain_comparisons(verbosity: int = 0) -> None:
-    """In a rank: show what differs in `left == right`, as pytest does in its own process, at so many times `-v`."""
+def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:
+    """In a rank: show what differs in `left == right`, as pytest does in its own process.
+
+    Args:
+        verbosity: pytest's, for assertions.
+        ini: Those of pytest's ini options that say how much is shown of it, and how.
+    """
     try:
-        from _pytest.assertion import util
+        from _pytest import assertion
+        from _pytest.assertion import truncate, util
     except ImportError:
         return
+    config: Any = _Config(verbosity, {"assertion_text_diff_style": "ndiff", **(ini or {})})
 
     def explain(op: str, left: object, right: object) -> str | None:
-        compare: Any = util.assertrepr_compare
         try:
-            lines = list(
-                compare(op, left, right, verbose=verbosity, highlighter=_plain, assertion_text_diff_style="ndiff")
-            )
+            lines = assertion.pytest_assertrepr_compare(config, op, left, right) or []
+            if hasattr(truncate, "truncate_if_required"):  # pytest 8; later ones have done it by now
+                lines = truncate.truncate_if_required(lines, config)
         except Exception:  # another version of pytest: the values themselves must do
             return None
         return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None
 
     util._reprcompare = explain
+    util._config = config  # which says how much of a value is shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """As much of `pytest.Config`, and of an item that has one, as it takes to explain a comparison; a rank has none."""
+
+    verbosity: int
+    ini: Mapping[str, Any]
+
+    def get_verbosity(self, _: str | None = None) -> int:
+        return self.verbosity
+
+    def getini(self, name: str) -> Any:
+        return self.ini.get(name)
+
+    def get_terminal_writer(self) -> Any:
+        return self
+
+    def has_plugin(self, _: str) -> bool:
+        return False
+
+    @property
+    def config(self) -> Any:
+        return self
+
+    pluginmanager = config
+
+    @property
+    def _highlight(self) -> Any:
+        return _plain
 
 
 def _plain(source: str, lexer: str = "") -> str:

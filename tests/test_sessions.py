@@ -1,0 +1,364 @@
+"""Whole sessions of people who use the plugin: pytest's options, output, warnings, and who does not use it at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import innerhere, innerpytest
+
+pytest_plugins = ["pytester"]
+
+Inner = Callable[..., str]
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester) -> Inner:
+    """Run an inner pytest in this process; returns what it prints."""
+    return lambda *arguments: innerhere.run(pytester, *arguments)
+
+
+# --- Options of pytest ---------------------------------------------------------------------------------------------
+
+OPTIONS = """
+import pytest
+import torch.distributed as dist
+
+def helper(values, expected):
+    assert values == expected
+
+def compare(rank):
+    mine = f"local of {rank}"
+    print("printed by", rank)
+    if rank == 1:
+        helper(list(range(30)), [*range(29), 99])
+
+def on_ranks():
+    compare(dist.get_rank())
+
+def test_first(ddp_world):
+    ddp_world.run(int)
+
+@pytest.mark.ddp
+def test_marker(rank):
+    compare(rank)
+
+def test_fixture(ddp_world):
+    ddp_world.run(on_ranks)
+
+@pytest.mark.ddp(world_size=[1])
+def test_last(rank):
+    print("printed by the last")
+"""
+HELPER = 5  # the line of the assertion
+
+
+def outcomes(printed: str) -> dict[str, int]:
+    last = printed.strip().splitlines()[-1]
+    return {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", last) if word != "s"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (("-x",), {"passed": 1, "failed": 1}),
+        (("--maxfail=2",), {"passed": 1, "failed": 2}),
+        (("-k", "marker or last"), {"passed": 1, "failed": 1, "deselected": 2}),
+    ],
+    ids=["x", "maxfail", "k"],
+)
+def test_the_tests_that_were_asked_for_run(inner: Inner, pytester: pytest.Pytester, arguments, found) -> None:
+    pytester.makepyfile(test_options=OPTIONS)
+    assert outcomes(inner("--tb=no", *arguments)) == found
+
+
+def test_what_failed_last_runs_again(inner: Inner, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_options=OPTIONS)
+    assert outcomes(inner("--tb=no")) == {"passed": 2, "failed": 2}
+    again = inner("--tb=no", "--lf", "-v")
+    assert outcomes(again)["failed"] == 2 and "test_first" not in again and "test_last" not in again
+
+
+def test_a_session_tells_what_it_is_asked_for(inner: Inner, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_options=OPTIONS)
+    printed = inner("-rA", "--durations=0", "--durations-min=0", "--setup-show", "-k", "last or first")
+    assert "SETUP    F ddp_world" in printed and "SETUP    F rank" in printed
+    assert re.search(r"s call     test_options.py::test_first", printed)
+    assert "PASSED test_options.py::test_last[world_size=1]" in printed
+    assert "Captured stdout of rank 0 of 1 call -" in printed and "printed by the last\n" in printed
+    quiet = inner("-q", "-k", "last or first")
+    assert quiet.startswith("..") and "printed" not in quiet
+
+
+def test_fixtures_and_markers_are_listed_with_what_they_do(inner: Inner) -> None:
+    printed = inner("--fixtures")
+    for name in ("ddp_world", "rank", "world_size", "device", "process_group"):
+        assert re.search(rf"^{name} -- .*\n    \S", printed, re.M), name
+    assert "@pytest.mark.ddp(world_size=2, *, backend, " in inner("--markers")
+
+
+OF_RANK = re.compile(r"^-+ rank 1 -+\n(.*?)^-+ ranks -+$", re.M | re.S)  # in the report of a test that uses ddp_world
+SHOWN = {  # beside what every style shows: what it shows of rank 1, and what it does not
+    "auto": (["def helper(values, expected):\n>       assert values ==", "E       assert [0, 1, "], ["local of 1"]),
+    "long": (["def helper(values, expected):\n>       assert values ==", "E       assert [0, 1, "], ["local of 1"]),
+    "short": (
+        [f"test_options.py:{HELPER}: in helper\n    assert values == expected\nE   assert [0, 1,"],
+        ["def helper"],
+    ),
+    "native": (
+        ["Traceback (most recent call last):\n", f'test_options.py", line {HELPER}, in helper\n'],
+        ["def helper"],
+    ),
+}
+
+
+@pytest.mark.parametrize("style", SHOWN)
+def test_a_failure_on_a_rank_is_shown_in_the_style_of_the_session(
+    inner: Inner, pytester: pytest.Pytester, style: str
+) -> None:
+    pytester.makepyfile(test_options=OPTIONS)
+    printed = inner(f"--tb={style}", "-k", "marker or fixture")
+    _, marker, fixture = re.split(r"^_+ test_(?:marker|fixture) _+$", printed, flags=re.M)
+    of_rank = OF_RANK.search(fixture)
+    assert of_rank is not None, fixture
+    there, missing = SHOWN[style]
+    for text in (marker, of_rank[1]):
+        assert all(words in text for words in there), text
+        assert not any(words in text for words in missing), text
+        assert "At index 29 diff: 29 != 99" in text
+        assert "ddpcheck/" not in text and "_pytest/" not in text, "frames that are not the user's"
+    for text in (marker, fixture):
+        assert "Captured stdout of rank 1 of 2 call -" in text and text.count("printed by 1\n") == 1
+        assert re.search(r"^-+ ranks -+\nrank 1 raised AssertionError: .*\nrank 0 passed$", text, re.M), text
+
+
+def test_a_failure_on_a_rank_can_be_one_line_or_none(inner: Inner, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_options=OPTIONS)
+    line = inner("--tb=line", "-k", "marker")
+    assert re.search(rf"^\S*test_options.py:{HELPER}: rank 1: (AssertionError: )?assert \[0, 1, ", line, re.M), line
+    none = inner("--tb=no", "-k", "marker")
+    assert "At index 29" not in none and "FAILED test_options.py::test_marker - rank 1: assert [0, 1, " in none
+
+
+def test_locals_and_the_whole_difference_are_shown_of_the_rank(inner: Inner, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_options=OPTIONS)
+    printed = inner("--showlocals", "-vv", "-k", "marker or fixture")
+    _, marker, fixture = re.split(r"^_+ test_(?:marker|fixture) _+$", printed, flags=re.M)
+    for text in (marker, fixture):
+        assert "mine       = 'local of 1'" in text and "local of 0" not in text
+        assert re.search(r"^E +-     99,\nE +\? +\^\nE +\+     29,$", text, re.M), text
+
+
+LONG = """
+import pytest
+
+def body():
+    assert {f"key {number}": number for number in range(300)} == {}
+
+@pytest.mark.ddp(world_size=1)
+def test_marker():
+    body()
+
+def test_plain():
+    body()
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-v",), ("-vv",)], ids=["0", "1", "2"])
+def test_a_rank_explains_as_much_as_pytest_does(inner: Inner, pytester: pytest.Pytester, arguments) -> None:
+    pytester.makepyfile(LONG)
+    printed = inner(*arguments)
+    _, marker, plain = re.split(r"^_+ test_(?:marker|plain) _+$", printed.partition("= short test")[0], flags=re.M)
+    explained = [re.findall(r"^E .*", text, re.M) for text in (marker, plain)]
+    assert explained[0] == explained[1] and len(explained[0]) > 4
+
+
+# --- Output --------------------------------------------------------------------------------------------------------
+
+LIVE = """
+import os, sys, time
+import pytest
+import torch.distributed as dist
+
+def talk(rank, test):
+    print(f"{test}: first of {rank}")
+    sys.stderr.write(f"{test}: second of {rank}\\n")
+    deadline = time.monotonic() + 30
+    while not os.path.exists(f"heard of {test}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sys.stdout.write(f"{test}: last of {rank}, heard {os.path.exists(f'heard of {test}')}")
+
+def on_ranks():
+    talk(dist.get_rank(), "fixture")
+
+@pytest.mark.ddp
+def test_marker(rank):
+    talk(rank, "marker")
+
+@pytest.mark.ddp(reuse="module")
+class TestShared:
+    def test_fixture(self, ddp_world):
+        ddp_world.run(on_ranks)
+
+    def test_again(self, rank):
+        print("again", rank)
+        assert rank == 0, "on purpose"
+"""
+
+
+def test_without_capture_ranks_are_heard_while_they_work(tmp_path: Path) -> None:
+    innerpytest.write(tmp_path, test_live=LIVE)
+    printed: list[str] = []
+    with innerpytest.start(tmp_path, "-s") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            printed.append(line)
+            for test in ("marker", "fixture"):  # a test goes on once both ranks have been heard
+                if sum(f"{test}: second of" in one for one in printed) == 2:
+                    (tmp_path / f"heard of {test}").touch()
+    text = "".join(printed)
+    for test in ("marker", "fixture"):
+        for rank in (0, 1):
+            for words in ("first", "second"):
+                assert text.count(f"[rank {rank}] {test}: {words} of {rank}\n") == 1, text
+            assert text.count(f"[rank {rank}] {test}: last of {rank}, heard True\n") == 1, text
+    assert text.count("[rank 0] again 0\n") == text.count("[rank 1] again 1\n") == 1
+    assert "rank 1: AssertionError: on purpose" in text and "Captured stdout of rank" not in text
+
+
+# --- Warnings ------------------------------------------------------------------------------------------------------
+
+WARNING = """
+import warnings
+import pytest
+
+class Own(UserWarning): pass
+
+def warn(text, category=UserWarning):
+    warnings.warn(text, category)  # line 7
+
+def on_ranks():
+    warn("from ddp_world")
+
+@pytest.mark.ddp
+def test_marker():
+    warn("from a marker")
+
+def test_fixture(ddp_world):
+    ddp_world.run(on_ranks)
+
+@pytest.mark.ddp
+def test_own_kind():
+    warn("of its own kind", Own)
+    warn("deprecated", DeprecationWarning)
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore:not to")
+def test_ignored():
+    warn("not to be seen")
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("error:grave")
+def test_marked_error():
+    warn("grave")
+
+@pytest.mark.ddp
+def test_ini_error():
+    warn("graver")
+
+@pytest.mark.ddp
+def test_expected():
+    with pytest.warns(Own, match="kind"):
+        warn("of its own kind", Own)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT WARN"):
+        with pytest.warns(Own):
+            pass
+"""
+
+
+def test_warnings_of_ranks_arrive_once_with_their_line(inner: Inner, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_warn=WARNING)
+    pytester.makeini("[pytest]\nfilterwarnings = error:graver")
+    printed = inner("--tb=short")
+    summary = printed.partition("= warnings summary =")[2].partition("= short test summary")[0]
+    for words in ("from a marker", "from ddp_world", "of its own kind", "deprecated"):
+        assert len(re.findall(rf"^  .*test_warn.py:7: \w+: {words}$", summary, re.M)) == 1, printed
+        assert words not in printed.replace(summary, "")
+    assert "test_warn.py::test_marker\n" in summary and "test_warn.py::test_fixture\n" in summary
+    assert "not to be seen" not in printed and "did you mean" not in summary
+    assert outcomes(printed) == {"passed": 5, "failed": 2, "warnings": 4}
+    for words in ("grave", "graver"):
+        assert re.search(rf"^test_warn.py:7: in warn\n(    .*\n)+E   UserWarning: {words}$", printed, re.M), printed
+
+
+def test_warnings_of_ranks_are_errors_where_pytest_is_told_so(inner: Inner, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_warn=WARNING)
+    printed = inner("-W", "error", "--tb=short", "-k", "marker or fixture or expected")
+    assert outcomes(printed) == {"passed": 1, "failed": 2, "deselected": 4}
+    assert len(re.findall(r"^test_warn.py:7: in warn\n", printed, re.M)) == 2
+
+
+# --- Who does not use it -------------------------------------------------------------------------------------------
+
+LOOK = """
+import json, os, sys, tempfile
+
+def pytest_unconfigure(config):
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = file.read().split()
+    names = ("torch", "ddpcheck", "rich", "cloudpickle")
+    ours = sorted(name for name in sys.modules if name.partition(".")[0] in names)
+    found = {"children": children, "modules": ours, "scratch": os.listdir(tempfile.gettempdir())}
+    with open("found.json", "w") as file:
+        json.dump(found, file)
+"""
+NOT_USED = """
+import pytest
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_a_name_of_ours(world_size): pass
+
+@pytest.fixture
+def rank():
+    return 7
+
+def test_with_a_fixture_of_our_name(rank):
+    assert rank == 7
+"""
+COLLECTED = """
+import pytest
+
+@pytest.mark.ddp(world_size=[1, 2])
+def test_marker(rank): pass
+
+def test_fixture(ddp_world): pass
+
+@pytest.mark.skip(reason="not now")
+@pytest.mark.ddp
+def test_skipped(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "imported"),
+    [
+        (NOT_USED, (), {"ddpcheck", "ddpcheck.errors", "ddpcheck.pytest_plugin"}),
+        (COLLECTED, ("--collect-only",), None),
+        (COLLECTED, ("-k", "not fixture and not marker"), None),
+    ],
+    ids=["not-used", "collected", "skipped"],
+)
+def test_who_runs_no_rank_pays_for_none(tmp_path: Path, source, arguments, imported) -> None:
+    innerpytest.write(tmp_path, conftest=LOOK, test_look=source)
+    (scratch := tmp_path / "scratch").mkdir()
+    done = innerpytest.run(tmp_path, *arguments, TMPDIR=str(scratch))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.returncode == 0, done.stdout
+    assert found["children"] == [] and found["scratch"] == []
+    assert not {"torch", "rich", "cloudpickle"} & set(found["modules"])
+    if imported is not None:
+        assert set(found["modules"]) == imported

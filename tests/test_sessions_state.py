@@ -1,0 +1,311 @@
+"""Whole sessions: which tests share ranks, what they find there, and what no test leaves for the next one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import innerhere, innerpytest
+
+pytest_plugins = ["pytester"]
+
+NOTES = """
+import json, os
+import pytest
+import torch.distributed as dist
+
+seen = []  # process groups, on ranks that several tests share
+
+def note(test):
+    left = dist.distributed_c10d._get_default_store().check(["left"])
+    found = {"test": test, "rank": dist.get_rank(), "pid": os.getpid(), "left": left, "before": len(seen)}
+    found["new_group"] = all(group is not dist.group.WORLD for group in seen)
+    seen.append(dist.group.WORLD)
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(json.dumps(found) + "\\n")
+"""
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, list[dict]]]:
+    """What the tests of an inner session have noted on their ranks: by test, one for each rank."""
+    path = tmp_path / "notes"
+    monkeypatch.setenv("NOTES", str(path))
+
+    def read() -> dict[str, list[dict]]:
+        found: dict[str, list[dict]] = {}
+        for line in path.read_text().splitlines():
+            one = json.loads(line)
+            found.setdefault(one["test"], []).append(one)
+        for ranks in found.values():
+            ranks.sort(key=lambda one: one["rank"])
+        return found
+
+    return read
+
+
+def pids(ranks: list[dict]) -> list[int]:
+    return [one["pid"] for one in ranks]
+
+
+def passed(printed: str, count: int) -> None:
+    assert f"= {count} passed in" in printed, printed
+
+
+# --- The same ranks for a module -----------------------------------------------------------------------------------
+
+SHARED = """
+import torch
+from noting import note, dist, pytest
+
+@pytest.mark.ddp
+def test_leaves_things_behind(rank):
+    note("first")
+    dist.barrier()
+    dist.distributed_c10d._get_default_store().set("left", "something")
+    dist.barrier(async_op=True)
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        pytest.left = dist.all_reduce(torch.ones(2), group=group, async_op=True), dist.irecv(torch.ones(2), 1)
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+def work(test):
+    note(test)
+    for group in (None, dist.new_group()):
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(range(1, dist.get_world_size() + 1))
+
+def test_finds_nothing_of_it(ddp_world):
+    ddp_world.run(work, "second")
+    ddp_world.run(int)
+
+@pytest.mark.ddp(world_size=3)
+def test_another_size():
+    work("three")
+
+def test_another_size_by_the_fixture(ddp_world):
+    ddp_world(world_size=3).run(work, "three again")
+    ddp_world.run(work, "two beside it")
+
+@pytest.mark.ddp
+def test_skips_everywhere():
+    note("skips")
+    pytest.skip("all of them")
+
+@pytest.mark.ddp(timeout=20)
+class TestLast:
+    def test_at_last(self):
+        work("last")
+"""
+OTHER = """
+from noting import note, pytest
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("number", [1, 2])
+def test_other(number):
+    note(f"other {number}")
+"""
+
+
+def test_a_module_has_the_same_ranks_with_a_process_group_for_each_test(pytester: pytest.Pytester, notes) -> None:
+    pytester.makepyfile(noting=NOTES, test_shared=SHARED, test_zother=OTHER)
+    printed = innerhere.run(pytester, "--ddp-reuse=module")
+    assert "= 7 passed, 1 skipped in" in printed, printed
+    found = notes()
+    two = ["first", "second", "two beside it", "skips", "last"]
+    assert all(pids(found[test]) == pids(found["first"]) for test in two)
+    assert pids(found["three"]) == pids(found["three again"])
+    assert pids(found["other 1"]) == pids(found["other 2"])
+    everyone = [*pids(found["first"]), *pids(found["three"]), *pids(found["other 1"])]
+    assert len(set(everyone)) == 7
+    assert [found[test][0]["before"] for test in two] == [0, 1, 2, 3, 4]
+    for ranks in found.values():
+        assert all(one["new_group"] and not one["left"] for one in ranks), ranks
+
+
+@pytest.mark.parametrize("how", ["mark", "ini", "environment", "mark-over-flag"])
+def test_ranks_are_shared_in_whichever_way_that_is_asked_for(
+    pytester: pytest.Pytester, notes, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    pytester.makepyfile(noting=NOTES, test_zother=OTHER)
+    if how.startswith("mark"):
+        pytester.makepyfile(test_zother=OTHER.replace("mark.ddp", "mark.ddp(reuse='module')"))
+    if how == "ini":
+        pytester.makeini("[pytest]\nddp_reuse = module")
+    if how == "environment":
+        monkeypatch.setenv("DDPCHECK_REUSE", "module")
+    passed(innerhere.run(pytester, *(["--ddp-reuse=test"] if how == "mark-over-flag" else [])), 2)
+    found = notes()
+    assert pids(found["other 1"]) == pids(found["other 2"])
+
+
+FAILING = """
+import os, signal, time
+from noting import note, dist, pytest
+
+KINDS = ["asserts", "disagrees", "hangs", "killed", "exits"]
+
+def act(kind):
+    note(kind)
+    bad = dist.get_rank() == 1
+    if kind == "disagrees" and bad:
+        pytest.skip("only here")
+    if kind == "hangs" and bad:
+        time.sleep(60)
+    if kind == "killed" and bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exits" and bad:
+        os._exit(0)
+    assert kind not in ("asserts", "caught") or not bad
+
+@pytest.fixture
+def torn(rank):
+    yield
+    assert rank == 0, "teardown"
+
+@pytest.mark.parametrize("kind, after", [(kind, after) for kind in KINDS for after in (False, True)])
+@pytest.mark.ddp(timeout=1)
+def test_marker(kind, after):
+    note(f"after {kind}") if after else act(kind)
+
+@pytest.mark.ddp
+def test_teardown(torn):
+    note("asserts in teardown")
+
+@pytest.mark.ddp
+def test_after_teardown():
+    note("after asserts in teardown")
+
+def test_parent(ddp_world):
+    ddp_world.run(note, "asserts in parent")
+    assert not "this"
+
+def test_after_parent(ddp_world):
+    ddp_world.run(note, "after asserts in parent")
+
+def test_caught(ddp_world):
+    with pytest.raises(Exception):
+        ddp_world.run(act, "caught")
+    ddp_world.run(note, "after caught")
+
+def test_kept(ddp_world):
+    ddp_world.run(note, "kept")
+
+@pytest.fixture
+def broken_before(ddp_world):
+    ddp_world.run(note, "asserts before")
+    assert not "this"
+
+def test_before(broken_before):
+    pass
+
+def test_after_before(ddp_world):
+    ddp_world.run(note, "after asserts before")
+
+@pytest.fixture
+def broken_afterwards(ddp_world):
+    ddp_world.run(note, "asserts afterwards")
+    yield
+    assert not "this"
+
+def test_afterwards(broken_afterwards):
+    pass
+
+def test_after_afterwards(ddp_world):
+    ddp_world.run(note, "after asserts afterwards")
+"""
+
+
+def test_no_test_gets_ranks_on_which_another_failed(pytester: pytest.Pytester, notes) -> None:
+    pytester.makepyfile(noting=NOTES, test_failing=FAILING)
+    printed = innerhere.run(pytester, "--ddp-reuse=module", "--tb=line", "-v")
+    found = notes()
+    kinds = [test for test in found if f"after {test}" in found]
+    assert sorted(kinds) == [
+        "asserts",
+        "asserts afterwards",
+        "asserts before",
+        "asserts in parent",
+        "asserts in teardown",
+        "caught",
+        "disagrees",
+        "exits",
+        "hangs",
+        "killed",
+    ], printed
+    for kind in kinds:
+        after = found[f"after {kind}"]
+        assert len(after) == 2 and not {*pids(found[kind])} & {*pids(after)}, kind
+        assert all(one["before"] == 0 for one in after), kind
+    assert pids(found["kept"]) == pids(found["after caught"])
+    line = FAILING[: FAILING.index("@pytest.mark.parametrize(")].count("\n")
+    assert f"test_failing.py:{line}: rank 1 was killed by SIGKILL" in printed and "\n:0: " not in printed
+    assert "7 failed, 12 passed, 2 errors" in printed, printed
+
+
+# --- Fresh ranks for every test ------------------------------------------------------------------------------------
+
+FRESH = """
+import os, random, sys, threading
+import pytest, torch
+import torch.distributed as dist
+from noting import note
+
+mine = []
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("number", [1, 2])
+def test_marker(number, rank):
+    work(number, "marker")
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_fixture(number, ddp_world):
+    ddp_world.run(work, number, "fixture")
+
+def work(number, form):
+    note(f"{form} {number}")
+    assert mine == [] and not hasattr(torch, "left") and torch.get_default_dtype() == torch.float32
+    assert "LEFT" not in os.environ and "/left" not in sys.path and os.getcwd() == os.environ["HOME_OF_TESTS"]
+    assert torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
+    assert threading.active_count() == 1 and "left" not in sys.modules and sys.argv[-1] != "left"
+    drawn = random.random(), torch.rand(1).item()
+    random.seed(5), torch.manual_seed(5)
+    assert drawn != (random.random(), torch.rand(1).item()), "another test's seed"
+    mine.append(1)
+    torch.left = 1
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT"] = "1"
+    sys.path.append("/left")
+    sys.modules["left"] = sys
+    sys.argv.append("left")
+    os.chdir("/")
+    pytest.MonkeyPatch().setattr(os, "getcwd", lambda: "/left")
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def test_here():
+    assert mine == [] and not hasattr(torch, "left") and "LEFT" not in os.environ and os.getcwd() != "/"
+"""
+
+
+def test_nothing_of_a_test_is_left_for_the_next_one(
+    pytester: pytest.Pytester, notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME_OF_TESTS", str(pytester.path))
+    pytester.makepyfile(noting=NOTES, test_fresh=FRESH)
+    passed(innerhere.run(pytester), 5)
+    everyone = [pid for ranks in notes().values() for pid in pids(ranks)]
+    assert len(everyone) == len(set(everyone)) == 8
+
+
+def test_sharing_works_with_several_workers(tmp_path: Path, notes) -> None:
+    innerpytest.write(tmp_path, noting=NOTES, test_shared=SHARED, test_zother=OTHER)
+    done = innerpytest.run(tmp_path, "-n", "2", "--dist=loadfile", "--ddp-reuse=module")
+    assert len(innerpytest.names(done, "passed")) == 7, done.stdout
+    found = notes()
+    assert pids(found["first"]) == pids(found["last"]) != pids(found["other 1"]) == pids(found["other 2"])
