@@ -200,7 +200,7 @@ class World:
             allowed.check_seconds("timeout", timeout)
         self._crew.run += 1
         for rank in self._crew.ranks:
-            rank.answer = None
+            rank.answer = rank.failing = None
         rewritten = rewritten_modules()
         last: tuple[bytes, bytes] | None = None
         for rank, payload in zip(self._crew.ranks, payloads, strict=True):

@@ -187,7 +187,7 @@ def _live(sock: socket.socket) -> None:
         while (message := wire.receive(sock)) is not None:
             if message[0] == "task":
                 rewrite_on_import(message[3])
-                sock.sendall(_answer(message[1], message[2]))
+                sock.sendall(_answer(sock, message[1], message[2]))
             elif message[0] == "adopt":
                 set_place("starting up")
                 _adopt(config, message[1])
@@ -202,18 +202,46 @@ def _live(sock: socket.socket) -> None:
         wire.receive(sock)
 
 
-def _answer(run: int, payload: bytes) -> bytes:
+def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     """Do one task and return the reply, whatever happens."""
+    global _task
     set_place("")
     set_collective("")
+    _task = _Task(sock, run)
     try:
         data = _perform(payload)
     except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
-        reply = wire.pack(("failure", run, describe(error)))
+        announced = _task.failure
+        reply = wire.pack(("failure", run, announced[1] if announced and announced[0] is error else describe(error)))
     else:
         reply = wire.pack(("result", run, data))
+    finally:
+        _task = None
     _flush()
     return reply
+
+
+def announce(error: BaseException) -> None:
+    """Tell the parent that this run fails with `error`, before anything is done about it that takes time.
+
+    So it is known when that happened, and what this rank is about, should another rank's failure end the run meanwhile.
+    Nothing happens in a process that is no rank of a `World`.
+    """
+    if _task is not None:
+        _task.failure = (error, describe(error))
+        _task.sock.sendall(wire.pack(("failing", _task.run, _task.failure[1])))
+
+
+@dataclass
+class _Task:
+    """What this rank is asked to do."""
+
+    sock: socket.socket
+    run: int
+    failure: tuple[BaseException, dict[str, Any]] | None = None  # announced
+
+
+_task: _Task | None = None
 
 
 def _perform(payload: bytes) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -31,6 +32,7 @@ KINDS = {
     "slow": "if bad: time.sleep(0.8)",
 }
 WHO = {"0": "rank == 0", "1": "rank == 1", "all": "True"}
+MODES = {"alone": (), "xdist": ("-n", "2")}
 COLLECTIVE_AFTER = {"raises", "asserts", "exits", "killed", "crashes", "unpicklable_error"}
 
 HEAD = """
@@ -75,16 +77,27 @@ def source() -> str:
     return "\n".join(parts)
 
 
-@pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
-    folder = tmp_path_factory.mktemp("matrix")
-    innerpytest.write(folder, test_matrix=source())
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Session]:
+    """Both sessions, run at the same time: most of theirs is spent waiting for ranks that hang."""
+    folders = {mode: tmp_path_factory.mktemp(mode) for mode in MODES}
+    for folder in folders.values():
+        innerpytest.write(folder, test_matrix=source())
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    session = innerpytest.run(folder, *request.param)
+    with ThreadPoolExecutor() as pool:
+        ended = dict(
+            zip(MODES, pool.map(lambda mode: innerpytest.run(folders[mode], *MODES[mode]), MODES), strict=True)
+        )
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
-    assert session.returncode == 1, session.stdout
-    assert not left, "the session has left processes"
-    return session
+    assert not left, "a session has left processes"
+    return ended
+
+
+@pytest.fixture(params=list(MODES))
+def session(request: pytest.FixtureRequest, sessions: dict[str, Session]) -> Session:
+    ended = sessions[request.param]
+    assert ended.returncode == 1, ended.stdout
+    return ended
 
 
 def said(session: Session, form: str, kind: str, who: str) -> Said:

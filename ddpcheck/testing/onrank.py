@@ -114,6 +114,7 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
             try:
                 yield luggage
             except BaseException as error:
+                this_rank.announce(error)
                 luggage.failure = _as_pytest_shows(error, conditions.style)
                 if conditions.post_mortem:
                     luggage.quitting = debugging.post_mortem(error, str(luggage.failure or ""))

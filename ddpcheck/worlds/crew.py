@@ -36,6 +36,7 @@ class Rank:
     connected: bool = True
     ended: tuple[int, float] | None = None  # exit code, when
     answer: tuple[str, Any] | None = None  # to the run under way
+    failing: Any = None  # what it has told of its failure before its answer
 
 
 class Crew:
@@ -188,6 +189,8 @@ class Crew:
             if kind == "ready":
                 if rest[1] == self.renewals:
                     rank.ready = rest[0]
+            elif kind == "failing":
+                rank.failing = rest[1] if rest[0] == self.run else None
             elif rest[0] in (0, self.run):  # 0: it failed while starting up
                 rank.answer = (kind, rest[1])
         if not alive:

@@ -33,6 +33,7 @@ def _described(crew: Crew, directory: Path, headline: str | None) -> BaseExcepti
         return UsageError(crew.trouble)
     dumps = crew.dump_stacks()
     now = time.monotonic()
+    failing = {rank.number: rank.failing for rank in crew.ranks if rank.answer is None and rank.failing is not None}
     crew.kill()
     found = []
     for rank in crew.ranks:
@@ -48,6 +49,8 @@ def _described(crew: Crew, directory: Path, headline: str | None) -> BaseExcepti
             failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
         elif rank.ended is not None and rank.number not in dumps:
             failure = replace(failures.died(rank.number, *rank.ended, output), place=place, collective=collective)
+        elif (reply := failing.get(rank.number)) is not None:
+            failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
         else:
             failure = failures.stuck(rank.number, now, dumps.get(rank.number, ""), place, collective)
         found.append(replace(failure, output=output))
