@@ -3,17 +3,18 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpcheck import rank as this_rank
 from ddpcheck.collectives import log_path, read_log
 from ddpcheck.errors import EmptyShardError, HangError, RankError, RankFailure
 from ddpcheck.evidence import Call, Packed
 from ddpcheck.findings import Finding, Location
-from ddpcheck.harness import World
 from ddpcheck.lockstep import (
     DeadlockWatch,
     judge_collectives,
@@ -21,6 +22,7 @@ from ddpcheck.lockstep import (
     judge_failure,
     judge_packing,
 )
+from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
@@ -88,136 +90,112 @@ def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
     assert read_log(tmp_path, 1) == [] and read_log(tmp_path, 2) == []
 
 
-def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line() -> None:
-    def work() -> list[Call]:
-        import torch
-        import torch.distributed as dist
+@pytest.fixture
+def log(rank: int, tmp_path: Path) -> Callable[..., list[Call]]:
+    """Reads what this rank, or another one, has called from here on."""
+    from ddpcheck.collectives import record_collectives
 
-        from ddpcheck import rank
-        from ddpcheck.collectives import record_collectives, unlogged
+    record_collectives(tmp_path, rank)
+    return lambda of=rank: read_log(tmp_path, of)
 
-        here = rank.current()
-        record_collectives(here.directory, here.rank)
-        rank.set_place("step 7: forward")
-        group = dist.new_group([0, 1])
-        dist.all_reduce(torch.zeros(3, requires_grad=True).detach())
-        dist.broadcast(torch.zeros(2, 2, dtype=torch.int64), src=1, group=group)
-        dist.all_gather([torch.zeros(1) for _ in range(2)], torch.ones(1))
-        dist.all_gather_object([None, None], {"rank": here.rank})
-        with unlogged():
-            dist.barrier()
+
+@pytest.mark.ddp
+def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Callable[..., list[Call]]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ddpcheck.collectives import unlogged
+
+    this_rank.set_place("step 7: forward")
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(3, requires_grad=True).detach())
+    dist.broadcast(torch.zeros(2, 2, dtype=torch.int64), src=1, group=group)
+    dist.all_gather([torch.zeros(1) for _ in range(2)], torch.ones(1))
+    dist.all_gather_object([None, None], {"any": "thing"})
+    with unlogged():
         dist.barrier()
-        assert rank.own_slots()[1] == ""
-        return read_log(here.directory, here.rank)
-
-    with World(2, timeout=30) as world:
-        mine, other = world.run(work)
-    assert judge_collectives([mine, other]) == []
-    assert [call.operation for call in mine] == [
-        "new_group",
-        "all_reduce",
-        "broadcast",
-        "all_gather",
-        "all_gather_object",
-        "barrier",
+    dist.barrier()
+    assert this_rank.own_slots()[1] == ""
+    with unlogged():
+        dist.barrier()
+    assert judge_collectives([log(0), log(1)]) == []
+    calls = log()
+    assert [(call.operation, call.payload) for call in calls] == [
+        ("new_group", "ranks [0, 1]"),
+        ("all_reduce", "float32 of shape (3,)"),
+        ("broadcast", "int64 of shape (2, 2), root 1"),
+        ("all_gather", "float32 of shape (1,)"),
+        ("all_gather_object", ""),
+        ("barrier", ""),
     ]
-    assert [call.payload for call in mine] == [
-        *("ranks [0, 1]", "float32 of shape (3,)", "int64 of shape (2, 2), root 1", "float32 of shape (1,)", "", ""),
+    assert {call.place for call in calls} == {"step 7: forward"} and {call.members for call in calls} == {(0, 1)}
+    assert all(call.location.rpartition(":")[0].endswith(os.path.basename(__file__)) for call in calls), calls
+    assert len({call.group for call in calls}) == 2
+
+
+@pytest.mark.ddp
+def test_a_collective_inside_an_autograd_function_counts_as_differentiable(log: Callable[..., list[Call]]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            total = x.clone()
+            dist.all_reduce(total)
+            return total
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    Summed.apply(x)
+    dist.all_reduce(x * 2)
+    assert [(call.differentiable, call.carries_gradient) for call in log()] == [(True, False), (False, True)]
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # some spellings are deprecated, and are used all the same
+def test_functional_collectives_are_logged_once_each_by_either_spelling(log: Callable[..., list[Call]]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    x = torch.ones(4, requires_grad=True)
+    functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    gathered = functional.all_gather_tensor(x.detach(), 0, [0, 1])
+    assert gathered.shape == (8,)
+    operator = torch.ops._c10d_functional.all_reduce
+    total = torch.ops._c10d_functional.wait_tensor(operator(x.detach(), "sum", dist.group.WORLD.group_name))
+    assert total.tolist() == [2.0] * 4 and operator.default is not None
+    functional.broadcast(x, 0, dist.group.WORLD)
+    assert this_rank.own_slots()[1] == ""
+    assert [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log()] == [
+        ("all_gather_tensor", (0, 1), 4, True, True),
+        ("all_gather_tensor", (0, 1), 4, False, False),
+        ("all_reduce", (0, 1), 4, False, False),
+        ("broadcast", (0, 1), 4, True, False),
     ]
-    assert {call.place for call in mine} == {"step 7: forward"} and {call.members for call in mine} == {(0, 1)}
-    assert all(call.location.rpartition(":")[0].endswith(os.path.basename(__file__)) for call in mine), mine
-    assert len({call.group for call in mine}) == 2
 
 
-def test_a_collective_inside_an_autograd_function_counts_as_differentiable() -> None:
-    def work() -> list[tuple[bool, bool]]:
-        import torch
-        import torch.distributed as dist
+@pytest.mark.ddp
+def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
+    log: Callable[..., list[Call]], rank: int
+) -> None:
+    import torch
+    import torch.distributed as dist
 
-        from ddpcheck import rank
-        from ddpcheck.collectives import record_collectives
+    from ddpcheck.collectives import replaced_by
 
-        class Summed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):  # type: ignore[no-untyped-def]
-                total = x.clone()
-                dist.all_reduce(total)
-                return total
-
-            @staticmethod
-            def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-                return gradient
-
-        record_collectives(rank.current().directory, rank.current().rank)
-        x = torch.ones(2, requires_grad=True)
-        Summed.apply(x)
-        dist.all_reduce(x * 2)
-        log = read_log(rank.current().directory, rank.current().rank)
-        return [(call.differentiable, call.carries_gradient) for call in log]
-
-    with World(2, timeout=30) as world:
-        assert world.run(work) == [[(True, False), (False, True)]] * 2
-
-
-def test_functional_collectives_are_logged_once_each_by_either_spelling() -> None:
-    def work() -> list[tuple[str, tuple[int, ...], int, bool, bool]]:
-        import torch
-        import torch.distributed as dist
-
-        from ddpcheck import rank
-        from ddpcheck.collectives import record_collectives
-
-        record_collectives(rank.current().directory, rank.current().rank)
-        from torch.distributed import _functional_collectives as functional
-
-        x = torch.ones(4, requires_grad=True)
-        functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
-        gathered = functional.all_gather_tensor(x.detach(), 0, [0, 1])
-        assert gathered.shape == (8,)
-        operator = torch.ops._c10d_functional.all_reduce
-        total = torch.ops._c10d_functional.wait_tensor(operator(x.detach(), "sum", dist.group.WORLD.group_name))
-        assert total.tolist() == [2.0] * 4 and operator.default is not None
-        functional.broadcast(x, 0, dist.group.WORLD)
-        log = read_log(rank.current().directory, rank.current().rank)
-        assert rank.own_slots()[1] == ""
-        return [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log]
-
-    with World(2, timeout=30) as world:
-        mine, other = world.run(work)
-    assert (
-        mine
-        == other
-        == [
-            ("all_gather_tensor", (0, 1), 4, True, True),
-            ("all_gather_tensor", (0, 1), 4, False, False),
-            ("all_reduce", (0, 1), 4, False, False),
-            ("broadcast", (0, 1), 4, True, False),
-        ]
-    )
-
-
-def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards() -> None:
-    def work() -> tuple[list[str], float, int]:
-        import torch
-        import torch.distributed as dist
-
-        from ddpcheck import rank
-        from ddpcheck.collectives import record_collectives, replaced_by
-
-        record_collectives(rank.current().directory, rank.current().rank)
-        seen: list[str] = []
-        x = torch.ones(1)
-        with replaced_by(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
-            if dist.get_rank() == 0:  # no other rank comes, and it does not matter
-                dist.all_reduce(x, op=dist.ReduceOp.SUM)
-        dist.all_reduce(x)
-        return seen, x.item(), len(read_log(rank.current().directory, rank.current().rank))
-
-    with World(2, timeout=30) as world:
-        assert world.run(work) == [
-            (["all_reduce ['op', 'tensor'] float32 of shape (1,)"], 2.0, 1),
-            ([], 2.0, 1),
-        ]
+    seen: list[str] = []
+    x = torch.ones(1)
+    with replaced_by(lambda operation, given, call: seen.append(f"{operation} {sorted(given)} {call.payload}")):
+        if rank == 0:  # no other rank comes, and it does not matter
+            dist.all_reduce(x, op=dist.ReduceOp.SUM)
+    assert seen == (["all_reduce ['op', 'tensor'] float32 of shape (1,)"] if rank == 0 else [])
+    dist.all_reduce(x)
+    assert x.item() == 2.0 and len(log()) == 1
 
 
 # --- Watching ------------------------------------------------------------------------------------------------------
@@ -253,30 +231,35 @@ def skip_asynchronous() -> None:
         dist.all_reduce(torch.zeros(3), async_op=True).wait()
 
 
-def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_too() -> None:
-    with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
-        world.run(int)
-        begun = time.monotonic()
-        with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did"):
-            world.run(skip_asynchronous)
-        assert time.monotonic() - begun < 10
+@pytest.fixture
+def watched(ddp_world: DdpWorld) -> DdpWorld:
+    """Ranks that have started, and of which a hang is told long before the deadline."""
+    world = ddp_world(timeout=60, watch=DeadlockWatch(patience=0.5))
+    world.run(int)
+    return world
+
+
+def test_a_rank_that_waits_for_the_result_of_an_asynchronous_collective_is_told_too(watched: DdpWorld) -> None:
+    begun = time.monotonic()
+    with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did"):
+        watched.run(skip_asynchronous)
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize("what", ["skip on rank 1"])
-def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(what: str) -> None:
-    with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
-        world.run(int)
-        begun = time.monotonic()
-        with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did") as caught:
-            world.run(record_and, what)
-        assert time.monotonic() - begun < 10
-        (stuck,) = [failure for failure in caught.value.failures if failure.kind == "stuck"]
-        assert stuck.rank == 0 and stuck.place == "step 0: forward" and stuck.collective.startswith("all_reduce(")
+def test_a_rank_that_waits_for_one_that_has_finished_is_told_long_before_the_deadline(
+    watched: DdpWorld, what: str
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(HangError, match=r"[Rr]ank 0 called all_reduce.*rank 1 never did") as caught:
+        watched.run(record_and, what)
+    assert time.monotonic() - begun < 10
+    (stuck,) = [failure for failure in caught.value.failures if failure.kind == "stuck"]
+    assert stuck.rank == 0 and stuck.place == "step 0: forward" and stuck.collective.startswith("all_reduce(")
 
 
-def test_a_rank_that_comes_late_is_waited_for() -> None:
-    with World(2, timeout=60, watch=DeadlockWatch(patience=0.5)) as world:
-        assert world.run(record_and, "come late") == [None, None]
+def test_a_rank_that_comes_late_is_waited_for(watched: DdpWorld) -> None:
+    assert watched.run(record_and, "come late") == [None, None]
 
 
 # --- What is packed ------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pyte
 
 
 def test_sparse_and_complex_views_have_fingerprints_too() -> None:
-    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,))
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
     assert fingerprint(sparse) == fingerprint(sparse.to_dense())
     assert fingerprint(sparse.to_dense().to_sparse_csr() if sparse.dim() == 2 else sparse.coalesce()) == fingerprint(
         sparse

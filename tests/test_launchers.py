@@ -40,7 +40,7 @@ def templates() -> list[Any]:
     return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-@pytest.mark.ddp(world_size=[2, 3])
+@pytest.mark.ddp(world_size=[2, 3], reuse="module")
 def test_the_average_is_the_mean_over_ranks_with_zeros_for_what_is_missing(rank: int, world_size: int) -> None:
     average = average_over_ranks(local_tensors(rank), templates())
     parts = [local_tensors(each) for each in range(world_size)]
@@ -57,7 +57,7 @@ def test_the_average_is_the_mean_over_ranks_with_zeros_for_what_is_missing(rank:
     ddpcheck.assert_same_on_all_ranks(average)  # bit by bit
 
 
-@pytest.mark.ddp
+@pytest.mark.ddp(reuse="module")
 def test_half_precision_is_summed_in_single_precision(rank: int) -> None:
     value = torch.full((4,), 60_000.0, dtype=torch.float16)
     small = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -66,7 +66,7 @@ def test_half_precision_is_summed_in_single_precision(rank: int) -> None:
     assert small.tolist() == torch.full((4,), 128.5, dtype=torch.bfloat16).tolist()
 
 
-@pytest.mark.ddp
+@pytest.mark.ddp(reuse="module")
 def test_gradients_are_replaced_by_their_mean_and_only_where_there_are_any(rank: int) -> None:
     model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(4)])
     model[3].requires_grad_(False)
@@ -78,7 +78,7 @@ def test_gradients_are_replaced_by_their_mean_and_only_where_there_are_any(rank:
     assert gradients == [[[0.5, 0.5]], [[4.0, 4.0]], None, None]
 
 
-@pytest.mark.ddp(world_size=3)
+@pytest.mark.ddp(world_size=3, reuse="module")
 def test_only_the_ranks_of_a_group_are_averaged(rank: int) -> None:
     group = torch.distributed.new_group([0, 2])
     if rank != 1:

@@ -101,6 +101,24 @@ def test_a_world_is_fresh_after_one_that_failed(inner) -> None:
     done.assert_outcomes(passed=1)
 
 
+def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
+    done = inner(
+        """
+        import time
+        import pytest
+        from ddpcheck import HangError
+
+        def test_watched(ddp_world):
+            seen = []
+            world = ddp_world(watch=lambda world, finished, running: seen.append(running) or "seen enough")
+            with pytest.raises(HangError, match="seen enough"):
+                world(world_size=1).run(time.sleep, 20)
+            assert seen == [{0}]
+        """
+    )
+    done.assert_outcomes(passed=1)
+
+
 STUB = """
 import sys, types
 from ddpcheck.findings import Finding, Report, Severity

@@ -124,10 +124,12 @@ class Tenancy:
             self._item.config, since=self._since, context=context, debugger=self._ranks.desk is not None
         )
 
-    def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> None:
+    def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         self._show(world, last=False)
         if self._ranks.desk is not None:
             self._record.debugged |= self._ranks.desk.attend(world.directory)
+        users: Watch | None = self.options.get("watch")
+        return users(world, finished, running) if users is not None else None
 
     def _show(self, world: World, *, last: bool) -> None:
         """Under `-s`: print what the ranks have printed since, line by line, each with its rank."""
