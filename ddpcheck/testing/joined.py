@@ -10,6 +10,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import sys
@@ -190,7 +191,7 @@ class JoinedWorld:
 
     def _work(self, payload: bytes) -> Any:
         """On a rank, in its process group."""
-        with _threads(self._threads), _heard(self._capture):
+        with _threads(self._threads), _heard(self._capture), _logged():
             for name in self._preload:
                 if refusal := import_named(name):
                     raise UsageError(refusal)
@@ -275,6 +276,18 @@ def _heard(capture: Any) -> Iterator[None]:
             if text:
                 stream.write(text)
         this_rank.leave(pickle.dumps((this_rank.left(), printed)))
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Keep what the rank logs from the handlers of the process that pytest runs in: it is told them as the rank's."""
+    root = logging.getLogger()
+    kept = root.handlers[:]
+    root.handlers[:] = [each for each in kept if type(each).__module__ != "_pytest.logging"]
+    try:
+        yield
+    finally:
+        root.handlers[:] = kept
 
 
 def _read(capture: Any) -> tuple[str, str]:
