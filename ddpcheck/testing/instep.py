@@ -70,7 +70,7 @@ class InStep:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Be quiet until it is known who reports."""
         self._session = session
-        if self._launch.rank:
+        if self._launch.rank and self._config.pluginmanager.has_plugin("terminalreporter"):
             self._terminal = quiet.Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
