@@ -39,6 +39,8 @@ class Settings:
         preload: Modules that are imported once, before ranks are forked.
         threads: That torch may use in each rank of a test; `None` shares out the cores.
         reuse: Of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module.
+        launcher: Whether tests use the ranks that torchrun or mpirun has started: "auto" where some need ranks, "on"
+            always, "off" never.
     """
 
     world_size: int = 2
@@ -53,6 +55,7 @@ class Settings:
     preload: tuple[str, ...] = ()
     threads: int | None = None
     reuse: str = "test"
+    launcher: str = "auto"
 
 
 def load_settings(
@@ -61,6 +64,7 @@ def load_settings(
     ini: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     start: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Decide every setting: the first that has it of flags, ini, environment, `[tool.ddpcheck]` and default.
 
@@ -69,6 +73,7 @@ def load_settings(
         ini: From the ini file of a host such as pytest, by field name; `None` and "" mean "not given".
         environ: The environment, `os.environ` when absent.
         start: The folder from which the nearest pyproject.toml is searched upwards, the current one when absent.
+        defaults: Instead of those of `Settings`, by field name.
 
     Raises:
         UsageError: A flag has a value that cannot be.
@@ -81,7 +86,7 @@ def load_settings(
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
     for field, value in _given(flags).items():
         chosen[field] = _parse(field, value, "--" + field.replace("_", "-"), UsageError)
-    return Settings(**chosen)
+    return Settings(**{**(defaults or {}), **chosen})
 
 
 def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -210,10 +215,13 @@ def _threshold(value: Any) -> Severity | None:
     return choices[value.strip().lower()]
 
 
-def _reuse(value: Any) -> str:
-    if not isinstance(value, str) or value.strip().lower() not in ("test", "module"):
-        raise ValueError("test or module")
-    return value.strip().lower()
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in choices:
+            raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
+        return value.strip().lower()
+
+    return parse
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
@@ -228,6 +236,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "fail_on": _threshold,
     "preload": _modules,
     "threads": _whole(1),
-    "reuse": _reuse,
+    "reuse": _one_of("test", "module"),
+    "launcher": _one_of("auto", "on", "off"),
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

@@ -6,6 +6,7 @@ that has ddpcheck installed. What a test needs is imported when the first one ne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,14 @@ _OPTIONS = {
     "reuse": "test: fresh ranks for every test; module: the same for all tests of a module, each with a process group "
     "of its own (default test)",
     "threads": "threads that torch may use in each rank (default: the cores are shared out)",
+    "launcher": "auto: under torchrun, mpirun or srun, tests run on the ranks that these have started; off: on ranks "
+    "of their own; on: as auto, also where no test needs ranks (default auto)",
 }
 _MARKER = (
     "ddp(world_size=2, *, backend, device, timeout, reuse, threads, env, preload): run the body of the test on every "
     "rank of a real process group; a list of world sizes runs it once for each"
 )
+_SIGNS = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID")
 _SESSION = pytest.StashKey["Session"]()
 _NEXT = pytest.StashKey[pytest.Item | None]()
 
@@ -44,8 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known; where variables of a launcher are set, see whether it has started this process."""
     config.addinivalue_line("markers", _MARKER)
+    if any(name in os.environ for name in _SIGNS):
+        from ddpcheck.testing import instep
+
+        instep.register(config, _is_ours, tuple(_OPTIONS))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -245,6 +245,16 @@ _task: _Task | None = None
 
 
 def _perform(payload: bytes) -> bytes:
+    function, args, kwargs = unpacked_task(payload)
+    return packed_result(function(*args, **kwargs))
+
+
+def unpacked_task(payload: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Undo `worlds.allowed.pack_task`.
+
+    Raises:
+        DdpcheckError: Something in it cannot be had here.
+    """
     try:
         function, args, kwargs = wire.loads(payload)
     except Exception as error:
@@ -252,7 +262,7 @@ def _perform(payload: bytes) -> bytes:
             f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
             "what they refer to must be importable there."
         ) from error
-    return packed_result(function(*args, **kwargs))
+    return function, args, kwargs
 
 
 def packed_result(result: object) -> bytes:
@@ -349,15 +359,15 @@ def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
     sys.argv[:] = surroundings.argv
     sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
     tempfile.tempdir = None
-    _seed()
+    seed()
     if "TORCH_DISTRIBUTED_DEBUG" in surroundings.explicit:
         import torch.distributed as dist
 
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
 
 
-def _seed() -> None:
-    """Seed what the rank has inherited from the fork, or it would be the same in every rank and world."""
+def seed() -> None:
+    """Seed every generator anew, or what a rank has from a fork, or torch's default, is the same on all of them."""
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
@@ -447,3 +457,16 @@ def leave(data: bytes) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(data)
     unfinished.replace(path)  # whole or not at all
+
+
+def left() -> bytes:
+    """Return what this rank has left so far, `b""` when it has left nothing.
+
+    Raises:
+        DdpcheckError: When this process is not a rank.
+    """
+    context = current()
+    try:
+        return (context.directory / f"rank{context.rank}.luggage").read_bytes()
+    except OSError:
+        return b""

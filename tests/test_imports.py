@@ -29,7 +29,7 @@ ROOMS = """
     consistency program absences anomalous gather.parts loop parity reducer causes outcome conduct check sweep depict
     folding render assertions repro cli __main__ testing testing.marks testing.values testing.measuring
     testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
-    testing.session pytest_plugin
+    testing.joined testing.session testing.quiet testing.instep pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -46,6 +46,7 @@ LIGHT = """
     ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
     ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session ddpcheck.sweep
+    ddpcheck.testing.joined ddpcheck.testing.quiet ddpcheck.testing.instep
     ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal ddpcheck.picture ddpcheck.depict
     ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # one that hardly anybody uses
 
 Sockets = dict[int, int]
@@ -68,11 +69,12 @@ def _main_thread() -> int:
 
 
 def main_stack() -> str:
-    """Where the main thread is below our own frames, in the form that `faulthandler` writes."""
+    """Where the main thread is in a run, without frames of ours, in the form that `faulthandler` writes."""
     frame = sys._current_frames().get(_main_thread())
     lines = []
-    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
-        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
         frame = frame.f_back
     return "\n".join(["Current thread (most recent call first):", *lines]) + "\n"
 

@@ -77,7 +77,7 @@ class Session:
         self._litter: list[list[Callable[[], None]]] = [[], []]
         self._task: Callable[[], None] | None = None
         self._busy = False
-        self._left = False
+        self._left = self._announced = False
         self._peers: Peers | None = None
         self._thread: threading.Thread | None = None
         self._met: Callable[[], None] = _nothing
@@ -137,15 +137,19 @@ class Session:
 
         A rank that does not come in time is lost: the session is broken.
         """
+        return [data.decode() for data in self.end_with(value.encode(), timeout=timeout)]
+
+    def end_with(self, data: bytes, *, timeout: float) -> list[bytes]:
+        """Do as `end`, with bytes."""
         self._check()
         self._spoiled = None
         try:
-            said = self._meet(f"{self._epoch}/end", "the end", value.encode(), timeout)
+            said = self._meet(f"{self._epoch}/end", "the end", data, timeout)
         except HangError as error:
             self._break(str(error))
             raise
         self._next_epoch(f"what follows {self._label}")
-        return [data.decode() for data in said]
+        return said
 
     def _next_epoch(self, label: str) -> None:
         self._epoch += 1
@@ -172,6 +176,11 @@ class Session:
         from ddpcheck.launched.world import LaunchedWorld
 
         return LaunchedWorld(self, world_size, backend=backend, device=device, **options)
+
+    @property
+    def missed(self) -> bool:
+        """Whether this rank has been told in this epoch that others would not come to a meeting with it."""
+        return self._spoiled is not None
 
     def name_world(self) -> str:
         """A name for one more world: the same on every rank as long as they are in step."""
@@ -342,6 +351,13 @@ class Session:
             self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
             raise KeyboardInterrupt(self.broken)
 
+    def announce(self, reason: str) -> None:
+        """Say that this rank comes to no more meetings, with what completes "rank 1 has left (...)"; it may linger."""
+        if not self._announced and self._owner == os.getpid():
+            self._announced = True
+            with contextlib.suppress(StoreGoneError):
+                self.board.put(f"left/{self.rank}", reason.encode())
+
     def leave(self, reason: str = "it has finished", *, timeout: float = 60.0) -> None:
         """Say that this rank is going, so that no other waits for it; may be called again.
 
@@ -356,7 +372,7 @@ class Session:
             return
         self._left = True
         try:
-            self.board.put(f"left/{self.rank}", reason.encode())
+            self.announce(reason)
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             if self.rank:
                 self._linger([0], "left", timeout)

@@ -129,7 +129,9 @@ class Conditions:
     post_mortem: bool
 
     @classmethod
-    def of(cls, config: pytest.Config, *, since: Seeds | None, context: str, debugger: bool) -> Conditions:
+    def of(
+        cls, config: pytest.Config, *, since: Seeds | None, context: str, debugger: bool, apart: bool = True
+    ) -> Conditions:
         """Read them off this process.
 
         Args:
@@ -137,13 +139,14 @@ class Conditions:
             since: The generators when the test began.
             context: Of the test, for coverage by test.
             debugger: Whether somebody sits at a terminal.
+            apart: Whether the rank is another process than the one that pytest runs in, which is measured already.
         """
         return cls(
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
             log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
             seeds=Seeds.now().since(since) if since is not None else Seeds(),
-            coverage=Measuring.now(context),
+            coverage=Measuring.now(context) if apart else None,
             style=Style(
                 config.getoption("tbstyle", "auto"),
                 bool(config.getoption("showlocals", False)),

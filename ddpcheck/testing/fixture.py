@@ -15,12 +15,12 @@ from ddpcheck.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.testing import onrank
 from ddpcheck.testing.onrank import Ended
 from ddpcheck.testing.ranks import Tenancy
+from ddpcheck.testing.record import Lent
 from ddpcheck.testing.verdict import Verdict, judge
 from ddpcheck.worlds import allowed
 
 if TYPE_CHECKING:
     from ddpcheck.findings import Report
-    from ddpcheck.harness import World
     from ddpcheck.recipe import Recipe
 
 _CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
@@ -49,8 +49,11 @@ class DdpWorld:
         return DdpWorld(self._settings, self._rent, {**self._tenancy.options, **options})
 
     @property
-    def world(self) -> World:
-        """The `ddpcheck.World` behind this fixture: a fresh one at first, and after one that failed."""
+    def world(self) -> Lent:
+        """The `ddpcheck.World` behind this fixture: a fresh one at first, and after one that failed.
+
+        Where torchrun or mpirun has started the ranks, it is what stands for one there.
+        """
         return self._tenancy.world
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
@@ -101,7 +104,7 @@ class DdpWorld:
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
         ours |= {name: self._tenancy.options[name] for name in _CHECKED if name in self._tenancy.options}
         ours["backend"] = self._settings.backend  # `None` leaves it to the check
-        report = check(recipe, **{**ours, **options})
+        report: Report = self._tenancy.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
         if report.exit_code(self._settings.fail_on):
             pytest.fail(_as_text(report), pytrace=False)
         return report

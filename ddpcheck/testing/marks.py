@@ -1,4 +1,4 @@
-"""What a test asks of its world: `@pytest.mark.ddp(...)`, read and checked.
+"""What a test asks of its world: `@pytest.mark.ddp(...)` and the options of the session, read and checked.
 
 This module is light: it never imports torch.
 """
@@ -11,12 +11,33 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.config import Settings, load_settings
 from ddpcheck.errors import UsageError
 from ddpcheck.worlds import allowed
 
 MARKER = "ddp"
 OPTIONS = ("world_size", "backend", "device", "timeout", "reuse", "threads", "env", "preload")
 REUSE = ("test", "module")
+
+
+def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> Settings:
+    """The settings of a session.
+
+    Args:
+        config: pytest's.
+        options: Names of those that are flags and ini options of pytest.
+        **defaults: Instead of the usual ones.
+
+    Raises:
+        UsageError: A flag has a value that cannot be.
+        ConfigError: The environment or a file has.
+    """
+    return load_settings(
+        {name: config.getoption(f"ddp_{name}") for name in options},
+        ini={name: config.getini(f"ddp_{name}") for name in options},
+        start=config.rootpath,
+        defaults=defaults,
+    )
 
 
 def read(marks: Iterable[pytest.Mark]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ddpcheck.harness import Watch, World
 from ddpcheck.supply import Supply
 from ddpcheck.testing.conditions import Conditions, Luggage, Seeds
 from ddpcheck.testing.debugging import Desk
-from ddpcheck.testing.record import Record, sections
+from ddpcheck.testing.record import Lent, Record, sections
 from ddpcheck.testing.verdict import Verdict
 
 
@@ -27,7 +27,10 @@ class Ranks:
         live: Whether what ranks print is shown while they work.
         desk: The terminal, where there is one.
         following: The test after the one that runs.
+        apart: Whether the ranks are processes of their own.
     """
+
+    apart = True
 
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
@@ -42,20 +45,25 @@ class Ranks:
         record.tenancies.append(tenancy)
         return tenancy
 
-    def lease(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> World:
+    def lease(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """A world with these options; fresh, or the one of the test's module."""
         options = {**options, "watch": watch}
         if options.pop("reuse", "test") == "module":
             return self._supply.lease_shared(_module(item), **options)
         return self._supply.lease(last=self.following is None, **options)
 
-    def give_back(self, world: World, *, broken: bool) -> None:
+    def give_back(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world; a broken one is not used again."""
+        assert isinstance(world, World)
         self._supply.give_back(world, broken=broken)
 
     def drop(self, item: pytest.Item) -> None:
         """A test has failed after it was done with its ranks: none that its module shares is used again."""
         self._supply.end(_module(item))
+
+    def once(self, what: str, work: Callable[[], Any]) -> Any:
+        """Do in one process what starts ranks of its own, and return what comes of it; `what` says so in words."""
+        return work()
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
@@ -90,11 +98,11 @@ class Tenancy:
         self.options = dict(options)
         self.luggage: dict[int, Luggage] = {}
         self._since = since
-        self._world: World | None = None
+        self._world: Lent | None = None
         self._printed: list[int] = []  # of each rank's output, how many characters have been shown or kept
 
     @property
-    def world(self) -> World:
+    def world(self) -> Lent:
         """The world."""
         if self._world is not None and self._world.failed:
             self.close()
@@ -121,8 +129,16 @@ class Tenancy:
         by_test = self._item.config.getoption("cov_context", None) == "test"
         context = f"{self._item.nodeid}|run" if by_test else ""
         return Conditions.of(
-            self._item.config, since=self._since, context=context, debugger=self._ranks.desk is not None
+            self._item.config,
+            since=self._since,
+            context=context,
+            debugger=self._ranks.desk is not None,
+            apart=self._ranks.apart,
         )
+
+    def once(self, what: str, work: Callable[[], Any]) -> Any:
+        """As of `Ranks`."""
+        return self._ranks.once(what, work)
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         self._show(world, last=False)
@@ -131,7 +147,7 @@ class Tenancy:
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
-    def _show(self, world: World, *, last: bool) -> None:
+    def _show(self, world: Lent, *, last: bool) -> None:
         """Under `-s`: print what the ranks have printed since, line by line, each with its rank."""
         if not self._ranks.live:
             return

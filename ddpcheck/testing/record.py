@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from ddpcheck.harness import World
 from ddpcheck.testing import measuring
 from ddpcheck.testing.conditions import Luggage
 from ddpcheck.testing.verdict import Verdict
@@ -21,6 +20,27 @@ from ddpcheck.worlds import wire
 
 if TYPE_CHECKING:
     from ddpcheck.testing.ranks import Tenancy
+
+
+class Lent(Protocol):
+    """What a test has of its ranks: a `World` of its own, or the ranks of a launcher."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last run failed."""
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a function on every rank."""
+
+    def output(self, rank: int) -> str:
+        """What a rank has printed."""
+
+    def luggage(self, rank: int) -> bytes:
+        """What a rank has left."""
 
 
 class Record:
@@ -45,7 +65,7 @@ class Record:
         self._item = item
         self._warned: set[object] = set()
 
-    def unpack(self, world: World) -> dict[int, Luggage]:
+    def unpack(self, world: Lent) -> dict[int, Luggage]:
         """Take what the ranks have left: add their coverage, warn of what they were warned of; returns all of it."""
         found = {}
         for rank in range(world.world_size):
@@ -81,14 +101,14 @@ class Record:
         for tenancy in self.tenancies:
             tenancy.harvest()
 
-    def keep_output(self, world: World, texts: Mapping[int, str]) -> None:
+    def keep_output(self, world: Lent, texts: Mapping[int, str]) -> None:
         """Keep what the ranks have printed."""
         for rank, text in texts.items():
             if text.strip():
                 self._item.add_report_section("call", f"stdout of {_whose(rank, world)}", text)
 
 
-def _whose(rank: int, world: World) -> str:
+def _whose(rank: int, world: Lent) -> str:
     return f"rank {rank} of {world.world_size}"
 
 
@@ -121,7 +141,9 @@ def as_pytest_shows(verdict: Verdict, luggage: Mapping[int, Luggage], test: tupl
         test: Where the test is, as in `pytest.Item.location`.
     """
     first = verdict.first
-    shown = copy.copy(luggage[first.rank].failure) if first is not None and first.rank in luggage else None
+    shown = None
+    if first is not None and first.rank in luggage and first.kind not in ("stuck", "died"):
+        shown = copy.copy(luggage[first.rank].failure)
     if shown is None:
         shown = _from_text(verdict, test)
     elif shown.reprcrash is not None:

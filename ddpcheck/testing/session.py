@@ -5,7 +5,6 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-import bdb
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
@@ -13,15 +12,15 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ddpcheck.config import load_settings
 from ddpcheck.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.testing import marks, onrank, values
 from ddpcheck.testing.conditions import Seeds
 from ddpcheck.testing.fixture import DdpWorld, options_of
+from ddpcheck.testing.joined import LAUNCHED, JoinedRanks, refuse_wrong_start
 from ddpcheck.testing.onrank import Ended
 from ddpcheck.testing.ranks import Ranks, Tenancy
 from ddpcheck.testing.record import Record, as_pytest_shows
-from ddpcheck.testing.verdict import Verdict, judge
+from ddpcheck.testing.verdict import judge, to_raise
 
 _RECORD = pytest.StashKey[Record]()
 _SEEDS = pytest.StashKey[Seeds]()
@@ -35,15 +34,14 @@ class Session:
         """Read the settings.
 
         Raises:
-            UsageError: A flag has a value that cannot be.
-            ConfigError: The environment or a file has.
+            UsageError: A flag has a value that cannot be, or a launcher and pytest-xdist have both started processes.
+            ConfigError: The environment or a file has a value that cannot be.
         """
-        self._settings = load_settings(
-            {name: config.getoption(f"ddp_{name}") for name in options},
-            ini={name: config.getini(f"ddp_{name}") for name in options},
-            start=config.rootpath,
-        )
-        self._ranks = Ranks(config)
+        launched = config.stash.get(LAUNCHED, None)
+        defaults = {} if launched is None else {"world_size": launched.world_size}
+        self._settings = marks.settings(config, options, **defaults)
+        refuse_wrong_start(config, self._settings.launcher)
+        self._ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
 
     # --- Before a test ---------------------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ class Session:
             else:
                 record.failed = True
                 record.shown = as_pytest_shows(verdict, tenancy.luggage, item.location)
-                raise _to_raise(verdict, error)
+                raise to_raise(verdict, error)
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
         """What the test's marks say."""
@@ -219,18 +217,6 @@ def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
                 "to use `assert` instead of `return`?"
             )
         )
-
-
-def _to_raise(verdict: Verdict, error: RankError | None) -> BaseException:
-    """What a test raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell."""
-    first = verdict.first
-    if first is None or error is None:
-        return pytest.fail.Exception(verdict.headline, pytrace=False)
-    if isinstance(first.exception, bdb.BdbQuit):
-        return pytest.exit.Exception("Quitting debugger")
-    if first.exception is not None and first.kind == "raised":
-        return first.exception.with_traceback(None)
-    return error.with_traceback(None)
 
 
 def _end_all(tenancies: list[Tenancy]) -> None:

@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import bdb
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -57,6 +58,18 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> Verdict:
         expected = {rank: one for rank, one in ended.items() if one.how == "xfailed"}
         return Verdict("xfailed", expected[min(expected)].reason)
     return Verdict("failed", _disagreement(ended), _lines(ended, []))
+
+
+def to_raise(verdict: Verdict, error: RankError | None) -> BaseException:
+    """What a test that failed raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell."""
+    first = verdict.first
+    if first is None or error is None:
+        return pytest.fail.Exception(verdict.headline, pytrace=False)
+    if isinstance(first.exception, bdb.BdbQuit):
+        return pytest.exit.Exception("Quitting debugger")
+    if first.exception is not None and first.kind == "raised":
+        return first.exception.with_traceback(None)
+    return error.with_traceback(None)
 
 
 def _failed(ended: Mapping[int, Ended], error: RankError, failures: list[RankFailure]) -> Verdict:
