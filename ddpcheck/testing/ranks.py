@@ -127,7 +127,7 @@ class Tenancy:
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> None:
         self._show(world, last=False)
         if self._ranks.desk is not None:
-            self._record.debugged |= self._ranks.desk.attend(world.directory)
+            self._ranks.desk.attend(world.directory)
 
     def _show(self, world: World, *, last: bool) -> None:
         """Under `-s`: print what the ranks have printed since, line by line, each with its rank."""
