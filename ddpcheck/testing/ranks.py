@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ class Ranks:
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
         self._supply = Supply()
+        self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
         self.live = config.getoption("capture") == "no" and not worker
         self.desk = None if worker else Desk(config)
@@ -56,6 +58,11 @@ class Ranks:
     def drop(self, item: pytest.Item) -> None:
         """A test has failed after it was done with its ranks: none that its module shares is used again."""
         self._supply.end(_module(item))
+
+    def check_controller(self) -> None:
+        """In a worker of pytest-xdist: end the session when whoever would have heard of it has been killed."""
+        if self._controller is not None and os.getppid() != self._controller:
+            pytest.exit("pytest-xdist has gone")  # which itself waits for as long as a test takes, or some seconds
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
@@ -125,6 +132,7 @@ class Tenancy:
         )
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> None:
+        self._ranks.check_controller()
         self._show(world, last=False)
         if self._ranks.desk is not None:
             self._ranks.desk.attend(world.directory)
