@@ -79,8 +79,8 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
-    """On a rank: make `breakpoint()` work while the block runs, or say why it does not."""
-    before = sys.breakpointhook
+    """On a rank: make `breakpoint()` and `pdb.set_trace()` work while the block runs, or say why they do not."""
+    before = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 
     def stop(*_: object, **__: object) -> None:
@@ -94,11 +94,11 @@ def available(terminal: bool) -> Iterator[None]:
             debugger.append(_Pdb(f"\n>>> breakpoint() on rank {here.rank} of {here.world_size}\n"))
         debugger[0].set_trace(sys._getframe(1))
 
-    sys.breakpointhook = stop
+    sys.breakpointhook = pdb.set_trace = stop
     try:
         yield
     finally:
-        sys.breakpointhook = before
+        sys.breakpointhook, pdb.set_trace = before
         sys.settrace(None) if debugger else None
 
 
@@ -122,18 +122,16 @@ class Desk:
         self._capture = config.pluginmanager.getplugin("capturemanager")
         self._rank: str | None = None
 
-    def attend(self, directory: Path) -> bool:
-        """Talk with the ranks of a world that want to, until none does; returns whether any did."""
+    def attend(self, directory: Path) -> None:
+        """Talk with the ranks of a world that want to, until none does."""
         deadline = time.monotonic()
-        talked = False
         while True:
             calls = sorted(directory.glob("rank*.say"), key=_age)
             if calls:
                 self._answer(calls[0])
-                talked = True
                 deadline = time.monotonic() + _NEXT_WORD
             elif time.monotonic() >= deadline:
-                return talked
+                return
             else:
                 time.sleep(0.01)
 

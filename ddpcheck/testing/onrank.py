@@ -117,7 +117,7 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
                 this_rank.announce(error)
                 luggage.failure = _as_pytest_shows(error, conditions.style)
                 if conditions.post_mortem:
-                    luggage.quitting = debugging.post_mortem(error, str(luggage.failure or ""))
+                    luggage.quitting = debugging.post_mortem(error, text_of(luggage.failure))
                 raise
     finally:
         luggage.log = log.getvalue()
@@ -189,6 +189,20 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
     except Exception:  # what the user's own objects do when they are shown
         return None
     return shown
+
+
+def text_of(shown: Any) -> str:
+    """A failure as pytest prints it, without colours; empty for none."""
+    if shown is None:
+        return ""
+    try:
+        from _pytest._io import TerminalWriter
+
+        text = io.StringIO()
+        shown.toterminal(TerminalWriter(text))
+    except Exception:  # another version of pytest
+        return str(shown)  # without the first line's indentation
+    return text.getvalue().strip("\n")
 
 
 def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:

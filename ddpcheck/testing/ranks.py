@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +36,7 @@ class Ranks:
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
         self._supply = Supply()
+        self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
         self.live = config.getoption("capture") == "no" and not worker
         self.desk = None if worker else Desk(config)
@@ -64,6 +66,11 @@ class Ranks:
     def once(self, what: str, work: Callable[[], Any]) -> Any:
         """Do in one process what starts ranks of its own, and return what comes of it; `what` says so in words."""
         return work()
+
+    def check_controller(self) -> None:
+        """In a worker of pytest-xdist: end the session when whoever would have heard of it has been killed."""
+        if self._controller is not None and os.getppid() != self._controller:
+            pytest.exit("pytest-xdist has gone")  # which itself waits for as long as a test takes, or some seconds
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
@@ -141,9 +148,10 @@ class Tenancy:
         return self._ranks.once(what, work)
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        self._ranks.check_controller()
         self._show(world, last=False)
         if self._ranks.desk is not None:
-            self._record.debugged |= self._ranks.desk.attend(world.directory)
+            self._ranks.desk.attend(world.directory)
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 

@@ -6,7 +6,6 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +14,7 @@ import pytest
 
 from ddpcheck.testing import measuring
 from ddpcheck.testing.conditions import Luggage
+from ddpcheck.testing.onrank import text_of
 from ddpcheck.testing.verdict import Verdict
 from ddpcheck.worlds import wire
 
@@ -51,7 +51,6 @@ class Record:
         shown: What the report is to show instead of the traceback in this process, if anything.
         explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
         failed: Whether the test has failed: nobody should get its ranks.
-        debugged: Whether the failure has been looked at in a debugger on its rank.
         quitting: Whether whoever did wants the session to end.
     """
 
@@ -60,7 +59,6 @@ class Record:
         self.shown: Any = None
         self.explained: tuple[BaseException, list[tuple[str, str]]] | None = None
         self.failed = False
-        self.debugged = False
         self.quitting = False
         self._item = item
         self._warned: set[object] = set()
@@ -118,18 +116,7 @@ def sections(verdict: Verdict, luggage: Mapping[int, Luggage]) -> list[tuple[str
     shown = luggage[first.rank].failure if first is not None and first.rank in luggage else None
     if first is None or shown is None:
         return []
-    return [(f"rank {first.rank}", _text_of(shown)), ("ranks", "\n".join(verdict.lines))]
-
-
-def _text_of(shown: Any) -> str:
-    try:
-        from _pytest._io import TerminalWriter
-
-        text = io.StringIO()
-        shown.toterminal(TerminalWriter(text))
-    except Exception:  # another version of pytest
-        return str(shown)  # without the first line's indentation
-    return text.getvalue().strip("\n")
+    return [(f"rank {first.rank}", text_of(shown)), ("ranks", "\n".join(verdict.lines))]
 
 
 def as_pytest_shows(verdict: Verdict, luggage: Mapping[int, Luggage], test: tuple[str, int | None, str]) -> Any:

@@ -153,8 +153,6 @@ class Session:
             report.user_properties = list(item.user_properties)
             if record.shown is not None and report.failed:
                 report.longrepr = record.shown
-            if record.debugged and record.shown is not None:
-                call.excinfo = None  # it has been looked at where it happened; here is nothing to be seen
         error = call.excinfo.value if call.excinfo is not None else None
         said = record.sections_of(error) if record is not None else []
         add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
@@ -162,6 +160,8 @@ class Session:
             add(title, text)  # to what gets into a JUnit report, too
         if not said and isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
             report.sections.append(("ddpcheck", error.detail))
+        if record is not None and (said or record.shown is not None) and item.config.getoption("usepdb", False):
+            call.excinfo = None  # the debugger has been where it happened; here is nothing to be seen
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
