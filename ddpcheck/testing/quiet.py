@@ -68,7 +68,10 @@ def give_up_coverage(plugin: Any) -> bytes:
     """End what pytest-cov does in this process, and return what it has measured, for rank 0."""
     coverage = plugin.cov_controller.cov
     coverage.stop()
-    data: bytes = coverage.get_data().dumps()
+    found = coverage.get_data()
+    data: bytes = found.dumps()
+    found.close()
+    Path(found.data_filename()).unlink(missing_ok=True)  # it travels; on another machine nobody would find the file
     plugin.cov_controller = None
     plugin.options.cov_report, plugin.options.cov_fail_under = {}, None
     return data
