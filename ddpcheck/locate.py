@@ -54,13 +54,13 @@ _REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
 
 @functools.cache
 def is_user_file(name: str) -> bool:
-    """Whether the source file `name` belongs neither to torch, nor to Python itself, nor to ddpcheck."""
+    """Whether the source file `name` belongs neither to torch or pytest, nor to Python itself, nor to ddpcheck."""
     if name.startswith(("<", _OWN_FOLDER)):
         return False
     parts = name.replace("\\", "/").split("/")
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
-            return parts[parts.index(folder) + 1] not in {"torch", "cloudpickle"}
+            return parts[parts.index(folder) + 1] not in {"torch", "cloudpickle", "_pytest", "pluggy"}
     return not name.startswith((_STDLIB, _REAL_STDLIB))
 
 

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -208,6 +208,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     set_place("")
     set_collective("")
     _task = _Task(sock, run)
+    own = os.getpid()
     try:
         data = _perform(payload)
     except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
@@ -218,6 +219,8 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     finally:
         _task = None
     _flush()
+    if os.getpid() != own:  # a process that the user's code has forked, and that does not speak for the rank
+        os._exit(0)
     return reply
 
 
@@ -227,7 +230,7 @@ def announce(error: BaseException) -> None:
     So it is known when that happened, and what this rank is about, should another rank's failure end the run meanwhile.
     Nothing happens in a process that is no rank of a `World`.
     """
-    if _task is not None:
+    if _task is not None and _task.pid == os.getpid():
         _task.failure = (error, describe(error))
         _task.sock.sendall(wire.pack(("failing", _task.run, _task.failure[1])))
 
@@ -238,6 +241,7 @@ class _Task:
 
     sock: socket.socket
     run: int
+    pid: int = field(default_factory=os.getpid)
     failure: tuple[BaseException, dict[str, Any]] | None = None  # announced
 
 

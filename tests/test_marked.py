@@ -5,6 +5,9 @@ One inner session runs all of them; each test here looks at one of its own.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests import innerpytest
@@ -276,6 +279,72 @@ def fails_on_rank(rank):
 @pytest.mark.ddp
 def test_teardown_fails(fails_on_rank): pass
 
+@pytest.fixture
+def with_gradient():
+    import torch
+    layer = torch.nn.Linear(2, 1)
+    layer(torch.ones(1, 2)).sum().backward()
+    return layer
+
+@pytest.mark.ddp
+def test_gradients_travel(with_gradient):
+    assert with_gradient.weight.grad.tolist() == [[1.0, 1.0]]
+
+@pytest.fixture
+def under_another_name(capsys):
+    return capsys
+
+@pytest.mark.ddp
+def test_a_fixture_of_pytests_under_another_name(under_another_name):
+    print("heard")
+    assert under_another_name.readouterr().out == "heard\\n"
+
+@pytest.mark.ddp
+def test_asks_for_its_name(request):
+    assert request.node.name == "test_asks_for_its_name"
+
+@pytest.mark.ddp
+def test_a_thread_that_raises(rank):
+    import threading
+    thread = threading.Thread(target=lambda: [][0])
+    thread.start(); thread.join()
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_raises_is_an_error(rank):
+    test_a_thread_that_raises(rank)
+
+@pytest.mark.ddp
+def test_a_forked_child_does_not_speak_for_its_rank(rank):
+    if os.fork() == 0:
+        return
+    import time
+    time.sleep(0.2)
+    assert rank < 0, "the rank itself"
+
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+@pytest.mark.ddp
+def test_another_rank_raises_something_else(rank):
+    1 / 0 if rank == 0 else [][0]
+
+@pytest.mark.ddp
+def test_of_pytests_process(pytestconfig): pass
+
+@pytest.fixture
+def without_a_value(rank):
+    if rank < 0:
+        yield
+
+@pytest.mark.ddp
+def test_no_value(without_a_value): pass
+
+@pytest.mark.ddp
+def test_interrupted(rank):
+    raise KeyboardInterrupt
+
+def test_wrong_option(ddp_world):
+    ddp_world(worldsize=3)
+
 @pytest.mark.ddp(threads=1, env={"FOR_RANKS": "yes"})
 def test_threads_and_environment():
     import torch
@@ -318,6 +387,10 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         "test_the_mark_parametrizes_the_fixture[world_size=1]",
         "test_the_mark_parametrizes_the_fixture[world_size=2]",
         "test_threads_and_environment",
+        "test_gradients_travel",
+        "test_a_fixture_of_pytests_under_another_name",
+        "test_asks_for_its_name",
+        "test_a_thread_that_raises",
     ],
 )
 def test_passes_on_the_ranks(session: Session, name: str) -> None:
@@ -348,6 +421,13 @@ def test_is_skipped_or_fails_as_expected(session: Session, name: str, reason: st
         ("test_unsendable", "The fixture 'lock' of test_unsendable has a value of type lock that cannot be sent"),
         ("test_async", "test_async is async, and @pytest.mark.ddp runs plain functions"),
         ("test_teardown_fails", "teardown"),
+        ("test_a_thread_that_raises_is_an_error", "IndexError: list index out of range"),
+        ("test_a_forked_child_does_not_speak_for_its_rank", "the rank itself"),
+        ("test_another_rank_raises_something_else", "IndexError"),
+        ("test_of_pytests_process", "it belongs to pytest's process"),
+        ("test_no_value", "The fixture 'without_a_value' did not yield a value."),
+        ("test_interrupted", "KeyboardInterrupt"),
+        ("test_wrong_option", "ddp_world has no option 'worldsize'; did you mean 'world_size'?"),
         ("test_none", "world_size of @pytest.mark.ddp must be a whole number from 1 to 1024, got 0"),
     ],
 )
@@ -381,6 +461,21 @@ def test_output_and_logs_of_each_rank_are_sections_of_the_report(session: Sessio
 
 def test_a_returned_value_is_warned_of_once(session: Session) -> None:
     assert session.stdout.count("test_returns returned <class 'int'> on its ranks") == 1
+
+
+def test_an_exception_in_a_thread_is_warned_of(session: Session) -> None:
+    assert "PytestUnhandledThreadExceptionWarning" in session.stdout and "test_a_thread_that_raises" in session.stdout
+
+
+def test_a_skip_is_reported_at_the_line_of_the_test(session: Session) -> None:
+    assert re.search(r"SKIPPED \[1\] test_inner.py:\d+: not today", session.stdout)
+
+
+def test_numpy_is_not_needed(tmp_path: Path) -> None:
+    blocked = "raise ImportError('numpy is not installed here')"
+    test = "import pytest, torch\n@pytest.mark.ddp\ndef test_it(rank):\n    assert torch.ones(1) + rank > 0\n"
+    innerpytest.write(tmp_path, numpy=blocked, test_it=test)
+    assert innerpytest.run(tmp_path, "-p", "no:hypothesispytest")["test_it"].outcome == "passed"
 
 
 def test_properties_reach_the_report(session: Session, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -63,13 +63,17 @@ def mixed_seed(seed: int, *parts: int) -> int:
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """The states of the global generators of `torch`, `random` and `numpy`; see `drawn_since`."""
-    states: dict[str, Any] = {"random": random.getstate(), "torch": [torch.get_rng_state().numpy().tobytes()]}
+    states: dict[str, Any] = {"random": random.getstate(), "torch": [_bytes(torch.get_rng_state())]}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = (name, keys.tobytes(), *rest)
     if device.type == "cuda":
-        states["torch"].append(torch.cuda.get_rng_state(device).numpy().tobytes())
+        states["torch"].append(_bytes(torch.cuda.get_rng_state(device)))
     return states
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())  # numpy may not be there
 
 
 def drawn_since(before: Mapping[str, Any], device: torch.device) -> frozenset[str]:

@@ -73,7 +73,7 @@ class Seeds:
         return cls(
             random.getstate(),
             numpy.get_state(legacy=True) if numpy is not None else None,
-            bytes(torch.get_rng_state().numpy()) if torch is not None else None,
+            bytes(torch.get_rng_state().tolist()) if torch is not None else None,
         )
 
     def since(self, before: Seeds) -> Seeds:

@@ -12,7 +12,7 @@ import pytest
 
 from ddpcheck.config import Settings
 from ddpcheck.errors import DdpcheckError, RankError, UsageError
-from ddpcheck.testing import onrank
+from ddpcheck.testing import marks, onrank
 from ddpcheck.testing.onrank import Ended
 from ddpcheck.testing.ranks import Tenancy
 from ddpcheck.testing.record import Lent
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddpcheck.findings import Report
     from ddpcheck.recipe import Recipe
 
+_OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
 _CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
 
 
@@ -45,7 +46,16 @@ class DdpWorld:
         return size
 
     def __call__(self, **options: Any) -> DdpWorld:
-        """Another world; the options are those of `ddpcheck.World`."""
+        """Another world; the options are those of `@pytest.mark.ddp`, and of `ddpcheck.World`.
+
+        Raises:
+            UsageError: An option has a value that cannot be, or there is none of that name.
+        """
+        __tracebackhide__ = True
+        try:
+            marks.check_options(options, "ddp_world", _OF_WORLD)
+        except UsageError as error:
+            raise error.with_traceback(None) from None
         return DdpWorld(self._settings, self._rent, {**self._tenancy.options, **options})
 
     @property

@@ -213,7 +213,7 @@ class InStep:
         for rank, one in enumerate(told):
             for key, text in one.output if rank != launched.rank else ():
                 item.add_report_section(when, f"{key} of rank {rank} of {launched.world_size}", text)
-        return to_raise(verdict, error)
+        return to_raise(verdict, error, marks.expected_failure(item))
 
     def _give_up(self, item: pytest.Item, sentence: str) -> None:
         """The ranks cannot go on together: no more tests after this one."""

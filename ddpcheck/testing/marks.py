@@ -68,7 +68,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 def sizes(options: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The world sizes of a test that is to run once for each; `None` where it names at most one."""
     value = options.get("world_size")
-    if not isinstance(value, Sequence):
+    if not isinstance(value, list | tuple):
         return None
     if not value:
         raise UsageError("@pytest.mark.ddp: world_size is an empty list; name at least one number of ranks.")
@@ -77,9 +77,31 @@ def sizes(options: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(value)
 
 
+def expected_failure(item: pytest.Item) -> Any:
+    """What `@pytest.mark.xfail(raises=...)` says that a test raises; `None` where it does not."""
+    return next((mark.kwargs["raises"] for mark in item.iter_markers("xfail") if "raises" in mark.kwargs), None)
+
+
 def check_world_size(size: object) -> None:
     """Refuse what is not a number of ranks."""
     allowed.check_count("world_size of @pytest.mark.ddp", size, allowed.MAX_WORLD_SIZE)
+
+
+def check_options(options: Mapping[str, Any], whose: str, more: Iterable[str] = ()) -> None:
+    """Refuse options that no world of a test has, and values that cannot be.
+
+    Args:
+        options: By name.
+        whose: They are, for the sentence.
+        more: Names that are options, too.
+    """
+    known = (*OPTIONS, *more)
+    for name, value in options.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(known)}"
+            raise UsageError(f"{whose} has no option {name!r}; {hint}")
+        _check(name, value, f"{name} of {whose}")
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,19 +112,15 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if args and "world_size" in kwargs:
         raise UsageError("@pytest.mark.ddp names the world size twice.")
     options = {**({"world_size": args[0]} if args else {}), **kwargs}
-    for name, value in options.items():
-        if name not in OPTIONS:
-            close = difflib.get_close_matches(name, OPTIONS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(OPTIONS)}"
-            raise UsageError(f"@pytest.mark.ddp has no option {name!r}; {hint}")
-        _check(name, value)
+    listed = options.get("world_size")
+    single = {k: v for k, v in options.items() if k != "world_size"} if isinstance(listed, list | tuple) else options
+    check_options(single, "@pytest.mark.ddp")
     return options
 
 
-def _check(name: str, value: Any) -> None:
-    where = f"{name} of @pytest.mark.ddp"
-    if name == "world_size" and (isinstance(value, str) or not isinstance(value, Sequence)):
-        check_world_size(value)
+def _check(name: str, value: Any, where: str) -> None:
+    if name == "world_size":
+        allowed.check_count(where, value, allowed.MAX_WORLD_SIZE)
     elif name == "backend":
         allowed.check_choice(where, value, allowed.BACKENDS)
     elif name == "device":

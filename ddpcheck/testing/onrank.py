@@ -12,6 +12,9 @@ import inspect
 import io
 import logging
 import os
+import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +115,10 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
             warnings.filters.extend(conditions.filters)  # type: ignore[attr-defined]  # a list
             conditions.seeds.plant()
             try:
-                yield luggage
+                with _unhandled() as unhandled:
+                    yield luggage
+                for warning in unhandled:
+                    warnings.warn(warning, stacklevel=1)
             except BaseException as error:
                 this_rank.announce(error)
                 luggage.failure = _as_pytest_shows(error, conditions.style)
@@ -124,6 +130,31 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
         luggage.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
         luggage.coverage = covered[0] if covered else None
         this_rank.leave(_packed(luggage))
+
+
+@contextlib.contextmanager
+def _unhandled() -> Iterator[list[Warning]]:
+    """Exceptions in threads, and where Python can only ignore them, as the warnings that pytest makes of them."""
+    found: list[Warning] = []
+    hooks = threading.excepthook, sys.unraisablehook
+
+    def in_thread(args: Any) -> None:
+        name = args.thread.name if args.thread is not None else "<unknown>"
+        found.append(pytest.PytestUnhandledThreadExceptionWarning(_told(f"Exception in thread {name}", args)))
+
+    def unraisable(args: Any) -> None:
+        what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
+        found.append(pytest.PytestUnraisableExceptionWarning(_told(what, args)))
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    try:
+        yield found
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+
+
+def _told(what: str, args: Any) -> str:
+    return what + "\n\n" + "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
 
 
 def _packed(luggage: Luggage) -> bytes:
@@ -168,7 +199,7 @@ def _logging(log: io.StringIO, conditions: Conditions) -> Iterator[None]:
 def _as_pytest_shows(error: BaseException, style: Style) -> Any:
     """What pytest prints of an exception, as an object that travels; `None` if that cannot be made, or is all ours."""
     info = pytest.ExceptionInfo.from_exception(error)
-    if isinstance(error, DdpcheckError) and all(str(entry.path).startswith(_PACKAGE) for entry in info.traceback):
+    if isinstance(error, DdpcheckError) and not _theirs(info):
         return None
     try:
         how = "long" if style.traceback == "auto" or style.full else style.traceback
@@ -216,7 +247,8 @@ def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
 
 def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
     """The frames of a traceback that are not ours."""
-    return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(_PACKAGE))
+    ours = (_PACKAGE, str(contextlib.__file__))  # fixtures are set up and torn down by context managers
+    return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(ours))
 
 
 # --- Fixtures ------------------------------------------------------------------------------------------------------
@@ -275,7 +307,9 @@ def _facts() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _generated(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
-    value = next(steps)
+    nothing = object()
+    if (value := next(steps, nothing)) is nothing:
+        raise UsageError(f"The fixture {name!r} did not yield a value.")
     try:
         yield value
     finally:
@@ -329,8 +363,9 @@ def _caplog(_: object, __: _Maker) -> Iterator[pytest.LogCaptureFixture]:
 
 
 @contextlib.contextmanager
-def _request(param: object, maker: _Maker) -> Iterator[Any]:
-    yield RankRequest(param, maker.teardown.callback)
+def _request(param: Any, maker: _Maker) -> Iterator[Any]:
+    value, name, nodeid = param
+    yield RankRequest(value, maker.teardown.callback, RankNode(name, nodeid))
 
 
 @contextlib.contextmanager
@@ -352,19 +387,29 @@ _BUILTIN: Mapping[str, Callable[[Any, _Maker], contextlib.AbstractContextManager
 
 
 @dataclass(frozen=True, slots=True)
+class RankNode:
+    """What is left of a test's `request.node` on a rank."""
+
+    name: str
+    nodeid: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankRequest:
     """What is left of pytest's `request` on a rank.
 
     Attributes:
         param: As in `pytest.FixtureRequest`.
         addfinalizer: As there.
+        node: The test.
     """
 
     param: Any
     addfinalizer: Callable[[Callable[[], object]], object]
+    node: RankNode
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
-            f"request.{name} is not there on a rank, where only request.param and request.addfinalizer are; let a "
-            "fixture that does not use the rank read it and hand its value on."
+            f"request.{name} is not there on a rank, where only request.param, request.addfinalizer, request.node.name "
+            "and request.node.nodeid are; let a fixture that does not use the rank read it and hand its value on."
         )

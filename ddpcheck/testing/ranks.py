@@ -38,7 +38,7 @@ class Ranks:
         self._supply = Supply()
         self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
-        self.live = config.getoption("capture") == "no" and not worker
+        self.live = config.getoption("capture", "no") == "no" and not worker
         self.desk = None if worker else Desk(config)
 
     def tenancy(self, item: pytest.Item, record: Record, options: Mapping[str, Any], since: Seeds | None) -> Tenancy:

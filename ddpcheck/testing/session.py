@@ -114,13 +114,13 @@ class Session:
             if verdict.how == "passed":
                 _warn_of_results(item, ended)
             elif verdict.how == "skipped":
-                pytest.skip(verdict.headline)
+                raise _skipped(verdict.headline)
             elif verdict.how == "xfailed":
                 pytest.xfail(verdict.headline)
             else:
                 record.failed = True
                 record.shown = as_pytest_shows(verdict, tenancy.luggage, item.location)
-                raise to_raise(verdict, error)
+                raise to_raise(verdict, error, marks.expected_failure(item))
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
         """What the test's marks say."""
@@ -182,6 +182,13 @@ def _refuse(sentence: str) -> NoReturn:
     raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
+def _skipped(reason: str) -> BaseException:
+    """A skip that is reported at the test's own line."""
+    outcome = pytest.skip.Exception(reason)
+    outcome._use_item_location = True
+    return outcome
+
+
 def _packed(item: pytest.Function) -> bytes:
     function = item.obj
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -211,12 +218,14 @@ def _is_of_unittest(item: pytest.Item) -> bool:
 def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
     returned = next((one.returned for one in ended.values() if one.returned), "")
     if returned:
-        item.warn(
-            pytest.PytestReturnNotNoneWarning(
-                f"Test functions should return None, but {item.nodeid} returned {returned} on its ranks; did you mean "
-                "to use `assert` instead of `return`?"
-            )
+        warning = pytest.PytestReturnNotNoneWarning(
+            f"Test functions should return None, but {item.nodeid} returned {returned} on its ranks; did you mean "
+            "to use `assert` instead of `return`?"
         )
+        try:
+            item.warn(warning)
+        except pytest.PytestReturnNotNoneWarning:  # under `-W error`
+            _refuse(str(warning))
 
 
 def _end_all(tenancies: list[Tenancy]) -> None:

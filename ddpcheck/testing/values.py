@@ -113,6 +113,14 @@ def reference(function: Any) -> Any:
     return function
 
 
+_CAPTURES = {
+    "SysCapture": "capsys",
+    "SysCaptureBinary": "capsysbinary",
+    "FDCapture": "capfd",
+    "FDCaptureBinary": "capfdbinary",
+}
+
+
 def converted(name: str, value: Any) -> Any:
     """A fixture's value as it travels, or what stands for it."""
     if isinstance(value, pytest.MonkeyPatch):
@@ -122,12 +130,22 @@ def converted(name: str, value: Any) -> Any:
     if isinstance(value, pytest.LogCaptureFixture):
         return Builtin("caplog")
     if isinstance(value, pytest.CaptureFixture):
-        return Builtin(name, value.captureclass)
+        return Builtin(_CAPTURES.get(value.captureclass.__name__, "capsys"), value.captureclass)
     if isinstance(value, pytest.FixtureRequest):
-        return Builtin("request", getattr(value, "param", None))
+        node = value.node
+        return Builtin("request", (getattr(value, "param", None), getattr(node, "name", ""), node.nodeid))
     if name == "record_property":
         return Builtin(name)
     return value
+
+
+def _advice(value: object) -> str:
+    if type(value).__module__.startswith("_pytest."):
+        return "it belongs to pytest's process: let a fixture of your own take from it what the test needs."
+    return (
+        "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make the value in "
+        "the test."
+    )
 
 
 def pack(test: str, arguments: Mapping[str, Any], rest: Sequence[Any]) -> bytes:
@@ -152,8 +170,7 @@ def pack(test: str, arguments: Mapping[str, Any], rest: Sequence[Any]) -> bytes:
                 except Exception as reason:
                     raise UsageError(
                         f"The fixture {fixture!r} of {test} has a value of type {type(inner).__qualname__} that cannot "
-                        f"be sent to the ranks ({type(reason).__name__}: {reason}); let the fixture take the fixture "
-                        "'rank' as an argument, and it is set up on every rank, or make the value in the test."
+                        f"be sent to the ranks ({type(reason).__name__}: {reason}); {_advice(inner)}"
                     ) from error
         instance = next((one for one in rest if hasattr(one, "__self__")), None)
         for name, value in vars(getattr(instance, "__self__", object)).items() if instance is not None else ():

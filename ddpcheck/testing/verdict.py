@@ -8,7 +8,7 @@ from __future__ import annotations
 import bdb
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -60,14 +60,24 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> Verdict:
     return Verdict("failed", _disagreement(ended), _lines(ended, []))
 
 
-def to_raise(verdict: Verdict, error: RankError | None) -> BaseException:
-    """What a test that failed raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell."""
+def to_raise(verdict: Verdict, error: RankError | None, expected: Any = None) -> BaseException:
+    """What a test that failed raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell.
+
+    Args:
+        verdict: On the test.
+        error: About the ranks that failed.
+        expected: What the test is expected to raise; what a rank has raised that is something else goes before it.
+    """
     first = verdict.first
+    if expected is not None and error is not None:
+        others = [one for one in error.failures if one.kind == "raised" and not isinstance(one.exception, expected)]
+        first = others[0] if others else first
     if first is None or error is None:
         return pytest.fail.Exception(verdict.headline, pytrace=False)
     if isinstance(first.exception, bdb.BdbQuit):
         return pytest.exit.Exception("Quitting debugger")
-    if first.exception is not None and first.kind == "raised":
+    can_be_raised = (Exception, pytest.fail.Exception, pytest.exit.Exception)  # not a KeyboardInterrupt of a rank
+    if isinstance(first.exception, can_be_raised) and first.kind == "raised":
         return first.exception.with_traceback(None)
     return error.with_traceback(None)
 

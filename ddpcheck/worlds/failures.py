@@ -100,6 +100,22 @@ def collective_of(frames: Sequence[Frame]) -> str:
     return name
 
 
+_REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
+    ("nn/parallel/distributed.py", "__init__", "the constructor of DistributedDataParallel"),
+    ("nn/parallel/distributed.py", "forward", "the forward of DistributedDataParallel"),
+    ("autograd/graph.py", "_engine_run_backward", "backward"),
+)
+
+
+def region_of(frames: Sequence[Frame]) -> str:
+    """Return which part of DDP's work the stack is in, in words; `""` if none."""
+    for frame in frames:
+        for file, name, words in _REGIONS:
+            if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
+                return words
+    return ""
+
+
 _WAITING = (  # innermost Python frames of ranks that wait for others in C++; `None`: any function of the file
     ("torch/distributed/distributed_c10d.py", None),
     ("torch/distributed/_functional_collectives.py", None),
@@ -230,7 +246,8 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
         inner = place_of(frames)
         what = f"is in {place}" + (f" ({inner})" if inner else "")
     else:
-        what = f"is in {place_of(frames) or 'an unknown place'}"
+        called = ", called from " if (region := region_of(frames)) else ""
+        what = f"is in {region}{called}{place_of(frames) or 'an unknown place'}"
     return RankFailure(
         rank,
         "stuck",

@@ -73,8 +73,8 @@ class Stillness:
         if not gone:
             return "every rank waits for another one, in collectives that do not match"
         return (
-            f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective that {failures.name_ranks(gone)} "
-            f"never joined, having finished"
+            f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective, and {failures.name_ranks(gone)} "
+            f"{'has' if len(gone) == 1 else 'have'} finished without it, or joined it with another shape"
         )
 
     def _start(self, now: float, used: dict[int, float] | None) -> None:

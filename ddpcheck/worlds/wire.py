@@ -154,6 +154,8 @@ def dumps(value: object) -> bytes:
                 outcomes = sys.modules.get("_pytest.outcomes")
                 if outcomes is not None and getattr(outcomes, name, None) is obj:
                     return getattr, (outcomes, name)
+            if (with_gradient := _with_gradient(obj)) is not None:
+                return with_gradient
             if isinstance(obj, (type, types.FunctionType)):
                 module = sys.modules.get(getattr(obj, "__module__", None) or "")
                 if module is not None and module not in by_value and not importable(module):
@@ -168,6 +170,21 @@ def dumps(value: object) -> bytes:
         finally:
             for module in by_value:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
+    """How a leaf that has a gradient is pickled, which torch leaves out; `None` for everything else."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(obj, torch.Tensor) or not obj.is_leaf or obj.grad is None:
+        return None
+    make, arguments, *state = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return _restored, (make, arguments, obj.grad), *state
+
+
+def _restored(make: Any, arguments: tuple[Any, ...], gradient: Any) -> Any:
+    tensor = make(*arguments)
+    tensor.grad = gradient
+    return tensor
 
 
 def loads(data: bytes) -> Any:
