@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -104,3 +105,120 @@ def test_nothing_is_left_of_a_session_that_ends_in_a_hang(trial: Trial, tmp_path
         assert process.returncode == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in printed, printed
     else:
         assert process.returncode == -number
+
+
+# --- Many ----------------------------------------------------------------------------------------------------------
+
+MANY = """
+import os, time
+import pytest
+import torch, torch.distributed as dist
+
+def work():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("world_size, number", [(number % 3 + 1, number) for number in range(COUNT // 2)])
+def test_marker(world_size, number):
+    assert work() == world_size
+
+@pytest.mark.parametrize("number", range(COUNT // 2))
+def test_fixture(number, ddp_world):
+    size = number % 3 + 1
+    assert ddp_world(world_size=size).run(work) == [size] * size
+"""
+TROUBLE = """
+import os, time
+import pytest
+
+@pytest.mark.ddp
+def test_fails(rank):
+    assert rank == 0, "on purpose"
+
+@pytest.mark.ddp(timeout=1.5)
+def test_hangs(rank):
+    if rank == 0:
+        time.sleep(60)
+
+@pytest.mark.ddp
+def test_stops(rank):
+    breakpoint()
+
+@pytest.mark.ddp(reuse="module")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_shared(rank, number):
+    with open("shared", "a") as file:
+        file.write(f"{os.getppid()} {rank} {os.getpid()}\\n")
+"""
+
+
+def test_hundreds_of_worlds_in_several_workers(trial: Trial, tmp_path: Path) -> None:
+    innerpytest.write(tmp_path, test_many=MANY.replace("COUNT", "200"), test_trouble=TROUBLE)
+    report = tmp_path / "report.xml"
+    with trial.start("-n", "4", "--dist=worksteal", f"--junitxml={report}") as process:
+        printed = process.communicate(timeout=280)[0]
+    assert not trial.left(20)
+    done = innerpytest.Session(innerpytest.read(report), printed, process.returncode)
+    assert innerpytest.names(done, "failed") == ["test_fails", "test_hangs", "test_stops"], printed
+    assert len(innerpytest.names(done, "passed")) == 203, printed
+    assert "rank 1: AssertionError: on purpose" in done["test_fails"].text
+    assert "rank 0 did not finish within 1.5 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
+    sentence = "breakpoint() on a rank needs pytest at a terminal of its own; run it without pytest-xdist (-n 0)"
+    assert sentence in done["test_stops"].text
+    shared = [line.split() for line in (tmp_path / "shared").read_text().splitlines()]
+    servers = {server for server, _, _ in shared}
+    assert len(shared) == 6 and len({pid for _, _, pid in shared}) == 2 * len(servers)
+
+
+SAMPLED = """
+import json, os, tempfile
+
+counted = 0
+
+def memory(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+def sample():
+    found = {"scratch": len(os.listdir(tempfile.gettempdir())), "processes": 0}
+    for name, pid in [("pytest", os.getpid()), *(("server", child) for child in children(os.getpid()))]:
+        found[name] = {"descriptors": len(os.listdir(f"/proc/{pid}/fd")), "memory": memory(pid)}
+        found["processes"] += len(children(pid))
+    return found
+
+def pytest_runtest_logfinish():
+    global counted
+    counted += 1
+    if counted in (FIRST, COUNT):
+        with open("samples", "a") as file:
+            file.write(json.dumps(sample()) + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "first"), [(120, 60), pytest.param(1000, 100, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_a_long_session_grows_in_nothing(trial: Trial, tmp_path: Path, count: int, first: int) -> None:
+    numbers = {"COUNT": str(count), "FIRST": str(first)}
+    for name, source in {"test_many": MANY, "conftest": SAMPLED}.items():
+        for word, number in numbers.items():
+            source = source.replace(word, number)
+        innerpytest.write(tmp_path, **{name: source})
+    with trial.start("-q") as process:
+        printed = process.communicate(timeout=280)[0]
+    assert process.returncode == 0, printed
+    assert not trial.left(20)
+    early, late = (json.loads(line) for line in (tmp_path / "samples").read_text().splitlines())
+    print(early, late, printed, sep="\n")
+    # Worlds on their way out, and one that is prepared, come and go.
+    assert late["scratch"] <= 8 and late["processes"] <= 24
+    for name in ("pytest", "server"):
+        assert late[name]["descriptors"] <= early[name]["descriptors"] + 40
+        grown = late[name]["memory"] - early[name]["memory"]
+        assert grown <= 512 + 12 * (count - first), "KiB; pytest itself keeps some for each test"

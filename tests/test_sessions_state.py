@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import innerhere, innerpytest
+from tests import innerhere
 
 pytest_plugins = ["pytester"]
 
@@ -301,11 +301,3 @@ def test_nothing_of_a_test_is_left_for_the_next_one(
     passed(innerhere.run(pytester), 5)
     everyone = [pid for ranks in notes().values() for pid in pids(ranks)]
     assert len(everyone) == len(set(everyone)) == 8
-
-
-def test_sharing_works_with_several_workers(tmp_path: Path, notes) -> None:
-    innerpytest.write(tmp_path, noting=NOTES, test_shared=SHARED, test_zother=OTHER)
-    done = innerpytest.run(tmp_path, "-n", "2", "--dist=loadfile", "--ddp-reuse=module")
-    assert len(innerpytest.names(done, "passed")) == 7, done.stdout
-    found = notes()
-    assert pids(found["first"]) == pids(found["last"]) != pids(found["other 1"]) == pids(found["other 2"])

@@ -162,6 +162,11 @@ class Session:
             report.sections.append(("ddpcheck", error.detail))
         if record is not None and (said or record.shown is not None) and item.config.getoption("usepdb", False):
             call.excinfo = None  # the debugger has been where it happened; here is nothing to be seen
+        if call.when == "teardown":  # pytest keeps every test until the end; states of generators alone take 35 kB
+            keys: tuple[pytest.StashKey[Any], ...] = (_RECORD, _SEEDS, _SETUPS)
+            for key in keys:
+                if key in item.stash:
+                    del item.stash[key]
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
