@@ -81,14 +81,24 @@ class StoreExchange:
         for rank in self.ranks:
             name = f"{self.prefix}/{key}/{rank}"
             try:
-                store.wait([name], timedelta(seconds=self.timeout if not silent else 0.01))
+                if not silent:
+                    store.wait([name], timedelta(seconds=self.timeout))
+                elif not _holds(store, name):
+                    raise TimeoutError
                 found.append(_pick_up(store, name))
             except Exception:  # the stores raise classes of their own on a timeout
                 silent.append(rank)
         if silent:
-            self._delete(store, key)  # who comes too late shall not take it for an answer to something else
-            raise SilentRanksError(silent)
+            # Who comes too late shall not take it for an answer to something else, nor us for one that never came.
+            with contextlib.suppress(Exception):
+                store.set(self._sign_of(key, self.rank), b"")
+            self._delete(store, key)
+            raise SilentRanksError([rank for rank in silent if not _holds(store, self._sign_of(key, rank))] or silent)
         return found
+
+    def _sign_of(self, key: str, rank: int) -> str:
+        """Set by a rank that was there, and has given up waiting for the others."""
+        return f"{self.prefix}/{key}/{rank}/gave-up"
 
     def _forget(self, store: Any) -> None:
         self._delete(store, "digest", "detail", "measured")
@@ -97,6 +107,13 @@ class StoreExchange:
         for key in keys:
             with contextlib.suppress(Exception):  # not every store can
                 store.delete_key(f"{self.prefix}/{key}/{self.rank}")
+
+
+def _holds(store: Any, name: str) -> bool:
+    try:
+        return bool(store.check([name]))
+    except Exception:  # whoever keeps the store is gone
+        return False
 
 
 def _hand_in(store: Any, name: str, data: bytes) -> None:

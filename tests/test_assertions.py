@@ -367,6 +367,7 @@ def test_the_ranks_of_groups_are_compared_apart_and_in_any_order(ddp_world: DdpW
 @pytest.mark.ddp(world_size=3, timeout=30, reuse="module")
 def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: int) -> None:
     group = torch.distributed.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=1.5))
+    ddpcheck.assert_same_on_all_ranks(ramp())  # so that the others are there in time
     if rank == 1:
         return
     with pytest.raises(HangError) as caught:
@@ -377,6 +378,14 @@ def test_a_rank_that_never_asks_is_named_within_the_timeout_of_the_group(rank: i
     )
     with pytest.raises(HangError, match=r"within 0\.5 s"):  # by then rank 2 may be late as well
         ddpcheck.assert_same_on_all_ranks(ramp(), name="loss", group=group, timeout=0.5)
+
+
+@pytest.mark.ddp(world_size=3, reuse="module")
+def test_a_rank_that_has_given_up_waiting_is_not_taken_for_one_that_never_asked(rank: int) -> None:
+    ddpcheck.assert_same_on_all_ranks(ramp())
+    if rank != 1:
+        with pytest.raises(HangError, match=r"^rank 1 did not call"):
+            ddpcheck.assert_same_on_all_ranks(ramp(), timeout=3.0 if rank == 0 else 1.0)
 
 
 def test_a_world_whose_clock_runs_out_first_says_what_its_ranks_wait_in(ddp_world: DdpWorld) -> None:
