@@ -472,7 +472,7 @@ def test_a_skip_is_reported_at_the_line_of_the_test(session: Session) -> None:
 
 
 def test_numpy_is_not_needed(tmp_path: Path) -> None:
-    blocked = "raise ImportError('numpy is not installed here')"
+    blocked = "raise ModuleNotFoundError('numpy is not installed here')"
     test = "import pytest, torch\n@pytest.mark.ddp\ndef test_it(rank):\n    assert torch.ones(1) + rank > 0\n"
     innerpytest.write(tmp_path, numpy=blocked, test_it=test)
     assert innerpytest.run(tmp_path, "-p", "no:hypothesispytest")["test_it"].outcome == "passed"

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal
 
 import pytest
@@ -117,8 +118,8 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
             try:
                 with _unhandled() as unhandled:
                     yield luggage
-                for warning in unhandled:
-                    warnings.warn(warning, stacklevel=1)
+                for warning, file, line in unhandled:
+                    warnings.warn_explicit(warning, type(warning), file, line)
             except BaseException as error:
                 this_rank.announce(error)
                 luggage.failure = _as_pytest_shows(error, conditions.style)
@@ -133,24 +134,32 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
 
 
 @contextlib.contextmanager
-def _unhandled() -> Iterator[list[Warning]]:
+def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
     """Exceptions in threads, and where Python can only ignore them, as the warnings that pytest makes of them."""
-    found: list[Warning] = []
+    found: list[tuple[Warning, str, int]] = []
     hooks = threading.excepthook, sys.unraisablehook
 
     def in_thread(args: Any) -> None:
         name = args.thread.name if args.thread is not None else "<unknown>"
-        found.append(pytest.PytestUnhandledThreadExceptionWarning(_told(f"Exception in thread {name}", args)))
+        text = _told(f"Exception in thread {name}", args)
+        found.append((pytest.PytestUnhandledThreadExceptionWarning(text), *_raised_at(args.exc_traceback)))
 
     def unraisable(args: Any) -> None:
         what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
-        found.append(pytest.PytestUnraisableExceptionWarning(_told(what, args)))
+        warning = pytest.PytestUnraisableExceptionWarning(_told(what, args))
+        found.append((warning, *_raised_at(args.exc_traceback)))
 
     threading.excepthook, sys.unraisablehook = in_thread, unraisable
     try:
         yield found
     finally:
         threading.excepthook, sys.unraisablehook = hooks
+
+
+def _raised_at(trace: TracebackType | None) -> tuple[str, int]:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace is not None else ("", 0)
 
 
 def _told(what: str, args: Any) -> str:
@@ -203,7 +212,7 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
         return None
     try:
         how = "long" if style.traceback == "auto" or style.full else style.traceback
-        if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        if not _theirs(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
             how = "value"
         if how == "native" and not style.full:  # which `tbfilter` does not reach
             info.traceback = _theirs(info)
