@@ -253,12 +253,12 @@ ERROR = {
     "test_teardown_fails_on_rank_1": r"rank 1: AssertionError: late",
 }
 SKIP = {
-    "test_sizes[world_size=4]": "needs 4 ranks, (torchrun|mpirun) has started 2",
+    "test_sizes[4_ranks]": "needs 4 ranks, (torchrun|mpirun) has started 2",
     "test_fixture_of_more_ranks": "needs 3 ranks",
     "test_plain_xfails_on_rank_1": "",
 }
 PASS = [name for name in HERE if name not in {*FAIL, *ERROR, *SKIP, "test_sizes"}]
-PASS += ["test_sizes[world_size=1]", "test_sizes[world_size=2]"]
+PASS += ["test_sizes[1_rank]", "test_sizes[2_ranks]"]
 
 
 @pytest.mark.parametrize(

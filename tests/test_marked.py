@@ -362,7 +362,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"test_all_reduce[world_size={size}]" for size in (1, 2, 3)),
+        *(f"test_all_reduce[{size}]" for size in ("1_rank", "2_ranks", "3_ranks")),
         "test_no_fixture_is_needed",
         "test_parametrized[1-2]",
         "test_parametrized[3-4]",
@@ -384,8 +384,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         "test_raises_and_warns",
         "test_returns",
         "test_the_mark_configures_the_fixture",
-        "test_the_mark_parametrizes_the_fixture[world_size=1]",
-        "test_the_mark_parametrizes_the_fixture[world_size=2]",
+        "test_the_mark_parametrizes_the_fixture[1_rank]",
+        "test_the_mark_parametrizes_the_fixture[2_ranks]",
         "test_threads_and_environment",
         "test_gradients_travel",
         "test_a_fixture_of_pytests_under_another_name",

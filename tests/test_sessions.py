@@ -88,7 +88,7 @@ def test_a_session_tells_what_it_is_asked_for(inner: Inner, pytester: pytest.Pyt
     printed = inner("-rA", "--durations=0", "--durations-min=0", "--setup-show", "-k", "last or first")
     assert "SETUP    F ddp_world" in printed and "SETUP    F rank" in printed
     assert re.search(r"s call     test_options.py::test_first", printed)
-    assert "PASSED test_options.py::test_last[world_size=1]" in printed
+    assert "PASSED test_options.py::test_last[1_rank]" in printed
     assert "Captured stdout of rank 0 of 1 call -" in printed and "printed by the last\n" in printed
     quiet = inner("-q", "-k", "last or first")
     assert quiet.startswith("..") and "printed" not in quiet

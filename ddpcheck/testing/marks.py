@@ -62,7 +62,11 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if listed is not None:
         if "world_size" not in metafunc.fixturenames:
             metafunc.fixturenames.append("world_size")
-        metafunc.parametrize("world_size", listed, ids=[f"world_size={size}" for size in listed])
+        metafunc.parametrize("world_size", listed, ids=[_id(size) for size in listed])
+
+
+def _id(size: int) -> str:
+    return f"{size}_ranks" if size > 1 else "1_rank"  # which `-k` can name
 
 
 def sizes(options: Mapping[str, Any]) -> tuple[int, ...] | None:
