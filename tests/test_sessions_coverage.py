@@ -59,7 +59,7 @@ def test_that_fails(rank):
     [
         (("pytest",), ("--cov=.", "--cov-branch", "--cov-context=test", "--cov-report=")),
         (("pytest",), ("--cov=theirs", "--cov=test_cov", "--cov-context=test", "--cov-report=", "-n", "2")),
-        (("coverage", "run", "--source=.", "-m", "pytest"), ()),
+        pytest.param(("coverage", "run", "--source=.", "-m", "pytest"), (), marks=pytest.mark.slow),
     ],
     ids=["alone", "xdist", "coverage-run"],
 )

@@ -82,7 +82,7 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
         (signal.SIGKILL, ()),
         (signal.SIGKILL, ("-n", "2")),
         (signal.SIGINT, ()),
-        (signal.SIGTERM, ()),
+        pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow),
     ],
     ids=["kill", "kill-xdist", "interrupt", "terminate"],
 )
@@ -120,13 +120,13 @@ def work():
     return int(total)
 
 @pytest.mark.ddp
-@pytest.mark.parametrize("world_size, number", [(number % 3 + 1, number) for number in range(COUNT // 2)])
+@pytest.mark.parametrize("world_size, number", [(number % SIZES + 1, number) for number in range(COUNT // 2)])
 def test_marker(world_size, number):
     assert work() == world_size
 
 @pytest.mark.parametrize("number", range(COUNT // 2))
 def test_fixture(number, ddp_world):
-    size = number % 3 + 1
+    size = number % SIZES + 1
     assert ddp_world(world_size=size).run(work) == [size] * size
 """
 TROUBLE = """
@@ -154,15 +154,17 @@ def test_shared(rank, number):
 """
 
 
-def test_hundreds_of_worlds_in_several_workers(trial: Trial, tmp_path: Path) -> None:
-    innerpytest.write(tmp_path, test_many=MANY.replace("COUNT", "200"), test_trouble=TROUBLE)
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path, count: int) -> None:
+    source = MANY.replace("COUNT", str(count)).replace("SIZES", "3")
+    innerpytest.write(tmp_path, test_many=source, test_trouble=TROUBLE)
     report = tmp_path / "report.xml"
     with trial.start("-n", "4", "--dist=worksteal", f"--junitxml={report}") as process:
         printed = process.communicate(timeout=280)[0]
     assert not trial.left(20)
     done = innerpytest.Session(innerpytest.read(report), printed, process.returncode)
     assert innerpytest.names(done, "failed") == ["test_fails", "test_hangs", "test_stops"], printed
-    assert len(innerpytest.names(done, "passed")) == 203, printed
+    assert len(innerpytest.names(done, "passed")) == count + 3, printed
     assert "rank 1: AssertionError: on purpose" in done["test_fails"].text
     assert "rank 0 did not finish within 1.5 s: rank 0 is in test_hangs at test_trouble.py" in done["test_hangs"].text
     sentence = "breakpoint() on a rank needs pytest at a terminal of its own; run it without pytest-xdist (-n 0)"
@@ -205,7 +207,7 @@ def pytest_runtest_logfinish():
     ("count", "first"), [(120, 60), pytest.param(1000, 100, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_a_long_session_grows_in_nothing(trial: Trial, tmp_path: Path, count: int, first: int) -> None:
-    numbers = {"COUNT": str(count), "FIRST": str(first)}
+    numbers = {"COUNT": str(count), "FIRST": str(first), "SIZES": "1" if count < 1000 else "3"}
     for name, source in {"test_many": MANY, "conftest": SAMPLED}.items():
         for word, number in numbers.items():
             source = source.replace(word, number)
