@@ -68,9 +68,9 @@ class Ranks:
         return work()
 
     def check_controller(self) -> None:
-        """In a worker of pytest-xdist: end the session when whoever would have heard of it has been killed."""
+        """In a worker of pytest-xdist: end the process when whoever would have heard of it has been killed."""
         if self._controller is not None and os.getppid() != self._controller:
-            pytest.exit("pytest-xdist has gone")  # which itself waits for as long as a test takes, or some seconds
+            os._exit(pytest.ExitCode.INTERRUPTED)  # the ranks and their files go with the fork server, that with us
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
