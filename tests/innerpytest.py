@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -56,6 +57,8 @@ def start(folder: Path, *arguments: str, program: Sequence[str] = ("pytest",), *
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # What is started in the background of a shell ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -230,7 +230,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     files = {"conftest": CONFTEST, "test_ours": OURS}
     if request.param == "torchrun":
         files |= {"test_inner": test_marked.SOURCE, "test_matrix": matrix()}
-    without = "not fixture or not _0 or test_ours.py"
+    without = "(not fixture or not _0 or test_ours.py) and not test_interrupted"  # which ends a launched session
     done = launch(request.param, folder, "-rA", "--log-level=INFO", "-k", without, **files)
     assert done.returncode != 0
     assert not (folder / "entered").exists()
@@ -282,8 +282,8 @@ def test_what_another_rank_printed_before_it_failed_is_shown(session: Launched) 
     assert "heard on rank 1 only" in session["test_setup_fails_on_rank_1"].output
 
 
-# What these see differs from a world of our own: more than two ranks, or a process that is not pytest's.
-OTHERWISE = {"test_fixtures_by_value_and_on_ranks", "test_the_mark_configures_the_fixture"}
+# What these see differs from a world of our own: more than two ranks, or a process that is pytest's or not.
+OTHERWISE = {"test_fixtures_by_value_and_on_ranks", "test_the_mark_configures_the_fixture", "test_interrupted"}
 MARKED = [
     ("passed", test_marked.test_passes_on_the_ranks),
     ("skipped", test_marked.test_is_skipped_or_fails_as_expected),
@@ -297,7 +297,7 @@ def cells() -> list[tuple[str, str, str]]:
     for outcome, test in MARKED:
         for case in test.pytestmark[0].args[1]:  # type: ignore[attr-defined]
             name, words = (case, "") if isinstance(case, str) else case
-            three = "size=3" in name or name.startswith(("test_parametrized[", "test_inherits"))
+            three = "3_ranks" in name or name.startswith(("test_parametrized[", "test_inherits"))
             if name not in OTHERWISE:
                 found.append((name, "skipped" if three else outcome, words))
     return found

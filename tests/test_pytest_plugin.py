@@ -8,7 +8,7 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-import ddpcheck.check  # noqa: E402, F401 - what an inner pytest in this process imports anew, it does not share with us
+import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,9 @@ Inner = Callable[..., str]
 
 
 @pytest.fixture
-def inner(pytester: pytest.Pytester) -> Inner:
-    """Run an inner pytest in this process; returns what it prints."""
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Inner:
+    """Run an inner pytest in this process; returns what it prints, to a person."""
+    monkeypatch.delenv("CI", raising=False)  # there pytest shows everything whole
     return lambda *arguments: innerhere.run(pytester, *arguments)
 
 

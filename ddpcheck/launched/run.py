@@ -128,6 +128,7 @@ class Run:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], context: ranks.RankContext
     ) -> tuple[Outcome, KeyboardInterrupt | None]:
         interrupt, reply, data = None, None, b""
+        own = os.getpid()
         with _environment(context, self._session), ranks.standing_in(context):
             try:
                 with self._interruption.allowed():
@@ -146,6 +147,10 @@ class Run:
                 reply = ranks.describe(error)
                 interrupt = error if isinstance(error, KeyboardInterrupt) else None
             finally:
+                if (
+                    os.getpid() != own
+                ):  # a process that the user's code has forked, and that does not speak for the rank
+                    os._exit(0)
                 self._inside = False
         luggage = _read(context.directory / f"rank{context.rank}.luggage")
         # What it raises once it was found stuck is due to its being freed, or to another that was: gloo says the same.
