@@ -209,6 +209,12 @@ def test_a_wrong_option_is_told_by_its_name_and_only_to_tests_that_use_the_fixtu
     done.stdout.fnmatch_lines(["*--ddp-timeout: expected a number of seconds greater than 0, got 'never'*"])
 
 
+def test_trace_is_refused_in_a_sentence(inner) -> None:
+    done = inner("import pytest\n@pytest.mark.ddp\ndef test_it(): pass", "--trace")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["--trace stops in pytest's own process, and test_it runs on ranks; put breakpoint() *"])
+
+
 def test_a_session_without_the_fixture_never_imports_torch(inner) -> None:
     done = inner(
         """

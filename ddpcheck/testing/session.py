@@ -198,6 +198,10 @@ def _packed(item: pytest.Function) -> bytes:
     function = item.obj
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         _refuse(f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.")
+    if item.config.getoption("trace", False):
+        _refuse(
+            f"--trace stops in pytest's own process, and {item.name} runs on ranks; put breakpoint() in it instead."
+        )
     taken = item._fixtureinfo.argnames
     arguments = {name: values.converted(name, item.funcargs[name]) for name in taken}
     return values.pack(item.name, arguments, (function, item.stash[_SETUPS]))
