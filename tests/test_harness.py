@@ -165,6 +165,20 @@ def test_two_worlds_work_at_the_same_time() -> None:
     assert max(start for _, start, _ in early + late) < min(end for _, _, end in early + late)
 
 
+def test_ranks_that_a_timer_will_free_are_left_in_peace() -> None:
+    def exchange() -> int:
+        import torch
+        import torch.distributed as dist
+
+        other = 1 - dist.get_rank()
+        threading.Timer(5, dist.send, (torch.ones(1), other)).start()
+        dist.recv(torch.zeros(1), other)
+        return other
+
+    with World(2) as world:
+        assert world.run(exchange) == [1, 0]
+
+
 def test_worlds_work_in_threads() -> None:
     results: list[Any] = []
 

@@ -55,10 +55,9 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
     return best
 
 
-def has_user_threads(dump: str) -> bool:
-    """Whether another thread than the one of ddpcheck's loop is in the user's code."""
-    threads = [frames for frames in map(_frames, _threads(dump)) if _loop_at(frames) is None]
-    return any(is_user_file(frame.file) for frames in threads for frame in frames)
+def has_other_threads(dump: str) -> bool:
+    """Whether there is another Python thread than the one of ddpcheck's loop; a timer stands in library code alone."""
+    return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))
 
 
 def _threads(dump: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 It takes all of this together, over seconds: every rank that has not finished is inside a call of
 `torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank runs or is about to,
-and none has used more processor time than waiting does; and no other thread of a rank is in the user's code. Whoever
+and none has used more processor time than waiting does; and no rank has another Python thread. Whoever
 computes, sleeps, reads a file or moves data does not look like that. Linux only, and not for ranks on a GPU, whose work
 does not show in their process.
 
@@ -97,7 +97,7 @@ class Stillness:
         stacks = {rank.number: failures.own_stack(dumps.get(rank.number, "")) for rank in waiting}
         if any(rank.answer is not None for rank in waiting) or not all(map(failures.waits_for_others, stacks.values())):
             return {}
-        return {} if any(map(failures.has_user_threads, dumps.values())) else stacks
+        return {} if any(map(failures.has_other_threads, dumps.values())) else stacks
 
 
 def _sleeping(pid: int) -> float | None:
