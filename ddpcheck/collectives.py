@@ -33,6 +33,9 @@ _MATCHED_BY_NAME = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_coalesced"),
     *("all_reduce_coalesced", "new_group"),
 )
+COLLECTIVES = (*_MATCHED_BY_PAYLOAD, *_MATCHED_BY_NAME)
+"""Functions of `torch.distributed` that all ranks of a group have to call."""
+
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # pair up by peer: waited in, not matched
 _FUNCTIONAL = (  # of torch.distributed._functional_collectives
     *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor", "permute_tensor"),
@@ -103,7 +106,7 @@ def record_collectives(directory: Path, rank: int) -> None:
     from torch.distributed import distributed_c10d
 
     descriptor = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for name in (*_MATCHED_BY_PAYLOAD, *_MATCHED_BY_NAME, *_POINT_TO_POINT):
+    for name in (*COLLECTIVES, *_POINT_TO_POINT):
         original = getattr(distributed_c10d, name, None)
         if original is not None:
             logged = _logged(name, original, descriptor, matched=name not in _POINT_TO_POINT)

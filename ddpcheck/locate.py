@@ -161,6 +161,15 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     return None if code is None else _assignment_in(code.co_filename, variable, "")
 
 
+def making_of(module: nn.Module, name: str) -> Location | None:
+    """The line that assigns the parameter, buffer or layer `name`, else that of the nearest module around it."""
+    while name:
+        if where := assignment_of(module, name):
+            return where
+        name = name.rpartition(".")[0]
+    return None
+
+
 def _assignment_in(source: type | str, name: str, owner: str) -> Location | None:
     """The assignment of `owner.name` in a class, or of `name` at the top of a file."""
     try:

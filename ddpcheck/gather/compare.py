@@ -139,6 +139,38 @@ def difference(
     )
 
 
+def against_average(
+    name: str,
+    got: torch.Tensor | None,
+    want: torch.Tensor | None,
+    *,
+    world_size: int,
+    scale: float = 0.0,
+    lossy: float = 0.0,
+    floor: float = 0.0,
+) -> Difference:
+    """One gradient that a wrapper has left, against the average of the ranks' own.
+
+    Args:
+        name: Of the parameter.
+        got: What the wrapper left.
+        want: The average.
+        world_size: Over so many ranks.
+        scale: Of the ranks' own gradients; 0 where it is not known.
+        lossy: What a communication hook loses; 0 where there is none.
+        floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
+    """
+    if got is None and want is None:
+        return Difference(name, 0.0, 0.0)
+    if got is None and want is not None and not bool(want.count_nonzero()):
+        return Difference(name, 0.0, 0.0)
+    if want is None and got is not None:
+        want = torch.zeros_like(got)  # under find_unused_parameters, what no rank used may come back as zeros
+    assert want is not None
+    tolerance = (8 + world_size) * max(eps_of(want.dtype), lossy)
+    return difference(name, got, want, scale=max(scale or norm(want), floor), tolerance=tolerance)
+
+
 def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """The difference; in float32 at least (between near numbers a subtraction is exact in their own dtype)."""
     dtype = _at_least_float32(torch.promote_types(got.dtype, want.dtype))

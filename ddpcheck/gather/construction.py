@@ -16,6 +16,7 @@ from torch import nn
 from ddpcheck import rank as this_rank
 from ddpcheck.errors import OptionsDifferError
 from ddpcheck.exchange import StoreExchange
+from ddpcheck.gather.compare import eps_of
 from ddpcheck.gather.describe import fingerprint
 from ddpcheck.options import MAY_DIFFER, WHEN_NONE, are_harmless
 
@@ -87,6 +88,23 @@ def comm_hook_of(wrapper: nn.Module) -> str:
     hooks = getattr(wrapper, "_comm_hooks", ())
     names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook, _state in hooks]
     return " and ".join(name for name in names if name != "_reducer_allreduce_and_upcast_hook")
+
+
+_EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
+_LOSSY_HOOKS = ("powerSGD", "quantization", "post_localSGD")
+_LOST_ON_PURPOSE = 0.1
+
+
+def hook_loss(wrapper: nn.Module | None) -> float:
+    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose (PowerSGD)."""
+    found = [0.0]
+    for hook, _state in getattr(wrapper, "_comm_hooks", ()):
+        module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+        if any(word in f"{module}.{name}" for word in _LOSSY_HOOKS):
+            found.append(_LOST_ON_PURPOSE)
+        elif name not in _EXACT_HOOKS:
+            found.append(eps_of(torch.bfloat16))
+    return max(found)
 
 
 def spelled_option(value: object) -> str:

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from ddpcheck import rank as this_rank
-from ddpcheck.evidence import (
-    DdpStepEvidence,
-    Difference,
-)
-from ddpcheck.gather.compare import dense, difference, eps_of, norm, scales
+from ddpcheck.evidence import DdpStepEvidence
+from ddpcheck.gather.compare import against_average, dense, scales
+from ddpcheck.gather.construction import hook_loss
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import recorded
 from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
@@ -42,10 +40,18 @@ def ddp_step(step: int) -> DdpStepEvidence:
         del loss
         this_rank.set_place(f"step {step}: DDP comparison")
         owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
-        lossy = max(_hook_precisions(session), default=0.0)
+        lossy = hook_loss(session.wrapper)
         floor = scales({name: t for name, t in session.averaged.items() if t is not None}) if lossy else {}
         differences = tuple(
-            _against_local(session, name, None if p.grad is None else dense(p.grad), lossy, floor.get(name, 0.0))
+            against_average(
+                name,
+                None if p.grad is None else dense(p.grad),
+                session.averaged.get(name),
+                world_size=session.world_size,
+                scale=session.scale.get(name, 0.0),
+                lossy=lossy,
+                floor=floor.get(name, 0.0),
+            )
             for name, p in owners.items()
         )
         gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
@@ -69,44 +75,6 @@ def ddp_step(step: int) -> DdpStepEvidence:
         events=tuple(recorder.events),
         before=recorder.values,
     )
-
-
-_EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
-
-
-def _against_local(session: Session, name: str, got: torch.Tensor | None, lossy: float, floor: float) -> Difference:
-    """One gradient against the average of the ranks' own.
-
-    Args:
-        session: Of this rank.
-        name: Of the parameter.
-        got: What the wrapper left.
-        lossy: What a communication hook loses; 0 where there is none.
-        floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
-    """
-    want = session.averaged.get(name)
-    if got is None and want is None:
-        return Difference(name, 0.0, 0.0)
-    if got is None and want is not None and not bool(want.count_nonzero()):
-        return Difference(name, 0.0, 0.0)
-    if want is None and got is not None:
-        want = torch.zeros_like(got)  # under find_unused_parameters, what no rank used may come back as zeros
-    assert want is not None
-    tolerance = (8 + session.world_size) * max(eps_of(want.dtype), lossy)
-    scale = max(session.scale.get(name) or norm(want), floor)
-    return difference(name, got, want, scale=scale, tolerance=tolerance)
-
-
-def _hook_precisions(session: Session) -> list[float]:
-    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose (PowerSGD)."""
-    found = []
-    for hook, _state in getattr(session.wrapper, "_comm_hooks", ()):
-        module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
-        if any(word in f"{module}.{name}" for word in ("powerSGD", "quantization", "post_localSGD")):
-            found.append(0.1)
-        elif name not in _EXACT_HOOKS:
-            found.append(eps_of(torch.bfloat16))
-    return found
 
 
 def _optimizer_state(session: Session) -> dict[str, int]:

@@ -26,7 +26,7 @@ from ddpcheck.gather.compare import norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import counted_backwards
 from ddpcheck.gather.samples import sample_fingerprints
-from ddpcheck.gather.session import Session, broadcasts_buffers, rewound, seed_of, the_session
+from ddpcheck.gather.session import Session, rewound, seed_of, the_session
 from ddpcheck.gather.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.stepping import (
     capture_attributes,
@@ -37,6 +37,7 @@ from ddpcheck.gather.stepping import (
     gradients_of,
     visible_tensors,
 )
+from ddpcheck.gather.wrapping import broadcasts_buffers
 from ddpcheck.graph import EngineProbe, functions_before, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
 from ddpcheck.locate import assignment_of, record_origins, relative_path
@@ -53,7 +54,7 @@ def begin_step(step: int, file: Path | None) -> None:
     this_rank.set_place(f"step {step}: beginning")
     trained = session.module if session.twin_optimizer is None else session.twin
     session.before = capture_state(trained, into=session.before)
-    if session.world_size > 1 and broadcasts_buffers(session):
+    if session.world_size > 1 and broadcasts_buffers(session.wrapper):
         with unlogged():
             for name, _ in session.module.named_buffers():
                 dist.broadcast(session.before.tensors[name], src=0, group=session.group)

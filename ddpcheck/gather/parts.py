@@ -15,7 +15,7 @@ from ddpcheck.acceptance import Anomaly
 from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.errors import UsageError
 from ddpcheck.graph import all_names, named_parameters, unregistered_tensors, walk_graph
-from ddpcheck.locate import assignment_of
+from ddpcheck.locate import assignment_of, making_of
 from ddpcheck.nests import iter_leaves, iter_tensors
 
 
@@ -51,7 +51,7 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
         Anomaly(
             ", ".join(aliases[id(parameters[name])]),
             tuple(parameters[name].shape),
-            location=str(assignment_of(bare, name) or _made_by(bare, name)),
+            location=str(making_of(bare, name) or ""),
             cause=causes.get(name, ""),
         )
         for name in missing
@@ -70,16 +70,6 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
 
 def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in ignore)
-
-
-def _made_by(module: nn.Module, name: str) -> str:
-    """The line that makes the layer, where the parameter's own is not the user's."""
-    owner = name.rpartition(".")[0]
-    while owner:
-        if where := assignment_of(module, owner):
-            return str(where)
-        owner = owner.rpartition(".")[0]
-    return ""
 
 
 def _hidden_in_checkpoints(loss: Any) -> set[int]:

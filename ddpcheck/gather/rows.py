@@ -27,9 +27,10 @@ from ddpcheck.collectives import unlogged
 from ddpcheck.evidence import Wrapped
 from ddpcheck.gather import session as phases
 from ddpcheck.gather.randomness import seed_everything
-from ddpcheck.gather.session import Session, broadcasts_buffers, seed_of, the_session
+from ddpcheck.gather.session import Session, seed_of, the_session
 from ddpcheck.gather.stepping import ModuleState
 from ddpcheck.gather.surroundings import Undo, put_back
+from ddpcheck.gather.wrapping import broadcasts_buffers
 from ddpcheck.locate import record_origins
 from ddpcheck.nests import iter_tensors
 from ddpcheck.reference import model_seed
@@ -206,7 +207,7 @@ def keep_step(step: int) -> None:
         plain=session.before.plain,
     )
     averaged = {name: None if tensor is None else tensor.clone() for name, tensor in session.averaged.items()}
-    _rows().kept[step, broadcasts_buffers(session)] = KeptStep(
+    _rows().kept[step, broadcasts_buffers(session.wrapper)] = KeptStep(
         before, session.batch, averaged, dict(session.scale), session.started
     )
 

@@ -10,14 +10,13 @@ import copy
 import datetime
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from ddpcheck import rank as this_rank
 from ddpcheck.collectives import record_collectives, unlogged
@@ -31,7 +30,6 @@ from ddpcheck.evidence import (
 )
 from ddpcheck.findings import Location
 from ddpcheck.gather.construction import (
-    comm_hook_of,
     compare_options,
     constructor_options,
     spelled_option,
@@ -47,7 +45,8 @@ from ddpcheck.gather.stepping import (
 )
 from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.graph import all_names, gradient_node, unregistered_tensors
+from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of
+from ddpcheck.graph import all_names, unregistered_tensors
 from ddpcheck.locate import Origins, record_origins, relative_path
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.reference import HANDOVER, model_seed, step_seed
@@ -196,7 +195,6 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     if session.wrapper is not session.wrapped and session.wrapper.module is not original:
         session.wrapper = session.wrapped  # a part of the model is wrapped, not the whole
     inner = getattr(session.wrapper, "module", session.wrapper)
-    is_ddp = isinstance(session.wrapper, nn.parallel.DistributedDataParallel)
     reshaped, trouble = False, ""
     if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, session.twin)):
         if differs_in_structure(inner, session.twin):
@@ -207,16 +205,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     trainable = {name for name, p in session.module.named_parameters() if p.requires_grad}
     for name, parameter in session.twin.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
-    delayed = {names[id(p)] for p in getattr(session.wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
-    ignored = frozenset(getattr(session.wrapper, "parameters_to_ignore", ())) - delayed
-    session.facts = WrapperFacts(
-        is_ddp=is_ddp,
-        find_unused_parameters=bool(getattr(session.wrapper, "find_unused_parameters", False)),
-        static_graph=bool(getattr(session.wrapper, "static_graph", False)),
-        ignored=ignored & set(names.values()),
-        delayed=frozenset(delayed),
-        comm_hook=comm_hook_of(session.wrapper),
-    )
+    session.facts = facts_of(session.wrapper, names)
     session.optimizer = session.recipe.build_optimizer(p for p in session.wrapped.parameters() if p.requires_grad)
     owned = {id(p): name for name, p in session.module.named_parameters()}
     held = {id(p) for group in session.optimizer.param_groups for p in group["params"]}
@@ -237,8 +226,8 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         loss_location=_defined_at(session.recipe.loss),
         hooks=session.wrap_hooks,
         wrapper=type(session.wrapped).__name__,
-        broadcasts_buffers=broadcasts_buffers(session),
-        changed=_changes(construction.seen, session.module) if construction.seen else {},
+        broadcasts_buffers=broadcasts_buffers(session.wrapper),
+        changed=changes(construction.seen, session.module) if construction.seen else {},
         constructed={name: parameter.value for name, parameter in construction.seen.items()},
         reshaped=reshaped,
         not_handed_over=trouble,
@@ -292,28 +281,12 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
     return inside[0] if len(inside) == 1 else wrapped
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A parameter as DDP saw it: `node` is what DDP's hook sits on; a change of dtype or device makes a new one."""
-
-    identity: int
-    requires_grad: bool
-    node: Any
-    value: int
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Seen:
-        node = gradient_node(parameter) if parameter.requires_grad else None
-        lazy = isinstance(parameter, UninitializedParameter)
-        return cls(id(parameter), parameter.requires_grad, node, 0 if lazy else fingerprint(parameter))
-
-
 @dataclass(slots=True)
 class _Construction:
     """What the DDP constructor was told, and each parameter as it was when that was done."""
 
     options: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, _Seen] = field(default_factory=dict)
+    seen: dict[str, SeenParameter] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -328,36 +301,13 @@ def _watch_construction() -> Iterator[_Construction]:
         found.options = constructor_options(original, self, *args, **kwargs)
         compare_options(found.options)
         original(self, *args, **kwargs)
-        found.seen.update({name: _Seen.of(p) for name, p in self.module.named_parameters()})
+        found.seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in self.module.named_parameters()})
 
     ddp.__init__ = constructor
     try:
         yield found
     finally:
         ddp.__init__ = original
-
-
-def _changes(seen: Mapping[str, _Seen], module: nn.Module) -> dict[str, str]:
-    now = {name: _Seen.of(p) for name, p in module.named_parameters()}
-    changed = {}
-    for name in dict.fromkeys((*seen, *now)):
-        before, after = seen.get(name), now.get(name)
-        if before is None or after is None:
-            changed[name] = "added" if before is None else "removed"
-        elif before.identity != after.identity:
-            changed[name] = "replaced"
-        elif before.requires_grad != after.requires_grad:
-            changed[name] = "unfrozen" if after.requires_grad else "frozen"
-        elif before.node is not after.node:
-            changed[name] = "cast or moved"
-    return changed
-
-
-def broadcasts_buffers(session: Session) -> bool:
-    """Whether the wrapper gives every rank rank 0's buffers before a forward."""
-    will = getattr(session.wrapper, "will_sync_module_buffers", None)
-    has_buffers = next(session.module.buffers(), None) is not None
-    return bool(getattr(session.wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
 
 
 def _optimizer_options(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, str]:

@@ -12,6 +12,7 @@ from ddpcheck import rank as this_rank
 from ddpcheck.collectives import replaced_by
 from ddpcheck.errors import EmptyShardError, TargetError
 from ddpcheck.evidence import Call, Packed
+from ddpcheck.gather.alone import answer_alone
 from ddpcheck.gather.session import the_session
 from ddpcheck.gather.stepping import compute_loss
 from ddpcheck.nests import batch_size, to_device
@@ -61,7 +62,7 @@ def packed_payloads(step: int) -> tuple[Packed, ...]:
     def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
             found.append(Packed(operation, call.location, _values(given)))
-        return _alone(operation, given)
+        return answer_alone(operation, given)
 
     session.before.restore(session.twin)
     try:
@@ -84,34 +85,3 @@ def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or not 1 < tensor.numel() <= _MOST_VALUES:
         return ()
     return tuple(tensor.detach().reshape(-1).double().tolist())
-
-
-class _Done:
-    """The handle of an asynchronous collective of one rank."""
-
-    def wait(self, *_args: Any, **_kwargs: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(None)
-        return future
-
-
-def _alone(operation: str, given: Mapping[str, Any]) -> Any:
-    """The result of a collective if this rank's contribution were everybody's, in place where it is made in place."""
-    mine = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
-    if "output" not in given and "tensor_list" not in given and ("self" in given or "group_name" in given):
-        size = int(given.get("group_size", 1))
-        if "gather" in operation and isinstance(mine, torch.Tensor):
-            return torch.cat([mine] * (size or 1), int(given.get("gather_dim", 0)))
-        return mine
-    with torch.no_grad():
-        for target in given.get("tensor_list") or given.get("gather_list") or ():
-            target.copy_(mine)
-        for index, _ in enumerate(given.get("object_list") or () if operation == "all_gather_object" else ()):
-            given["object_list"][index] = given.get("obj")
-    return _Done() if given.get("async_op") else None

@@ -1,0 +1,72 @@
+"""What a wrapper was told, and what has become since of the parameters that it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ddpcheck.evidence import WrapperFacts
+from ddpcheck.gather.construction import comm_hook_of
+from ddpcheck.graph import gradient_node
+
+
+def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
+    """What `wrapper` was told.
+
+    Args:
+        wrapper: A `DistributedDataParallel`, or what stands in its place.
+        names: Of the parameters, by identity.
+    """
+    delayed = {names[id(p)] for p in getattr(wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
+    ignored = frozenset(getattr(wrapper, "parameters_to_ignore", ())) - delayed
+    return WrapperFacts(
+        is_ddp=isinstance(wrapper, nn.parallel.DistributedDataParallel),
+        find_unused_parameters=bool(getattr(wrapper, "find_unused_parameters", False)),
+        static_graph=bool(getattr(wrapper, "static_graph", False)),
+        ignored=ignored & set(names.values()),
+        delayed=frozenset(delayed),
+        comm_hook=comm_hook_of(wrapper),
+    )
+
+
+def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
+    """Whether `wrapper` gives every rank rank 0's buffers before a forward."""
+    will = getattr(wrapper, "will_sync_module_buffers", None)
+    has_buffers = wrapper is not None and next(wrapper.buffers(), None) is not None
+    return bool(getattr(wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenParameter:
+    """A parameter as DDP saw it: `node` is what DDP's hook sits on; a change of dtype or device makes a new one."""
+
+    identity: int
+    requires_grad: bool
+    node: Any
+    value: int = 0
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, value: int = 0) -> SeenParameter:
+        """The parameter as it is now; `value` is its fingerprint, where that is wanted."""
+        node = gradient_node(parameter) if parameter.requires_grad else None
+        return cls(id(parameter), parameter.requires_grad, node, value)
+
+
+def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
+    """What has happened to the parameters of `module` since they were `seen`, in a word, by name."""
+    now = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+    changed = {}
+    for name in dict.fromkeys((*seen, *now)):
+        before, after = seen.get(name), now.get(name)
+        if before is None or after is None:
+            changed[name] = "added" if before is None else "removed"
+        elif before.identity != after.identity:
+            changed[name] = "replaced"
+        elif before.requires_grad != after.requires_grad:
+            changed[name] = "unfrozen" if after.requires_grad else "frozen"
+        elif before.node is not after.node:
+            changed[name] = "cast or moved"
+    return changed
