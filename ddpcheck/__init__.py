@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
     from ddpcheck.repro import write_reproduction
     from ddpcheck.sweep import check_matrix
+    from ddpcheck.watching.telling import FindingWarning
+    from ddpcheck.watching.watch import Watch, watch
+    from ddpcheck.wrapper import CheckedDistributedDataParallel
 
 __version__ = "0.1.0"
 
@@ -46,6 +49,10 @@ __all__ = [
     "Location",
     "detect_anomalous_params",
     "check_consistency",
+    "CheckedDistributedDataParallel",
+    "watch",
+    "Watch",
+    "FindingWarning",
     "assert_parity",
     "assert_same_on_all_ranks",
     "assert_no_anomalous_params",
@@ -73,6 +80,10 @@ _HOMES = {
     "Location": "findings",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",
+    "CheckedDistributedDataParallel": "wrapper",
+    "watch": "watching.watch",
+    "Watch": "watching.watch",
+    "FindingWarning": "watching.telling",
     "assert_parity": "assertions",
     "assert_same_on_all_ranks": "assertions",
     "assert_no_anomalous_params": "assertions",

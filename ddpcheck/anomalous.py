@@ -28,6 +28,7 @@ def judge_parameters(
     *,
     awake: frozenset[str] = frozenset(),
     zero_ends: Mapping[str, PathEnd] | None = None,
+    ends_here: bool = True,
 ) -> list[Finding]:
     """All findings on the parameters of a module.
 
@@ -37,6 +38,7 @@ def judge_parameters(
         names: How to speak of the parameters.
         awake: Parameters whose gradient was zero in every step, but is not for other values of the parameters.
         zero_ends: Where the gradient of the others became zero, as far as that is known.
+        ends_here: Whether the run ends with the last of these steps.
     """
     world_size = len({item.rank for item in evidence})
     steps = sorted({item.step for item in evidence})
@@ -48,7 +50,7 @@ def judge_parameters(
     trainable = list(evidence[0].states) if evidence else []
     always = [name for name in trainable if len(missing.get(name, ())) == len(evidence)]
     sometimes = [name for name in trainable if name in missing and name not in always]
-    findings = _judge_always(always, evidence, trainable, wrapper, names)
+    findings = _judge_always(always, evidence, trainable, wrapper, names, ends_here=ends_here)
     if not wrapper.find_unused_parameters:
         findings += judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
     findings += _judge_lost(evidence, names, world_size)
@@ -75,6 +77,8 @@ def _judge_always(
     trainable: Sequence[str],
     wrapper: WrapperFacts,
     names: Names,
+    *,
+    ends_here: bool,
 ) -> list[Finding]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     ends: dict[str, PathEnd] = {}
@@ -91,7 +95,7 @@ def _judge_always(
         at = f" at {end.location}" if end.location else ""
         inside = f" (in module {end.module})" if end.module else ""
         facts = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
-        if facts and steps == 1:
+        if facts and steps == 1 and ends_here:
             facts.append("after the last step there is no next forward, so that nothing is raised at all")
         if end.cause == "unused":
             code, message = "DDP101", f"No operation of the forward pass reads {listed(subjects)}."

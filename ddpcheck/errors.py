@@ -78,9 +78,20 @@ class EmptyShardError(TargetError):
 
 
 class FindingsError(DdpcheckError, AssertionError):
-    """Raised by `Report.raise_for_findings`; an `AssertionError`, so that a test fails instead of erring."""
+    """Raised where there are findings; an `AssertionError`, so that a test fails instead of erring.
+
+    Attributes:
+        findings: Those for which it was raised, of `ddpcheck.Finding`.
+    """
 
     exit_code = EXIT_FINDINGS
+
+    def __init__(self, message: str, findings: Sequence[Any] = (), *, detail: str = "") -> None:
+        super().__init__(message, detail=detail)
+        self.findings = tuple(findings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.findings), {"detail": self.detail}
 
 
 FailureKind = Literal["raised", "died", "stuck", "fell", "exited"]

@@ -61,7 +61,7 @@ class StoreExchange:
         rank = dist.get_rank()
         among = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         base = f"ddpcheck/{purpose}/{among}"
-        store = _default_store()
+        store = default_store()
         number = store.add(f"{base}/calls/{rank}", 1)
         exchange = cls(f"{base}/{number}", rank, ranks, group_timeout(group) if timeout is None else timeout)
         if number > 2:
@@ -74,7 +74,7 @@ class StoreExchange:
         Raises:
             SilentRanksError: A rank handed in nothing before the deadline.
         """
-        store = _default_store()
+        store = default_store()
         _hand_in(store, f"{self.prefix}/{key}/{self.rank}", data)
         found: list[bytes] = []
         silent: list[int] = []
@@ -130,7 +130,8 @@ def _pick_up(store: Any, name: str) -> bytes:
     return b"".join([first[4:], *(store.get(f"{name}/{index}") for index in more)])
 
 
-def _default_store() -> Any:
+def default_store() -> Any:
+    """The rendezvous store of the default process group; private to torch."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
@@ -145,7 +146,7 @@ def group_timeout(group: Any = None) -> float:
         backend = whole._get_backend(_devices(group)[0])
         return float(backend.options._timeout.total_seconds())
     except Exception:  # not every backend has options
-        return float(_default_store().timeout.total_seconds())
+        return float(default_store().timeout.total_seconds())
 
 
 def _devices(group: Any) -> list[Any]:

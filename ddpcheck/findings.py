@@ -200,7 +200,8 @@ class Report:
             lines.append(f"{finding.code} {', '.join(finding.subjects)}: {finding.message}")
             lines.extend(f"  {fact}" for fact in finding.evidence)
         if lines:
-            raise FindingsError("\n".join([f"ddpcheck on {self.target}: {self.status}", *lines]))
+            text = "\n".join([f"ddpcheck on {self.target}: {self.status}", *lines])
+            raise FindingsError(text, self.at_or_above(fail_on))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `to_json` writes it."""

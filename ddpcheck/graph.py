@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,29 @@ def _engine_will_execute(node: Any) -> bool:
 
 
 ENGINE_CAN_TELL = hasattr(torch._C, "_will_engine_execute_node")
+
+
+def will_be_reached(nodes: Sequence[Any]) -> list[bool] | None:
+    """Which `nodes` the backward pass that is running will execute; `None` where the engine cannot tell.
+
+    To be asked from a hook.
+    """
+    return list(map(torch._C._will_engine_execute_node, nodes)) if ENGINE_CAN_TELL else None
+
+
+def at_end_of_backward(function: Callable[[], None]) -> bool:
+    """Have `function` called when the backward pass that is running ends, after what has been asked for before.
+
+    To be called from a hook, or from such a function. What `function` raises comes out of the backward pass.
+
+    Returns:
+        False where this torch has no such queue (it is private), and nothing will be called.
+    """
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if not hasattr(engine, "queue_callback"):
+        return False
+    engine.queue_callback(function)
+    return True
 
 
 class EngineProbe:
@@ -111,9 +134,10 @@ class GraphWalk:
     functions: tuple[Any, ...] = ()
 
 
-def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> GraphWalk:
-    """Walk the autograd graph behind `roots`, iteratively, up to `limit` nodes."""
-    pending = [root.grad_fn for root in roots if root.grad_fn is not None]
+def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limit: int = WALK_LIMIT) -> GraphWalk:
+    """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
+    roots = list(roots)
+    pending = [*(root.grad_fn for root in roots if root.grad_fn is not None), *nodes]
     leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
     seen = set(pending)
     names: set[str] = set()
@@ -136,12 +160,13 @@ def walk_graph(roots: Iterable[torch.Tensor], *, limit: int = WALK_LIMIT) -> Gra
 
 
 def functions_before(
-    loss: torch.Tensor, leaf: torch.Tensor, *, limit: int = WALK_LIMIT
+    roots: Iterable[Any], leaf: torch.Tensor, *, limit: int = WALK_LIMIT
 ) -> tuple[type[torch.autograd.Function], ...]:
-    """The custom autograd Functions that stand last on the ways of a gradient from `loss` to `leaf`."""
+    """The custom autograd Functions that stand last on the ways of a gradient from graph nodes to `leaf`."""
     target = gradient_node(leaf)
     parents: dict[Any, list[Any]] = {}
-    pending, seen = [loss.grad_fn], {loss.grad_fn}
+    pending = list(roots)
+    seen = set(pending)
     while pending:
         node = pending.pop()
         for following, _ in node.next_functions if node is not None else ():

@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.evidence import PathEnd
 from ddpcheck.findings import Location
-from ddpcheck.locate import user_location
+from ddpcheck.graph import functions_before
+from ddpcheck.locate import relative_path, user_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,19 @@ def cut_reason(name: str, output: torch.Tensor) -> str:
     if not (output.is_floating_point() or output.is_complex()):
         return f"{name.strip('_')}(), which is not differentiable"
     return f"{name.strip('_')}(), which has no derivative"
+
+
+def swallower(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
+    """The custom Function that gave None for the gradient of `parameter`, or those that may have been it.
+
+    Args:
+        roots: The graph nodes at which backward began.
+        parameter: One that it reached.
+    """
+    functions = functions_before(roots, parameter)
+    code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
+    where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+    return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)
 
 
 @dataclass(slots=True)

@@ -22,13 +22,14 @@ ROOMS = """
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
     rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched
     graph paths zeros collectives lockstep
-    gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
+    gather gather.alone gather.randomness gather.syncbn gather.compare gather.describe gather.construction
+    gather.wrapping gather.samples
     gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
     gather.rows gather.flow gather.operations gather.picture
     consistency program absences anomalous gather.parts loop parity reducer causes outcome conduct check sweep depict
-    folding render assertions repro cli __main__ testing testing.marks testing.values testing.measuring
-    testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
+    folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks testing.values
+    testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
     testing.joined testing.session testing.quiet testing.instep pytest_plugin
 """.split()
 
@@ -51,6 +52,7 @@ LIGHT = """
     ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
+    ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
     ddpcheck.launched.run ddpcheck.launched.world
 """.split()

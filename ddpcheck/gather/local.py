@@ -21,7 +21,6 @@ from ddpcheck.evidence import (
     StepEvidence,
     Unregistered,
 )
-from ddpcheck.findings import Location
 from ddpcheck.gather.compare import norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import counted_backwards
@@ -38,11 +37,11 @@ from ddpcheck.gather.stepping import (
     visible_tensors,
 )
 from ddpcheck.gather.wrapping import broadcasts_buffers
-from ddpcheck.graph import EngineProbe, functions_before, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
-from ddpcheck.locate import assignment_of, record_origins, relative_path
+from ddpcheck.locate import assignment_of, record_origins
 from ddpcheck.nests import iter_tensors, to_device
-from ddpcheck.paths import Explainer
+from ddpcheck.paths import Explainer, swallower
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_fingerprint, make_batch, step_seed
 from ddpcheck.zeros import zero_ends
@@ -98,7 +97,8 @@ def local_step(step: int) -> LocalStep:
         if not math.isfinite(size):
             raise TargetError(f"the gradient of {name} in step {step} is not finite, so it cannot be compared")
     states = _states(session, parameters, probe)
-    ends = {name: _loser(loss.total, parameters[name]) for name, state in states.items() if state == "lost"}
+    lost = [name for name, state in states.items() if state == "lost"]
+    ends = {name: swallower([loss.total.grad_fn], parameters[name]) for name in lost}
     value, drew = loss.value, loss.drew
     del loss, visible, seen
     leaves = unregistered_leaves(
@@ -161,14 +161,6 @@ def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: Eng
         else:
             states[name] = "missing"
     return states
-
-
-def _loser(loss: torch.Tensor, parameter: torch.Tensor) -> PathEnd:
-    """The custom Function that returned None for the gradient of `parameter`, or those that may have been it."""
-    functions = functions_before(loss, parameter)
-    code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
-    where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
-    return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)
 
 
 def _located(leaves: Iterable[Unregistered], session: Session) -> tuple[Unregistered, ...]:

@@ -1,0 +1,66 @@
+"""Hearing of `DistributedDataParallel.no_sync`: that it is called, entered and left, of wrappers that are watched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ddpcheck.evidence import LoopEvent
+from ddpcheck.locate import user_location
+
+_DDP: Any = nn.parallel.DistributedDataParallel
+_listeners: WeakKeyDictionary[nn.Module, Callable[..., None]] = WeakKeyDictionary()
+_original: list[Any] = []
+
+
+def listen(wrapper: nn.Module, note: Callable[..., None]) -> None:
+    """From now on, tell `note` of each call ("no_sync", with `where`), "enter no_sync" and "leave no_sync"."""
+    if not _original:
+        _original.append(_DDP.no_sync)
+        _DDP.no_sync = _noted(_DDP.no_sync)
+    _listeners[wrapper] = note
+
+
+def forget(wrapper: nn.Module) -> None:
+    """Tell nobody of `wrapper` any more."""
+    if _listeners.pop(wrapper, None) is not None and not _listeners:
+        _DDP.no_sync = _original.pop()
+
+
+def _noted(original: Any) -> Any:
+    @functools.wraps(original)
+    def no_sync(self: nn.Module) -> Any:
+        note = _listeners.get(self)
+        context = original(self)
+        if note is None:
+            return context
+        where = user_location()
+        note("no_sync", where=str(where) if where else "")
+        return _Noted(context, note)
+
+    return no_sync
+
+
+class _Noted(contextlib.ContextDecorator):
+    def __init__(self, inner: Any, note: Callable[..., None]) -> None:
+        self._inner = inner
+        self._note = note
+
+    def __enter__(self) -> Any:
+        self._note("enter no_sync")
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._note("leave no_sync")
+        return self._inner.__exit__(*error)
+
+
+def is_useless(events: Sequence[LoopEvent]) -> bool:
+    """Whether `no_sync` was called since the last round more often than it was entered."""
+    called = sum(event.kind == "no_sync" for event in events)
+    return called > sum(event.kind == "enter no_sync" for event in events)

@@ -1,0 +1,335 @@
+"""Forward and backward passes under DDP as rounds: what takes part in each reduction, and that each comes to its end.
+
+A round begins with a forward after which DDP will average gradients, and ends when it has. At the start of a backward
+pass the autograd engine is asked which parameters it will reach. Where some are missing, DDP would never finish: the
+other ranks would wait in this backward pass, and this one would raise at its next forward. So what is missing is given
+a gradient of zeros at the end of the backward pass, which the reducer takes for its own, and the round ends everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_be_reached
+from ddpcheck.nests import iter_leaves
+from ddpcheck.watching.snapshot import Snapshot
+
+_AFTER_REDUCTION = 2  # callbacks of callbacks: DDP queues the end of its reduction from one of them under static_graph
+_FORWARDS_KEPT = 2
+_DEPTH = 3
+
+
+class Listener(Protocol):
+    """Who is told of rounds."""
+
+    def beginning(self, number: int) -> None:
+        """The first forward of a round is about to run."""
+
+    def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
+        """A forward of the round has returned `output`, with these tensors in it."""
+
+    def starting(self, number: int) -> None:
+        """The first gradient of a backward pass has arrived at what the forward returned."""
+
+    def missing(self, number: int, names: Sequence[str]) -> None:
+        """These parameters have no part in the round; zeros are about to be reduced in their place."""
+
+    def unpaired(self, number: int) -> None:
+        """A backward pass has ended that follows no forward of its own."""
+
+    def finished(self, number: int, absent: frozenset[str]) -> None:
+        """The gradients of the round are averaged, without those `absent`."""
+
+
+class _Hook:
+    """A method as a hook that stays behind when the module it hangs on is pickled or copied."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing_hook, ()
+
+
+def is_ours(hook: object) -> bool:
+    """Whether a hook of a module was put there to follow its rounds."""
+    return isinstance(hook, _Hook)
+
+
+def _nothing_hook() -> Any:
+    return _nothing
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+class Rounds:
+    """The rounds of one wrapper on one rank.
+
+    Attributes:
+        number: Of the round that is under way or comes next, counted from 0.
+        names: Of the parameters that the wrapper synchronises, in their order.
+        parameters: These.
+        snapshot: Of the last forward; `None` where it cannot be run again.
+    """
+
+    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, listener: Listener) -> None:
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        mine = {n: p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
+        self.number = 0
+        self.names = list(mine)
+        self.parameters = list(mine.values())
+        self.snapshot: Snapshot | None = None
+        self._listener = listener
+        self._wrapper = wrapper
+        self._nodes = [gradient_node(p) for p in self.parameters]
+        self._sparse = _sparse_tables(wrapper.module)
+        self._tolerant = bool(wrapper.find_unused_parameters)
+        self._expected: set[int] | None = None  # under static_graph, what took part in the first round
+        self._everything = range(len(self.names))
+        self._left: set[int] = set()
+        self._prepared = self._in_backward = self._bypassing = False
+        self._roots: deque[list[Any]] = deque(maxlen=_FORWARDS_KEPT)
+        self._arrived: set[int] = set()
+        self._reached: list[bool] = []
+        self._waiting: list[int] = []  # what a later backward pass may still bring
+        self._handles: list[Any] = []
+        self._temporary: list[Any] = []
+        self._commit_handle: Any = None
+
+    def attach(self) -> None:
+        """Begin to look."""
+        before, after = _Hook(self._before_forward), _Hook(self._after_forward)
+        self._handles = [
+            self._wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            self._wrapper.register_forward_hook(after),
+        ]
+
+    def detach(self) -> None:
+        """Leave the wrapper as it was."""
+        for handle in (*self._handles, *self._temporary, self._commit_handle):
+            if handle is not None:
+                handle.remove()
+        self._handles, self._temporary, self._commit_handle = [], [], None
+        self._roots.clear()
+        self.snapshot = None
+
+    # Forward
+
+    def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        self._in_backward = False  # also where the last backward pass has raised
+        if self._waiting:
+            self._commit()
+        if not self._prepared:
+            self._roots.clear()
+        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+            self._begin()
+            self.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
+
+    def _begin(self) -> None:
+        if not self._prepared and not self._left:
+            self._left = set(self._everything)
+            self._listener.beginning(self.number)
+
+    def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+            self._expect(output)
+
+    def expect(self, loss: Any) -> None:
+        """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
+        self._begin()
+        self.snapshot = None
+        self._expect(loss)
+
+    def _expect(self, output: Any) -> None:
+        tensors = differentiable_tensors(output)
+        self._prepared = True
+        self._listener.passed(self.number, tensors, output)
+        self._roots.append([tensor.grad_fn for tensor in tensors])
+        hook = _Hook(self._on_gradient)
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    # Backward
+
+    def _on_gradient(self, _gradient: torch.Tensor) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = at_end_of_backward(self._at_end)
+        if not self._in_backward:
+            return
+        self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
+        self._bypassing = not any(self._reached)  # torch.autograd.grad, of something else than parameters
+        if self._bypassing:
+            return
+        self._listener.starting(self.number)
+        if all(self._reached):
+            return
+        self._reached = [
+            reached or bool(parameter.requires_grad and self._has_moved(index))
+            for index, (reached, parameter) in enumerate(zip(self._reached, self.parameters, strict=True))
+        ]
+        self._arrived.clear()
+        for index, reached in enumerate(self._reached):
+            if not reached and self.parameters[index].requires_grad:
+                handle = self.parameters[index].register_post_accumulate_grad_hook(self._arrival_of(index))
+                self._temporary.append(handle)
+        self._waiting = sorted(self._may_still_come())
+
+    def _reached_by_walk(self) -> list[bool]:
+        walk = walk_graph_from([root for roots in self._roots for root in roots])
+        leaves = {id(leaf) for leaf in walk}
+        return [id(parameter) in leaves for parameter in self.parameters]
+
+    def _has_moved(self, index: int) -> bool:
+        """Whether backward reaches the parameter by another node than the one on which DDP waits (after a cast)."""
+        node = gradient_node(self.parameters[index])
+        if node is self._nodes[index]:
+            return False
+        reached = will_be_reached([node])
+        return reached is not None and reached[0]
+
+    def _arrival_of(self, index: int) -> Any:
+        return lambda _parameter: self._arrived.add(index)
+
+    def _may_still_come(self) -> set[int]:
+        """What a later backward pass may bring: it hangs on an output that has no part in this one, by itself.
+
+        Where such an output also hangs on a parameter that is reduced now, a later pass would come too late for it.
+        """
+        ours = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        found: set[int] = set()
+        for roots in self._roots:
+            used = will_be_reached(roots) or [True] * len(roots)
+            if self.snapshot is not None and roots is self._roots[-1]:
+                self.snapshot.used = tuple(index for index, yes in enumerate(used) if yes)
+            for root, yes in zip(roots, used, strict=True):
+                if not yes:
+                    below = {ours[id(leaf)] for leaf in walk_graph_from([root]) if id(leaf) in ours}
+                    if not any(self._reached[index] or index not in self._left for index in below):
+                        found |= below
+        return found
+
+    def _at_end(self) -> None:
+        self._in_backward = False
+        self._roots.clear()
+        for handle in self._temporary:
+            handle.remove()
+        self._temporary = []
+        if self._bypassing:
+            return
+        if not self._prepared:
+            self._listener.unpaired(self.number)
+            return
+        self._left -= {index for index in self._everything if self._reached[index]} | self._arrived
+        self._arrived.clear()
+        self._waiting = [index for index in self._waiting if index in self._left]
+        if self._waiting:
+            if self._commit_handle is None:
+                self._commit_handle = register_optimizer_step_pre_hook(_Hook(self._commit))
+        elif self._lacking():
+            self._complete()
+        else:
+            self._after_reduction(_AFTER_REDUCTION)
+
+    def _after_reduction(self, more: int) -> None:
+        """DDP ends its reduction in a callback, too: come after it."""
+        if more:
+            at_end_of_backward(lambda: self._after_reduction(more - 1))
+        else:
+            self._finish()
+
+    def _lacking(self) -> set[int]:
+        """What DDP waits for, and will not get."""
+        if self._tolerant:
+            return set()
+        if getattr(self._wrapper, "static_graph", False):
+            return self._left & self._expected if self._expected is not None else set()
+        return self._left
+
+    def _commit(self, *_optimizer: Any) -> None:
+        """No further backward pass will come: an optimizer steps, or the next forward begins."""
+        self._waiting = []
+        if self._commit_handle is not None:
+            self._commit_handle.remove()
+            self._commit_handle = None
+        if self._lacking():
+            self._complete()
+        else:
+            self._finish()
+
+    def _complete(self) -> None:
+        lacking = sorted(self._lacking())
+        self._listener.missing(self.number, [self.names[index] for index in lacking])
+        parameters = [self.parameters[index] for index in lacking]
+        with _thawed(parameters), torch.enable_grad():
+            torch.autograd.backward(parameters, [self._zeros(parameter) for parameter in parameters])
+        self._finish()
+
+    def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        if id(parameter) not in self._sparse:
+            return torch.zeros_like(parameter)
+        indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
+
+    def _finish(self) -> None:
+        number, left = self.number, self._left
+        if self._expected is None:
+            self._expected = set(self._everything) - left
+        self.number += 1
+        self._left, self._prepared = set(), False
+        self._listener.finished(number, frozenset(self.names[index] for index in left))
+
+
+def differentiable_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a forward returned through which a gradient can come; objects are looked into."""
+    found: list[torch.Tensor] = []
+    pending = [(output, 0)]
+    while pending:
+        value, depth = pending.pop()
+        for leaf in iter_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.grad_fn is not None:
+                    found.append(leaf)
+            elif depth < _DEPTH and not isinstance(leaf, nn.Module | type):
+                with contextlib.suppress(Exception):  # no attributes, or an object that does not like to be asked
+                    pending.append((list(vars(leaf).values()), depth + 1))
+    return found
+
+
+def walk_graph_from(nodes: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    """The leaves behind graph nodes."""
+    return walk_graph([], nodes=nodes).leaves
+
+
+def _sparse_tables(module: nn.Module) -> set[int]:
+    """The weights whose gradients are sparse, as DDP finds them."""
+    return {
+        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+
+
+@contextlib.contextmanager
+def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let those that were frozen after wrapping receive a gradient, and have none afterwards."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+            parameter.grad = None

@@ -1,0 +1,104 @@
+"""Telling what was found: an exception, a warning or the user's own function, and each cause once.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from ddpcheck.errors import FindingsError, UsageError
+from ddpcheck.findings import Finding, Severity
+from ddpcheck.watching.verdict import cause_of
+from ddpcheck.wording import spelled, spelled_steps
+
+OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
+"""What to do with a finding."""
+
+
+class FindingWarning(UserWarning):
+    """A finding in a training loop that goes on.
+
+    Attributes:
+        finding: What was found.
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(as_text(finding))
+        self.finding = finding
+
+
+def as_text(finding: Finding) -> str:
+    """A finding on a few lines: what, where, on which ranks, in which steps, and what to do."""
+    from ddpcheck.rules import RULES
+
+    rule = RULES[finding.code]
+    where = f" at {finding.location}" if finding.location else ""
+    lines = [f"{finding.code} {rule.name}{where}: {finding.message}"]
+    if finding.ranks:
+        lines.append(f"  on {spelled(finding.ranks)}")
+    if finding.steps:
+        lines.append(f"  in {spelled_steps(finding.steps)}")
+    lines += [f"  {fact}" for fact in finding.evidence]
+    lines.append(f"  what to do: {finding.fix or rule.fix}")
+    return "\n".join(lines)
+
+
+def checked_choice(on_finding: object) -> OnFinding:
+    """`on_finding` if it is one of the choices.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if on_finding in ("raise", "warn") or callable(on_finding):
+        return on_finding
+    raise UsageError(f"on_finding is 'raise', 'warn' or a function that takes a Finding, not {on_finding!r}")
+
+
+class Teller:
+    """Tells each cause once.
+
+    Attributes:
+        findings: All that were told, in their order.
+        speaks: Whether this rank shows warnings; the others have the same findings, and keep quiet.
+    """
+
+    def __init__(self, on_finding: OnFinding, *, speaks: bool) -> None:
+        self.findings: list[Finding] = []
+        self.speaks = speaks
+        self._on_finding = on_finding
+        self._told: set[object] = set()
+
+    def take_as_told(self, findings: Sequence[Finding]) -> None:
+        """Note findings that somebody else has told."""
+        self.findings += findings
+        self._told.update(map(cause_of, findings))
+
+    def tell(self, findings: Iterable[Finding]) -> None:
+        """Tell those of `findings` whose cause is new, worst first.
+
+        Raises:
+            FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
+        """
+        new: list[Finding] = []
+        for finding in sorted(findings, key=Finding.sort_key):
+            cause = cause_of(finding)
+            if cause not in self._told:
+                self._told.add(cause)
+                new.append(finding)
+        self.findings += new
+        errors = [finding for finding in new if finding.severity is Severity.ERROR]
+        for finding in new:
+            if callable(self._on_finding):
+                self._on_finding(finding)
+            elif self._is_shown(finding):
+                warnings.warn(FindingWarning(finding), stacklevel=2)
+        if errors and self._on_finding == "raise":
+            raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
+
+    def _is_shown(self, finding: Finding) -> bool:
+        """Whether a warning is shown: not for notes, and not for errors that are raised."""
+        raised = finding.severity is Severity.ERROR and self._on_finding == "raise"
+        return self.speaks and not raised and finding.severity is not Severity.NOTE

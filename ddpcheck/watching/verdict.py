@@ -1,0 +1,154 @@
+"""From what the ranks of a watched loop have seen to findings: pure functions.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ddpcheck.anomalous import judge_parameters
+from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.evidence import DdpStepEvidence, GradientState, PathEnd, StepEvidence, WrapperFacts
+from ddpcheck.findings import Finding
+from ddpcheck.loop import judge_loop
+from ddpcheck.parity import Circumstances
+from ddpcheck.program import judge_changes
+from ddpcheck.reducer import judge_reducer, judge_state
+from ddpcheck.watching.account import Account, Stock
+from ddpcheck.wording import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What is known of a wrapper and its module from the start.
+
+    Attributes:
+        names: How to speak of parameters.
+        wrapper: What the wrapper was told.
+        trainable: The parameters that it synchronises, in their order.
+        broadcasts_buffers: Whether it gives every rank rank 0's buffers before a forward.
+        wrapper_class: What it is.
+    """
+
+    names: Names = field(default_factory=Names)
+    wrapper: WrapperFacts = field(default_factory=WrapperFacts)
+    trainable: tuple[str, ...] = ()
+    broadcasts_buffers: bool = False
+    wrapper_class: str = ""
+
+
+_MOST_STEPS = 8
+
+
+def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bool) -> list[Finding]:
+    """Findings on parameters, changes and the loop since the ranks last met.
+
+    Args:
+        accounts: Of every rank that answered.
+        watched: What is known from the start.
+        settled: Whether enough steps have been seen to judge what an option allows for.
+    """
+    changed = {name for account in accounts for name in account.changes}
+    evidence = _evidence(accounts, watched, changed, settled=settled)
+    found = judge_parameters(evidence, watched.wrapper, watched.names, ends_here=False)
+    seen = tuple(sorted({step for account in accounts for step in account.absences}))
+    findings = [
+        replace(finding, steps=seen)
+        if finding.code in _ALWAYS and not finding.steps and not watched.wrapper.tolerates_unused
+        else finding
+        for finding in found
+        if settled or finding.code != "DDP109"
+    ]
+    if changed:
+        findings += judge_changes([account.changes for account in accounts])
+    if any(account.events for account in accounts):
+        loop = [DdpStepEvidence(account.rank, account.step, events=account.events) for account in accounts]
+        findings += judge_loop(loop, unequal=True)
+    return findings
+
+
+_ALWAYS = ("DDP101", "DDP102", "DDP103")
+
+
+def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], *, settled: bool) -> list[StepEvidence]:
+    """The accounts as the detectors of parameters know them: every rank in every step that tells something."""
+    trainable = [name for name in watched.trainable if name not in changed]
+    steps = sorted({step for account in accounts for step in account.absences})[:_MOST_STEPS]
+    if watched.wrapper.tolerates_unused and settled:
+        steps = list(range(accounts[0].step + 1))
+    elif steps and steps[0] > 0:
+        steps.insert(0, steps[0] - 1)  # in which they took part
+    evidence = []
+    for account in accounts:
+        known = {**dict.fromkeys(account.lost, "lost"), **dict.fromkeys(account.zero, "zero")}
+        for index, step in enumerate(steps or [account.step]):
+            missing = set(account.absences.get(step, ()))
+            if watched.wrapper.tolerates_unused and settled:
+                missing |= set(account.never) | set(account.sometimes if index == 0 else ())
+            states: dict[str, GradientState] = {}
+            for name in trainable:
+                state = "missing" if name in missing else known.get(name, "contributes")
+                states[name] = state  # type: ignore[assignment]
+            ends = {name: account.ends.get(name, PathEnd("unknown")) for name in trainable if name in missing}
+            evidence.append(
+                StepEvidence(
+                    rank=account.rank,
+                    step=step,
+                    states=states,
+                    ends={**ends, **account.lost},
+                    unregistered=account.unregistered,
+                    arrivals=account.arrivals,
+                    output_type=account.output_type,
+                    reentrant=account.reentrant,
+                )
+            )
+    return evidence
+
+
+def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_backward: bool) -> list[Finding]:
+    """Findings on what the ranks hold: DDP2xx, 301 to 303, 306, 214 and 215.
+
+    Args:
+        stock: Of every rank that answered.
+        watched: What is known from the start.
+        step: How many synchronised backward passes came before.
+        after_backward: Whether another has just ended, and the optimizer has not stepped since.
+    """
+    values = [item.values for item in stock]
+    known = Circumstances(
+        names=watched.names,
+        wrapper=watched.wrapper,
+        world_size=len(stock),
+        broadcasts_buffers=watched.broadcasts_buffers,
+        wrapper_class=watched.wrapper_class,
+    )
+    found = judge_descriptions([item.description for item in stock])
+    gradients = judge_reducer(values, known)
+    told = {subject for finding in found for subject in finding.subjects}
+    if step == 0 and after_backward:
+        start = judge_values_after_wrapping([item.parameters for item in values], [{} for _ in values])
+        state = judge_state([replace(item, parameters={}) for item in values], known, gradients_differ=True)
+    else:  # what is there is what the optimizer's last step has left
+        start = []
+        state = judge_state([replace(item, step=step - 1) for item in values], known, gradients_differ=bool(gradients))
+    for finding in (*start, *gradients, *state):
+        if not told.issuperset(finding.subjects):
+            found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
+    return found
+
+
+_STANDING = ("DDP208", "DDP214", "DDP215", "DDP216")
+
+
+def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
+    """What tells one root cause from another: the code and the subjects, blocks of a list taken together.
+
+    Which block of a list is left out changes from step to step (LayerDrop, experts), and is one cause.
+    """
+    subjects: Iterable[str] = finding.subjects
+    if finding.code in ("DDP104", "DDP105", "DDP513"):
+        subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
+    return finding.code, frozenset(subjects)

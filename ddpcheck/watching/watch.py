@@ -1,0 +1,367 @@
+"""`watch`: attaches to a wrapper, follows its rounds, and has the ranks meet where one has something to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.errors import UsageError
+from ddpcheck.evidence import LoopEvent, PathEnd
+from ddpcheck.findings import Finding, Report
+from ddpcheck.gather.describe import digest_of, fingerprint
+from ddpcheck.gather.stepping import visible_tensors
+from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of
+from ddpcheck.graph import all_names, named_parameters
+from ddpcheck.locate import making_of, user_location
+from ddpcheck.watching import no_sync
+from ddpcheck.watching.account import Account
+from ddpcheck.watching.board import Board
+from ddpcheck.watching.looks import Look, differences_from_average, is_look, take_stock, zero_gradients
+from ddpcheck.watching.rounds import Rounds, differentiable_tensors
+from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
+from ddpcheck.watching.verdict import Watched, judge_accounts, judge_stock
+from ddpcheck.wording import Names
+
+_SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
+_ZERO_FROM = 4  # the round from which a gradient that was always zero is told
+_EVENTS_KEPT = 64
+
+
+def watch(
+    wrapper: nn.Module,
+    *,
+    detect_anomalous_params: bool = True,
+    check_consistency_every: int = 0,
+    check_parity_every: int = 0,
+    on_finding: OnFinding = "raise",
+    timeout: float = 60.0,
+) -> Watch:
+    """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
+
+    Args:
+        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say).
+        detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
+            before a rank hangs on one. A step that misses a parameter goes on with a gradient of zeros for it, as
+            under `find_unused_parameters`.
+        check_consistency_every: Compare modules, parameters, buffers and gradients of the ranks every so many
+            synchronised backward passes (DDP2xx, 301, 306); 0 for never.
+        check_parity_every: Every so many, average the ranks' own gradients once more by an all-reduce of ddpcheck's,
+            and compare the result with what the reducer has left in `.grad` (DDP302, 303); 0 for never.
+        on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
+            rest; "warn" warns of both, on the first rank of the group; a function is called with each `Finding` on
+            every rank. Each cause is told once.
+        timeout: Seconds to wait for the other ranks where they meet.
+
+    Returns:
+        The watch, which is a context manager.
+
+    Raises:
+        UsageError: There is no DDP in `wrapper`, or an argument is none of its choices.
+    """
+    return Watch(
+        wrapper,
+        detect_anomalous_params=detect_anomalous_params,
+        check_consistency_every=check_consistency_every,
+        check_parity_every=check_parity_every,
+        on_finding=on_finding,
+        timeout=timeout,
+    )
+
+
+def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """The one `DistributedDataParallel` that `module` is or holds.
+
+    Raises:
+        UsageError: There is none, or there are several.
+    """
+    ddp = nn.parallel.DistributedDataParallel
+    inside = [part for part in module.modules() if isinstance(part, ddp)] if isinstance(module, nn.Module) else []
+    if len(inside) != 1:
+        many = f"{len(inside)} of them" if inside else "none"
+        raise UsageError(
+            f"watch needs a DistributedDataParallel, or a module that holds one; there is {many} in "
+            f"{type(module).__name__}"
+        )
+    return inside[0]
+
+
+class Watch:
+    """What `watch` returns; attached until `close`.
+
+    Attributes:
+        findings: All that has been found so far, the same on every rank.
+        step: The number of synchronised backward passes that have ended.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        *,
+        detect_anomalous_params: bool = True,
+        check_consistency_every: int = 0,
+        check_parity_every: int = 0,
+        on_finding: OnFinding = "raise",
+        timeout: float = 60.0,
+        already_told: Sequence[Finding] = (),
+    ) -> None:
+        everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
+        for name, value in everies.items():
+            if not isinstance(value, int) or value < 0:
+                raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
+        self._wrapper = find_wrapper(wrapper)
+        self._module: nn.Module = self._wrapper.module
+        self._detects = detect_anomalous_params
+        self._consistency_every = check_consistency_every
+        self._parity_every = check_parity_every
+        self._board = Board(self._wrapper.process_group, timeout)
+        self._teller = Teller(checked_choice(on_finding), speaks=self._board.rank == self._board.ranks[0])
+        self._teller.take_as_told(already_told)
+        self._rounds = Rounds(self._wrapper, self)
+        self._seen = {name: SeenParameter.of(p) for name, p in self._module.named_parameters()}
+        self._watched = self._describe()
+        self._look: Look | None = None
+        self._absences: dict[int, tuple[str, ...]] = {}
+        self._never = set(self._rounds.names)
+        self._sometimes: set[str] = set()
+        self._known_missing: set[str] = set()
+        self._zero: set[str] | None = None
+        self._start: dict[str, int] = {}
+        self._output_type = ""
+        self._events: list[LoopEvent] = []
+        self._strange_events = False
+        self._round_over = False
+        self._comparisons = 0
+        self._rounds.attach()
+        no_sync.listen(self._wrapper, self._note)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the wrapper as it was; may be called again."""
+        self._rounds.detach()
+        no_sync.forget(self._wrapper)
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that has been found so far."""
+        return tuple(self._teller.findings)
+
+    @property
+    def step(self) -> int:
+        """The number of synchronised backward passes that have ended."""
+        return self._rounds.number
+
+    def report(self) -> Report:
+        """The findings so far as a report, for the renderers."""
+        world = {"world_size": len(self._board.ranks), "steps": self.step}
+        findings = tuple(sorted(self.findings, key=Finding.sort_key))
+        return Report(type(self._module).__qualname__, world=world, findings=findings)
+
+    def tell(self, findings: Sequence[Finding]) -> None:
+        """Tell what an integration has found by itself; the same on every rank.
+
+        Raises:
+            FindingsError: There is an error among them, and errors are to be raised.
+        """
+        self._teller.tell(findings)
+
+    def expect(self, loss: Any) -> None:
+        """Take `loss` for what the forward has returned: for frameworks that call backward inside of it."""
+        self._rounds.expect(loss)
+
+    def compare(self) -> list[Finding]:
+        """Compare modules, parameters and buffers of the ranks now; every rank of the group has to call this.
+
+        Returns:
+            What was found, which has also been told.
+
+        Raises:
+            FindingsError: There is an error among it, and errors are to be raised.
+        """
+        found = self._compare(self.step, None, after_backward=False)
+        self._teller.tell(found)
+        return found
+
+    # What the rounds tell
+
+    def beginning(self, number: int) -> None:
+        """The first forward of a round is about to run."""
+        if self._round_over:
+            self._events, self._round_over = [], False
+        keeps = self._is_due(self._parity_every, number)
+        if self._looks(number) or keeps:
+            parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
+            self._look = Look(self._module, parameters, keeps=keeps)
+
+    def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
+        """A forward of the round has returned."""
+        self._note("forward", synchronises=True)
+        if self._look is not None:
+            self._look.passed(tensors)
+            if number == 0 and self._watched.wrapper.tolerates_unused:
+                visible, opaque = visible_tensors([output])
+                self._output_type = opaque if not visible else ""
+
+    def starting(self, number: int) -> None:
+        """A backward pass begins."""
+        self._note("backward")
+
+    def missing(self, number: int, names: Sequence[str]) -> None:
+        """Parameters have no part in the round: have all ranks meet, unless that is known."""
+        if self._detects and not self._known_missing.issuperset(names):
+            self._board.post(number)
+
+    def unpaired(self, number: int) -> None:
+        """A backward pass has ended that follows no forward of its own, so that DDP has not reduced it."""
+        where = user_location()
+        self._note("backward", where=str(where) if where else "")
+        if not self._strange_events:
+            self._strange_events = True
+            self._board.post(number)
+
+    def finished(self, number: int, absent: frozenset[str]) -> None:
+        """The gradients of a round are averaged."""
+        self._round_over = True
+        look, self._look = self._look, None
+        if look is not None:
+            look.close()
+        self._never &= absent
+        self._sometimes |= absent
+        if absent and self._detects and not self._watched.wrapper.find_unused_parameters:
+            self._absences[number] = tuple(name for name in self._rounds.names if name in absent)
+        if no_sync.is_useless(self._events) and not self._strange_events:
+            self._strange_events = True
+            self._board.post(number + 1)
+        findings: list[Finding] = []
+        if self._looks(number) or self._board.has_word(number):
+            findings += self._meet(number, look)
+        if self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number):
+            findings += self._compare(number, look)
+        self._rounds.snapshot = None
+        self._teller.tell(findings)
+
+    # Meeting
+
+    def _is_due(self, every: int, number: int) -> bool:
+        return bool(every) and number % every == 0 and not self._joins()
+
+    def _looks(self, number: int) -> bool:
+        return self._detects and is_look(number) and not self._joins()
+
+    def _joins(self) -> bool:
+        """Whether ranks may be gone that have no more batches: then nobody is asked for anything."""
+        return bool(self._wrapper._join_config.enable)
+
+    def _meet(self, number: int, look: Look | None) -> list[Finding]:
+        """Put the accounts of all ranks together, and judge them: on every rank the same."""
+        settled = number in _SETTLED
+        mine = self._account(number, look, settled=settled)
+        accounts: list[Account] = self._board.gather(f"account/{number}", mine)
+        self._absences = {}
+        self._known_missing |= {name for account in accounts for names in account.absences.values() for name in names}
+        found = judge_accounts(accounts, self._watched, settled=settled)
+        return self._located(found)
+
+    def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
+        if not self._detects:
+            return Account(self._board.rank, number, events=self._told_events())
+        missing = {name for names in self._absences.values() for name in names}
+        if settled and self._watched.wrapper.tolerates_unused:
+            missing |= self._never
+        return Account(
+            rank=self._board.rank,
+            step=number,
+            absences=dict(self._absences),
+            never=tuple(name for name in self._rounds.names if name in self._never),
+            sometimes=tuple(name for name in self._rounds.names if name in self._sometimes),
+            ends=self._ends(missing - self._known_missing),
+            lost={} if look is None else look.lost,
+            zero=self._always_zero(number, look),
+            unregistered=() if look is None else look.unregistered,
+            arrivals={} if look is None else {name: n for name, n in look.arrivals.items() if n > 1 and look.reentrant},
+            reentrant=look is not None and look.reentrant,
+            output_type=self._output_type,
+            changes=changes(self._seen, self._module) if look is not None else {},
+            events=self._told_events(),
+        )
+
+    def _told_events(self) -> tuple[LoopEvent, ...]:
+        return tuple(self._events) if self._strange_events else ()
+
+    def _ends(self, missing: set[str]) -> dict[str, PathEnd]:
+        """Why parameters are missing: this costs a forward pass, once for each of them."""
+        snapshot = self._rounds.snapshot
+        parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
+        if not parameters or snapshot is None:
+            return {}
+        return snapshot.explain(self._module, parameters, differentiable_tensors)
+
+    def _always_zero(self, number: int, look: Look | None) -> tuple[str, ...]:
+        """The parameters whose gradient was zero in every look, once parameters have moved in between."""
+        if look is None or not self._detects:
+            return ()
+        parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
+        zero = zero_gradients(parameters) - look.lost.keys()
+        self._zero = zero if self._zero is None else self._zero & zero
+        if not self._zero:
+            return ()
+        moving = [name for name in parameters if name not in zero][:1]
+        now = {name: fingerprint(parameters[name]) for name in moving}
+        self._start = self._start or now
+        moved = any(self._start.get(name) != value for name, value in now.items())
+        return tuple(name for name in parameters if name in self._zero) if number >= _ZERO_FROM and moved else ()
+
+    def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
+        """Put side by side what the ranks hold, in full only where it differs."""
+        parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
+        mine = take_stock(self._wrapper, self._board.rank, number, parameters if after_backward else {})
+        digests = self._board.gather(f"digest/{self._comparisons}", digest_of(mine))
+        if self._board.open and look is not None and look.keeps:  # everyone is here
+            differences = differences_from_average(look.local, self._wrapper, self._rounds.names)
+            mine = replace(mine, values=replace(mine.values, against_local=differences))
+            digests = self._board.gather(f"parity/{self._comparisons}", [digests, any(d.bad for d in differences)])
+        self._comparisons += 1
+        if len({repr(digest) for digest in digests}) == 1 and not mine.is_bad:
+            return []
+        stock = self._board.gather(f"stock/{self._comparisons}", mine)
+        return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward))
+
+    def _located(self, findings: Iterable[Finding]) -> list[Finding]:
+        """With the lines that make their first subject."""
+        return [
+            finding
+            if finding.location or not finding.subjects
+            else replace(finding, location=making_of(self._module, finding.subjects[0]))
+            for finding in findings
+        ]
+
+    # Words
+
+    def _note(self, kind: str, *, where: str = "", synchronises: bool = False) -> None:
+        self._events.append(LoopEvent(kind, location=where, synchronises=synchronises))
+        del self._events[:-_EVENTS_KEPT]
+
+    def _describe(self) -> Watched:
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        aliases = {of_one[0]: of_one for of_one in all_names(self._module).values() if len(of_one) > 1}
+        return Watched(
+            names=Names(aliases),
+            wrapper=facts_of(self._wrapper, names),
+            trainable=tuple(self._rounds.names),
+            broadcasts_buffers=broadcasts_buffers(self._wrapper),
+            wrapper_class=type(self._wrapper).__name__,
+        )
