@@ -47,9 +47,7 @@ format: $(READY) ## put the code into shape
 models: $(READY) ## every architecture of docs/models.md, checked and held against an oracle
 	$(BIN)/python -m tests.models
 
-# Other tools, which the faults are shown to, are installed for this alone.
 faults: $(READY) ## run every fault of examples/faults, and write docs/faults.md and the comparison in the README
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group faults
 	$(BIN)/python -m tests.faultsuite
 
 steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under load: the findings must stay the same

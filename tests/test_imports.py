@@ -29,8 +29,8 @@ ROOMS = """
     gather.rows gather.flow gather.operations gather.picture
     consistency program absences anomalous gather.parts loop parity reducer causes outcome conduct check sweep depict
     folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks testing.values
-    testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
-    testing.joined testing.session testing.quiet testing.instep pytest_plugin
+    testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks
+    testing.fixture testing.joined testing.session testing.quiet testing.instep pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
