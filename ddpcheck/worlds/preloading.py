@@ -11,6 +11,7 @@ DDP = (
     "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
     "torch.utils.checkpoint",
     "torch.utils.data",
+    "torch.utils.serialization",  # the first torch.save or torch.load of a process imports it
     "ddpcheck.recipe",
     "ddpcheck.graph",
     "ddpcheck.locate",
@@ -28,6 +29,9 @@ DDP = (
 The fork server imports it by itself when it has time. Ranks that need it at once name it in `World(preload=...)`: then
 they are not forked before, and do not import it each on its own.
 """
+
+ONLY_WHAT_IS_ASKED_FOR = "_DDPCHECK_NO_PRELOAD"
+"""Variable with which a fork server imports nothing by itself: for our tests of sessions that do without DDP."""
 
 
 def import_named(name: str) -> str:
