@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 import tempfile
 
 DDP = (
@@ -37,6 +38,8 @@ ONLY_WHAT_IS_ASKED_FOR = "_DDPCHECK_NO_PRELOAD"
 def import_named(name: str) -> str:
     """Import the module `name`; returns why that cannot be done in a sentence, empty where it can."""
     try:
+        if sys.modules.get(name) is not None:
+            return ""
         if name == "torch._dynamo" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             _import_dynamo()
         else:

@@ -10,6 +10,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib.machinery
 import io
 import os
@@ -146,8 +147,25 @@ def dumps(value: object) -> bytes:
     import cloudpickle
 
     by_value: list[types.ModuleType] = []
+    with _registry, io.BytesIO() as file:
+        try:
+            _pickler()(file, by_value).dump(value)
+            return file.getvalue()
+        finally:
+            for module in by_value:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+@functools.cache
+def _pickler() -> Any:
+    """The class that `dumps` pickles with, which needs cloudpickle."""
+    import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        def __init__(self, file: io.BytesIO, by_value: list[types.ModuleType]) -> None:
+            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+            self._by_value = by_value
+
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, type) and obj.__module__ == "builtins" and not hasattr(builtins, obj.__name__):
                 name = obj.__name__  # pytest.skip and its like say that they are built in
@@ -158,18 +176,12 @@ def dumps(value: object) -> bytes:
                 return with_gradient
             if isinstance(obj, (type, types.FunctionType)):
                 module = sys.modules.get(getattr(obj, "__module__", None) or "")
-                if module is not None and module not in by_value and not importable(module):
+                if module is not None and module not in self._by_value and not importable(module):
                     cloudpickle.register_pickle_by_value(module)
-                    by_value.append(module)
+                    self._by_value.append(module)
             return super().reducer_override(obj)
 
-    with _registry, io.BytesIO() as file:
-        try:
-            Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-            return file.getvalue()
-        finally:
-            for module in by_value:
-                cloudpickle.unregister_pickle_by_value(module)
+    return Pickler
 
 
 def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
@@ -198,6 +210,8 @@ def importable(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
         return True  # built in, or cloudpickle knows better
+    if name.startswith(_OURS) and file.startswith(_HOME):
+        return True  # without a look into every folder of the path, which each rank would have to take anew
     key = (name, file, tuple(sys.path))
     known = _importable_cache.get(key)
     if known is None:
@@ -205,6 +219,8 @@ def importable(module: types.ModuleType) -> bool:
     return known
 
 
+_OURS = __name__.partition(".")[0] + "."
+_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _importable_cache: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 
 
