@@ -10,7 +10,6 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import builtins
-import functools
 import importlib.machinery
 import io
 import os
@@ -147,25 +146,8 @@ def dumps(value: object) -> bytes:
     import cloudpickle
 
     by_value: list[types.ModuleType] = []
-    with _registry, io.BytesIO() as file:
-        try:
-            _pickler()(file, by_value).dump(value)
-            return file.getvalue()
-        finally:
-            for module in by_value:
-                cloudpickle.unregister_pickle_by_value(module)
-
-
-@functools.cache
-def _pickler() -> Any:
-    """The class that `dumps` pickles with, which needs cloudpickle."""
-    import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-        def __init__(self, file: io.BytesIO, by_value: list[types.ModuleType]) -> None:
-            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-            self._by_value = by_value
-
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, type) and obj.__module__ == "builtins" and not hasattr(builtins, obj.__name__):
                 name = obj.__name__  # pytest.skip and its like say that they are built in
@@ -176,12 +158,18 @@ def _pickler() -> Any:
                 return with_gradient
             if isinstance(obj, (type, types.FunctionType)):
                 module = sys.modules.get(getattr(obj, "__module__", None) or "")
-                if module is not None and module not in self._by_value and not importable(module):
+                if module is not None and module not in by_value and not importable(module):
                     cloudpickle.register_pickle_by_value(module)
-                    self._by_value.append(module)
+                    by_value.append(module)
             return super().reducer_override(obj)
 
-    return Pickler
+    with _registry, io.BytesIO() as file:
+        try:
+            Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+            return file.getvalue()
+        finally:
+            for module in by_value:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
