@@ -8,7 +8,7 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-import ddpcheck.check  # noqa: E402
+import ddpcheck.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 
