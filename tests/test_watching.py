@@ -734,6 +734,33 @@ def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank,
     assert [code for code, *_ in with_them[0]] == ([] if way == "whole" else ["DDP104"])
 
 
+def test_a_parameter_that_forward_sets_from_its_own_batch_is_told_as_that(rank):
+    class Initialising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.centre = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+            self.done = False
+
+        def forward(self, x, way="whole"):
+            if not self.done:
+                self.centre.data.copy_(x.mean(0))
+                self.done = True
+            return self.layer(x - self.centre)
+
+    told = []
+    train(CheckedDistributedDataParallel(Initialising(), check_consistency=1, on_finding=told.append), 4)
+    assert [(finding.code, finding.subjects) for finding in told] == [("DDP515", ("centre",))]
+
+
+def test_what_a_fault_leads_to_is_not_told_beside_it():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_consistency=1, check_parity_every=1, on_finding=told.append)
+    model.module.extra = nn.Linear(2, 2)
+    model.module.register_forward_hook(lambda module, _inputs, out: module.extra(out))
+    train(model, 6)
+    assert [finding.code for finding in told] == ["DDP503"]
+
+
 # Attaching and leaving
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ddpcheck.anomalous import judge_parameters
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, WrapperFacts
-from ddpcheck.findings import Finding
+from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_loop
 from ddpcheck.parity import Circumstances
 from ddpcheck.program import judge_changes
@@ -31,6 +31,7 @@ class Watched:
         trainable: The parameters that it synchronises, in their order.
         broadcasts_buffers: Whether it gives every rank rank 0's buffers before a forward.
         wrapper_class: What it is.
+        began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
     """
 
     names: Names = field(default_factory=Names)
@@ -38,6 +39,7 @@ class Watched:
     trainable: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
     wrapper_class: str = ""
+    began_alike: bool = False
 
 
 _MOST_STEPS = 8
@@ -148,7 +150,11 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
     found = judge_descriptions([item.description for item in stock])
     gradients = judge_reducer(values, known)
     told = {subject for finding in found for subject in finding.subjects}
-    if step == 0 and after_backward:
+    if step == 0 and after_backward and watched.began_alike:  # forward or backward has changed them
+        start = []
+        changed = [replace(item, computed_with=item.parameters, parameters={}) for item in values]
+        state = judge_state(changed, known, gradients_differ=True)
+    elif step == 0 and after_backward:
         start = judge_values_after_wrapping([item.parameters for item in values], [{} for _ in values])
         state = judge_state([replace(item, parameters={}) for item in values], known, gradients_differ=True)
     else:  # what is there is what the optimizer's last step has left
@@ -172,3 +178,17 @@ def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
     if finding.code in ("DDP104", "DDP105", "DDP513"):
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
     return finding.code, frozenset(subjects)
+
+
+_CONSEQUENCES = frozenset({"DDP208", "DDP301", "DDP302", "DDP303", "DDP306"})
+_OF_THE_LOOP = frozenset({"DDP501", "DDP502", "DDP509"})
+
+
+def follows_from(finding: Finding, told: Iterable[Finding]) -> bool:
+    """Whether `finding` is what comes of another one: gradients and values that differ since they are not averaged."""
+    if finding.code not in _CONSEQUENCES and finding.code != "DDP515":
+        return False
+    others = [other for other in told if other.code not in _CONSEQUENCES and other != finding]
+    errors = [other for other in others if other.severity is Severity.ERROR]
+    subjects = {subject for other in errors for subject in other.subjects}
+    return subjects.issuperset(finding.subjects) or any(other.code in _OF_THE_LOOP for other in errors)
