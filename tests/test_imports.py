@@ -18,9 +18,9 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
     errors findings rules options exchange config evidence wording sameness acceptance picture trials matrix advice
-    locate nests recipe target launchers
+    locate nests recipe target
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched
+    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
     graph paths zeros collectives lockstep
     gather gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.samples
     gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
@@ -52,7 +52,7 @@ LIGHT = """
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
-    ddpcheck.launched.run ddpcheck.launched.world
+    ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm
 """.split()
 
 

@@ -285,7 +285,7 @@ def _environment(context: ranks.RankContext, session: Session) -> Iterator[None]
     values = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_RANK": str(session.local_rank),
         "LOCAL_WORLD_SIZE": str(min(launch.local_world_size or context.world_size, context.world_size)),
     }
     if session.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and (loopback := ranks.loopback()):

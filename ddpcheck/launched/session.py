@@ -47,6 +47,7 @@ class Session:
         launch: What the launcher said.
         rank: Of this process.
         world_size: How many there are.
+        local_rank: Among the ranks of this machine.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -95,6 +96,7 @@ class Session:
         here = [rank for rank, (peer, _) in peers.items() if peer.machine == me[0].machine]
         self.one_machine = len(here) == self.world_size
         self._first_here = min(here) == self.rank
+        self.local_rank = here.index(self.rank) if launch.local_rank is None else launch.local_rank
         if not self._first_here:
             os.rmdir(offered)
         self.directory = Path(peers[min(here)][1])
