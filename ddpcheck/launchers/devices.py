@@ -22,12 +22,14 @@ class Seat:
         local_rank: As its launcher says; `None` where it does not.
         gpus: That it sees, in order: a name for each, which no other GPU has on any machine.
         backend: That it has been asked for; empty where the choice is ours.
+        master: The IPv4 address by which it reaches the machine of rank 0; empty where that is not known.
     """
 
     machine: str
     local_rank: int | None
     gpus: tuple[str, ...]
     backend: str = ""
+    master: str = ""
 
 
 def local_ranks(seats: Sequence[Seat]) -> list[int]:

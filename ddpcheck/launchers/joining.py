@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ _PAUSE = (0.001, 0.05)
 _OURS = ("store", "rank", "world_size", "init_method")
 
 _set: dict[str, str] = {}  # what this module has put into the environment, which no launcher has said
+_kept: list[Board] = []  # at an address that the next process group of this process would meet at, too
 
 
 def init_dist(
@@ -120,16 +122,17 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
     board, met = open_board(launch, seconds, as_told=as_told)
     meeting = _Meeting(board, launch, seconds, deadline)
     try:
+        address, port = _address_of(board)
+        own, master = _route(address, port)
         machine = this_machine()
-        seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked))
+        seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master))
     finally:
         met()
     backend = choose_backend(seats)
     index = choose_gpus(seats)[launch.rank]
     if index is not None:
         torch.cuda.set_device(index)
-    address, port = _address_of(board)
-    names = {
+    names: dict[str, object] = {
         "RANK": launch.rank,
         "WORLD_SIZE": launch.world_size,
         "LOCAL_RANK": local_ranks(seats)[launch.rank],
@@ -137,7 +140,9 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _gloo_interface(launch, address, port)):
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (
+        interface := _gloo_interface(launch, own, [seat.master for seat in seats])
+    ):
         names["GLOO_SOCKET_IFNAME"] = interface
     before = {name: os.environ.get(name) for name in names}
     values = {name: str(value) for name, value in names.items()}
@@ -158,6 +163,8 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
             raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise DdpcheckError(f"Rank {launch.rank} could not set up {backend}: {said}") from error
+    if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
+        _kept.append(board)  # or a rank that is early for the next one would find the store of this one about to end
     _set.update({name: value for name, value in values.items() if before[name] != value})
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
@@ -205,7 +212,7 @@ class _Meeting:
             self._wait(["seats"], own, "come to init_dist")
             lines = self._board.get("seats").splitlines()
         told = [json.loads(line) for line in lines]
-        return [Seat(one["machine"], one["local_rank"], tuple(one["gpus"]), one["backend"]) for one in told]
+        return [Seat(**{**one, "gpus": tuple(one["gpus"])}) for one in told]
 
     def wait_for_all(self, what: str) -> None:
         """Wait until every rank has called this."""
@@ -255,37 +262,51 @@ class _Meeting:
 # --- The interface that gloo talks through ---------------------------------------------------------------------------
 
 
-def _gloo_interface(launch: Launch, address: str, port: int) -> str:
+def _gloo_interface(launch: Launch, own: str, master: Iterable[str]) -> str:
     """The interface that gloo must be told of, empty where it finds it by itself.
 
     Gloo tells the other ranks the address that this machine's own name stands for. On one machine the name need not
     stand for any, and on several it must not stand for the loopback interface, as it does on many.
+
+    Args:
+        launch: As detected.
+        own: The address from which this machine reaches that of rank 0.
+        master: The addresses by which each rank reaches that: one of them may be ours.
     """
     if launch.one_machine:
         return ranks.loopback()
     try:
-        known = [one[4][0] for one in socket.getaddrinfo(socket.gethostname(), None)]
+        known = [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError:
         known = []
-    if any(not ipaddress.ip_address(str(one).partition("%")[0]).is_loopback for one in known):
+    if not all(map(_leads_nowhere, known)):
         return ""
+    names = (_interface_of(address) for address in (own, *master) if not _leads_nowhere(address))
+    return next(filter(None, names), "")
+
+
+def _leads_nowhere(address: str) -> bool:
+    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _route(address: str, port: int) -> tuple[str, str]:
+    """The IPv4 addresses of this end and the other one of a connection; both empty where there is no way."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing, but chooses an interface
-        mine = probe.getsockname()[0]
-        if not ipaddress.ip_address(mine).is_loopback:
-            return _interface_of(mine, probe)
-    return ""
+        return probe.getsockname()[0], probe.getpeername()[0]
+    return "", ""
 
 
-def _interface_of(address: str, sock: socket.socket) -> str:
-    """The interface with an IPv4 address; empty where none has it, or the system does not say."""
+def _interface_of(address: str) -> str:
+    """The interface of this machine with an IPv4 address; empty where none has it, or the system does not say."""
     try:
         from fcntl import ioctl
     except ImportError:
         return ""
     query = 0x8915  # SIOCGIFADDR of Linux: netdevice(7)
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # one without an address
-            if socket.inet_ntoa(ioctl(sock, query, struct.pack("256s", name.encode()[:15]))[20:24]) == address:
-                return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                if socket.inet_ntoa(ioctl(sock, query, struct.pack("256s", name.encode()[:15]))[20:24]) == address:
+                    return name
     return ""
