@@ -32,6 +32,8 @@ from ddpcheck.worlds.failures import name_ranks
 
 _PATIENCE = 600.0  # seconds: machines of one job may come up minutes apart
 _PAUSE = (0.001, 0.05)
+_LAST_WORD = 1.0
+_GIVEN_UP = "given up"
 _OURS = ("store", "rank", "world_size", "init_method")
 
 _set: dict[str, str] = {}  # what this module has put into the environment, which no launcher has said
@@ -229,9 +231,15 @@ class _Meeting:
                 self._linger(f"{what}/over")
 
     def _linger(self, *names: str) -> bool:
-        """Wait until all of these are there, and return whether they are."""
+        """Wait until all of these are there, and return whether they are.
+
+        Raises:
+            HangError: Another rank has waited for too long.
+        """
         pause = _PAUSE[0]
         while not self._board.has(*names):
+            if self._board.has(_GIVEN_UP):
+                raise HangError(self._board.get(_GIVEN_UP).decode())
             if time.monotonic() > self._deadline:
                 return False
             time.sleep(pause)
@@ -243,10 +251,14 @@ class _Meeting:
             return
         missing = [rank for rank, name in enumerate(own) if not self._board.has(name)] or [0]
         who = name_ranks(missing)
-        raise HangError(
+        said = (
             f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
             f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
         )
+        self._board.put(_GIVEN_UP, said.encode())
+        if self._launch.rank == 0:
+            time.sleep(_LAST_WORD)  # for those that have come a little later, before the store ends
+        raise HangError(said)
 
     @contextlib.contextmanager
     def _store_at_hand(self) -> Any:

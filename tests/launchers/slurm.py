@@ -88,7 +88,8 @@ def install() -> str:
     return why_not()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
@@ -124,7 +125,7 @@ def cluster(nodes: Sequence[Node] = ()) -> Iterator[dict[str, str]]:
         lines = "\n".join(f"NodeName={node.name} NodeAddr={node.address} CPUs=4 State=UNKNOWN" for node in here)
         configuration.write_text(
             CONFIGURATION.format(
-                host=here[0].name, address=here[0].address, ports=_free_ports(2), folder=folder, nodes=lines
+                host=here[0].name, address=here[0].address, ports=free_ports(2), folder=folder, nodes=lines
             )
         )
         (folder / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\n")
