@@ -241,6 +241,7 @@ def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any)
                 gradient.indices(),
                 torch.ones(gradient.indices().shape[1], dtype=torch.uint8, device=owner.device),
                 shape,
+                check_invariants=False,
             )
             .to_dense()
             .reshape(-1)
@@ -248,4 +249,6 @@ def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any)
     dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
     ((_, mean),) = _means([value], [owner], [_DENSE], 0, group)
     indices = rows.reshape(shape).nonzero().T
-    return torch.sparse_coo_tensor(indices, mean[tuple(indices)], owner.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        indices, mean[tuple(indices)], owner.shape, check_invariants=False, is_coalesced=True
+    )

@@ -213,6 +213,7 @@ class _Meeting:
                 self._board.put("seats", b"\n".join(self._board.get(name) for name in own))
             self._wait(["seats"], own, "come to init_dist")
             lines = self._board.get("seats").splitlines()
+            self._read_by_all("seats")
         told = [json.loads(line) for line in lines]
         return [Seat(**{**one, "gpus": tuple(one["gpus"])}) for one in told]
 
@@ -224,11 +225,15 @@ class _Meeting:
             if self._board.next(what) == self._launch.world_size:
                 self._board.put(f"{what}/all", b"")
             self._wait([f"{what}/all"], own, what)
-            others = self._launch.world_size - 1
-            if self._launch.rank and self._board.next(f"{what}/read") == others:
-                self._board.put(f"{what}/over", b"")
-            if self._launch.rank == 0 and others:  # it may keep the store, and end right after this
-                self._linger(f"{what}/over")
+            self._read_by_all(what)
+
+    def _read_by_all(self, what: str) -> None:
+        """Let rank 0 wait for the others: it may keep the store that they read from, and end right after this."""
+        others = self._launch.world_size - 1
+        if self._launch.rank and self._board.next(f"{what}/read") == others:
+            self._board.put(f"{what}/over", b"")
+        if self._launch.rank == 0 and others:
+            self._linger(f"{what}/over")
 
     def _linger(self, *names: str) -> bool:
         """Wait until all of these are there, and return whether they are.
