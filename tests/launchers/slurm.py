@@ -1,7 +1,6 @@
 """A SLURM of our own: munge, slurmctld and a slurmd a node, in a folder, at ports of its own, and gone afterwards.
 
-`python -m tests.launchers.slurm COMMAND...` starts one, runs the command with its configuration and stops it again;
-`--install` installs Debian's packages where they are missing and this is root.
+`python -m tests.launchers.slurm COMMAND...` starts one, runs the command with its configuration and stops it again.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from tests.launchers.nodes import Node
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scontrol")
 PATIENCE = 30.0
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 CONFIGURATION = """\
 ClusterName=ddpcheck
@@ -60,32 +60,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP OverSubscribe=FORCE:
 """
 
 
-def _path() -> str:
-    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-
-
 def why_not() -> str:
     """Why there can be no SLURM here, empty where there can."""
     if os.geteuid() != 0:
         return "a SLURM of our own needs root"
-    if missing := [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]:
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"{', '.join(missing)} not installed (Debian: {' '.join(PACKAGES)})"
     return ""
-
-
-def install() -> str:
-    """Install Debian's packages where that can be done; why it cannot, else nothing."""
-    if not why_not() or os.geteuid() != 0:
-        return why_not()
-    if shutil.which("apt-get") is None:
-        return why_not()
-    # Nothing may start: it would run as a service of the machine.
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    for command in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES, "iproute2"]):
-        done = subprocess.run(["apt-get", "--quiet", *command], env=environment, stdout=sys.stderr, timeout=300)
-        if done.returncode:
-            return f"apt-get {command[0]} failed with exit code {done.returncode}"
-    return why_not()
 
 
 def free_ports(count: int) -> list[int]:
@@ -109,7 +90,7 @@ def cluster(nodes: Sequence[Node] = ()) -> Iterator[dict[str, str]]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     _adopt_orphans(True)
     configuration = folder / "slurm.conf"
-    environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
+    environment = {**os.environ, "PATH": PATH, "SLURM_CONF": str(configuration)}
 
     def start(name: str, node: Node, *command: str) -> None:
         with (folder / f"{name}.out").open("wb") as out:
@@ -197,16 +178,6 @@ def _wait(ready: object, what: str, daemons: dict[str, subprocess.Popen[bytes]],
         time.sleep(0.1)
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--install"]:
-        reason, arguments = install(), arguments[1:]
-        if reason:
-            print(f"no SLURM: {reason}", file=sys.stderr)
-    if not arguments:
-        return 0
-    with cluster() as environment:
-        return subprocess.run(arguments, env=environment).returncode
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with cluster() as environment:
+        sys.exit(subprocess.run(sys.argv[1:], env=environment).returncode)
