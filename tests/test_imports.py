@@ -53,6 +53,7 @@ LIGHT = """
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
     ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm
+    ddpcheck.launched.interface
 """.split()
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -14,15 +15,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck.launched.slurm import port_of, read_first_host
 from tests.launchers import slurm
-from tests.launchers.nodes import Node, two_nodes, why_not
+from tests.launchers.nodes import CannotStartError, Node, two_nodes, why_not
 from tests.test_launched import clean_environment
 
 pytest.importorskip("torch")
@@ -34,6 +36,7 @@ PROGRAM = ["-m", "tests.launchers.program"]
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", *["--allow-run-as-root"] * (os.geteuid() == 0)]
 
 Answers = dict[int, dict[str, Any]]
+T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -44,29 +47,36 @@ def no_process_is_left() -> Iterator[None]:
     assert psutil.wait_procs(left, timeout=10)[1] == []
 
 
+@contextlib.contextmanager
+def or_skipped(reason: str, made: AbstractContextManager[T]) -> Iterator[T]:
+    """What there is here; the test is skipped where it cannot be had."""
+    if reason:
+        pytest.skip(f"{reason}; `make test-launchers` installs what it can")
+    with contextlib.ExitStack() as stack:
+        try:
+            value = stack.enter_context(made)
+        except CannotStartError as error:
+            pytest.skip(str(error))
+        yield value
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as made:
+    with or_skipped(why_not(), two_nodes(tmp_path_factory.mktemp("nodes"))) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def one_slurm() -> Iterator[dict[str, str]]:
     """The variables of a SLURM on this machine."""
-    if reason := slurm.why_not():
-        pytest.skip(f"{reason}; `make test-launchers` installs it where it can")
-    with slurm.cluster() as variables:
+    with or_skipped(slurm.why_not(), slurm.cluster()) as variables:
         yield variables
 
 
 @pytest.fixture(scope="module")
 def two_slurm(nodes: list[Node]) -> Iterator[dict[str, str]]:
     """The variables of a SLURM on two nodes."""
-    if reason := slurm.why_not():
-        pytest.skip(f"{reason}; `make test-launchers` installs it where it can")
-    with slurm.cluster(nodes) as variables:
+    with or_skipped(slurm.why_not(), slurm.cluster(nodes)) as variables:
         yield variables
 
 
@@ -302,6 +312,42 @@ def test_srun_on_two_nodes_finds_the_first_one_and_a_port(
     environment = answers[3]["environment"]
     assert environment["MASTER_ADDR"] == "node1"
     assert int(environment["MASTER_PORT"]) in [port_of(f"{job} 0") for job in range(1, 50)]
+
+
+INNER = """
+import pytest, torch
+
+@pytest.mark.ddp(world_size=2)
+def test_sum(rank):
+    total = torch.ones(1) * rank
+    torch.distributed.all_reduce(total)
+    assert total.item() == 1
+
+def test_world(ddp_world):
+    assert ddp_world.run(lambda: torch.distributed.get_rank()) == [0, 1]
+"""
+
+
+def run_inner_tests(tmp_path: Path, variables: dict[str, str], *command: str) -> None:
+    inner = tmp_path / "test_inner.py"
+    inner.write_text(INNER)
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "ddpcheck.pytest_plugin", "--rootdir", str(tmp_path)]
+    environment = {**clean_environment(tmp_path), **variables}
+    done = subprocess.run(
+        [*command, *pytest_command, str(inner)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_tests_run_on_the_ranks_of_srun(tmp_path: Path, one_slurm: dict[str, str]) -> None:
+    run_inner_tests(tmp_path, one_slurm, "srun", "-n", "2")
+
+
+def test_tests_run_on_the_ranks_of_srun_on_two_nodes(
+    tmp_path: Path, two_slurm: dict[str, str], nodes: list[Node]
+) -> None:
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]  # no process sees one of the other node's
+    run_inner_tests(tmp_path, two_slurm, *nodes[0].prefix, "srun", "-n", "2", "-N", "2", *apart)
 
 
 @pytest.mark.parametrize("layout", ["node[1-2]", "a,b", "rack[2-3,7]-gpu[01-16],login", "n[08,10]", "x[009-011]"])

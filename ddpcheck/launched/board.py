@@ -55,6 +55,14 @@ class Board:
         self.kept: Callable[[], bool] = _always
         self._over = False
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the store: host and port."""
+        store: Any = self.store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return store.host, store.port
+
     def put(self, name: str, data: bytes) -> None:
         """Write a value of any size; it is there as a whole or not at all."""
         parts = [data[start : start + _PART] for start in range(0, len(data), _PART)]

@@ -6,25 +6,21 @@ The ranks meet on a store first, tell each other what they see, and decide toget
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
-import socket
-import struct
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
-from ddpcheck import rank as ranks
 from ddpcheck.errors import ChoiceError, DdpcheckError, HangError, UsageError
 from ddpcheck.launched.board import Board, StoreGoneError, open_board
 from ddpcheck.launched.detection import LAUNCHERS, Launch, require
+from ddpcheck.launched.interface import gloo_interface, route
 from ddpcheck.launched.peers import this_machine
 from ddpcheck.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
 from ddpcheck.worlds.allowed import check_choice, check_count, check_seconds
@@ -124,8 +120,8 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
     board, met = open_board(launch, seconds, as_told=as_told)
     meeting = _Meeting(board, launch, seconds, deadline)
     try:
-        address, port = _address_of(board)
-        own, master = _route(address, port)
+        address, port = board.address
+        own, master = route(address, port)
         machine = this_machine()
         seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master))
     finally:
@@ -143,7 +139,7 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
         "MASTER_PORT": port,
     }
     if "GLOO_SOCKET_IFNAME" not in os.environ and (
-        interface := _gloo_interface(launch, own, [seat.master for seat in seats])
+        interface := gloo_interface(launch.one_machine, own, [seat.master for seat in seats])
     ):
         names["GLOO_SOCKET_IFNAME"] = interface
     before = {name: os.environ.get(name) for name in names}
@@ -181,14 +177,6 @@ def _visible_gpus(machine: str) -> tuple[str, ...]:
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not in every torch
         names.append(str(uuid) if uuid else f"{machine} {visible} {index}")
     return tuple(names)
-
-
-def _address_of(board: Board) -> tuple[str, int]:
-    store: Any = board.store
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    assert isinstance(store, TCPStore)
-    return store.host, store.port
 
 
 # --- Meeting ---------------------------------------------------------------------------------------------------------
@@ -274,56 +262,3 @@ class _Meeting:
                 f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
                 "see what the output of rank 0 says."
             ) from error
-
-
-# --- The interface that gloo talks through ---------------------------------------------------------------------------
-
-
-def _gloo_interface(launch: Launch, own: str, master: Iterable[str]) -> str:
-    """The interface that gloo must be told of, empty where it finds it by itself.
-
-    Gloo tells the other ranks the address that this machine's own name stands for. On one machine the name need not
-    stand for any, and on several it must not stand for the loopback interface, as it does on many.
-
-    Args:
-        launch: As detected.
-        own: The address from which this machine reaches that of rank 0.
-        master: The addresses by which each rank reaches that: one of them may be ours.
-    """
-    if launch.one_machine:
-        return ranks.loopback()
-    try:
-        known = [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)]
-    except OSError:
-        known = []
-    if not all(map(_leads_nowhere, known)):
-        return ""
-    names = (_interface_of(address) for address in (own, *master) if not _leads_nowhere(address))
-    return next(filter(None, names), "")
-
-
-def _leads_nowhere(address: str) -> bool:
-    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _route(address: str, port: int) -> tuple[str, str]:
-    """The IPv4 addresses of this end and the other one of a connection; both empty where there is no way."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing, but chooses an interface
-        return probe.getsockname()[0], probe.getpeername()[0]
-    return "", ""
-
-
-def _interface_of(address: str) -> str:
-    """The interface of this machine with an IPv4 address; empty where none has it, or the system does not say."""
-    try:
-        from fcntl import ioctl
-    except ImportError:
-        return ""
-    query = 0x8915  # SIOCGIFADDR of Linux: netdevice(7)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
-                if socket.inet_ntoa(ioctl(sock, query, struct.pack("256s", name.encode()[:15]))[20:24]) == address:
-                    return name
-    return ""

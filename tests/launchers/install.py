@@ -1,6 +1,7 @@
 """Install the launchers that are missing, with Debian's packages, where this is root.
 
-`python -m tests.launchers.install` says what cannot be had, and why; the tests that need it are skipped with the same words.
+`python -m tests.launchers.install` says what cannot be had, and why; the tests that need it are skipped with the same
+words.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 
 from tests.launchers import nodes, slurm
 
+PATIENCE = 150.0
 PACKAGES = {"mpirun": ("openmpi-bin",), "ip": ("iproute2",), "nsenter": ("util-linux",)}
 
 
@@ -30,9 +32,12 @@ def install(packages: list[str]) -> None:
         return
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
-        done = subprocess.run(["apt-get", "--quiet", *command], env=environment, stdout=sys.stderr, timeout=300)
-        if done.returncode:
-            print(f"apt-get {command[0]} failed with exit code {done.returncode}", file=sys.stderr)
+        try:
+            subprocess.run(
+                ["apt-get", "--quiet", *command], env=environment, stdout=sys.stderr, timeout=PATIENCE, check=True
+            )
+        except subprocess.SubprocessError as error:
+            print(error, file=sys.stderr)
             return
 
 

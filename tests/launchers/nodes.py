@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class CannotStartError(Exception):
+    """This machine has not what it takes."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One of them; `prefix` is what a command must be preceded by to run there."""
@@ -38,6 +42,9 @@ def two_nodes(folder: Path) -> Iterator[list[Node]]:
     """Make them, and take them away again.
 
     Each knows both by name. Like on many an installation of Debian, a node's own name leads to its loopback interface.
+
+    Raises:
+        CannotStartError: The kernel lacks something, or this process a right.
     """
     tag = f"ddpc{os.getpid() % 100_000}"
     nodes = []
@@ -69,4 +76,4 @@ def _ip(*arguments: str) -> subprocess.CompletedProcess[str]:
 def _must(*arguments: str) -> None:
     done = _ip(*arguments)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise CannotStartError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from tests.launchers.nodes import Node
+from tests.launchers.nodes import CannotStartError, Node
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scontrol")
@@ -81,7 +81,7 @@ def cluster(nodes: Sequence[Node] = ()) -> Iterator[dict[str, str]]:
     """Start SLURM on this machine, or on nodes of it; yields the variables that its commands need.
 
     Raises:
-        RuntimeError: A daemon has ended, or the nodes do not come up; with the end of its log.
+        CannotStartError: A daemon has ended, or the nodes do not come up; with the end of its log.
     """
     here = list(nodes) or [Node(socket.gethostname().partition(".")[0], "", "127.0.0.1", ())]
     folder = Path(tempfile.mkdtemp(prefix="ddpcheck-slurm-"))
@@ -174,7 +174,7 @@ def _wait(ready: object, what: str, daemons: dict[str, subprocess.Popen[bytes]],
         if ended or time.monotonic() > deadline:
             logs = [*folder.glob("*.log"), *folder.glob("*.out")]
             ends = "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in logs)
-            raise RuntimeError(f"{', '.join(ended) or 'Nobody'} ended before {what} ({PATIENCE:g} s)\n{ends}")
+            raise CannotStartError(f"{', '.join(ended) or 'Nobody'} ended before {what} ({PATIENCE:g} s)\n{ends}")
         time.sleep(0.1)
 
 
