@@ -290,9 +290,12 @@ def _launch(arguments: argparse.Namespace) -> Launch | None:
 
 def _follow(launch: Launch) -> int:
     """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
-    with Ending(launch, _WITHOUT_LEADER):
-        if follow(launch):
-            return EXIT_CLEAN
+    try:
+        with Ending(launch, _WITHOUT_LEADER):
+            if follow(launch):
+                return EXIT_CLEAN
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED  # rank 0 is told the same
     if launch.rank == 1:  # one is enough
         _complain("rank 0 was lost before it could write the report; its launcher knows how")
     return EXIT_TARGET

@@ -132,7 +132,9 @@ class _Follower:
 
     def directory_for(self, directory: str) -> str:
         """The scratch directory of a world on its machine."""
-        return directory if self.shared else os.path.join(self.hello.temporary, os.path.basename(directory))
+        if self.shared:
+            return directory
+        return os.path.join(self.hello.temporary, f"{os.path.basename(directory)}-{self.hello.rank}")
 
     def add(self, launch: HostedLaunch) -> int:
         """A number for one more world."""

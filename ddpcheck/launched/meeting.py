@@ -24,14 +24,15 @@ from pathlib import Path
 from ddpcheck.errors import DdpcheckError, HangError
 from ddpcheck.launched import loopback
 from ddpcheck.launched.board import StoreGoneError, open_board
-from ddpcheck.launched.detection import Launch
+from ddpcheck.launched.detection import BY_HAND, Launch
 from ddpcheck.launched.peers import this_machine
 from ddpcheck.worlds import processes, wire
-from ddpcheck.worlds.failures import agreeing, name_ranks
+from ddpcheck.worlds.failures import name_ranks
 
 PATIENCE = 120.0
 """Seconds that processes wait for each other, which a launcher starts at about the same time."""
 _HANDSHAKE = 10.0  # seconds for one
+_ANSWER = 5.0  # from the leader; somebody else may listen at its port by now, and say nothing
 _HALF = 32  # characters of the token: the first half proves that one may join, the second that one may lead
 _PAUSE = 0.02
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -98,6 +99,13 @@ class Joined:
     welcome: Welcome
 
 
+def _said_by(launch: Launch) -> str:
+    """Who says that there are several ranks."""
+    if launch.launcher == BY_HAND:
+        return "RANK and WORLD_SIZE are set"
+    return f"{launch.launcher} has started this one"
+
+
 def _machine() -> str:
     try:
         spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "mnt")]
@@ -162,8 +170,7 @@ def _accept(
                 missing = [rank for rank in range(1, launch.world_size) if rank not in found]
                 raise HangError(
                     f"{name_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} s, "
-                    f"and {launch.launcher} says that {agreeing('is', missing)} there; start every rank with the same "
-                    "command, or use --launcher off."
+                    f"although {_said_by(launch)}; start every rank with the same command, or use --launcher off."
                 ) from None
             joined = _admitted(sock, token, mine)
             if joined is None or joined.hello.rank in found or not 0 < joined.hello.rank < launch.world_size:
@@ -248,7 +255,7 @@ def _introduced(address: str, port: int, token: bytes, launch: Launch) -> socket
     except OSError:
         return None
     try:
-        sock.settimeout(PATIENCE)  # for the leader to come to us
+        sock.settimeout(_ANSWER)
         sock.sendall(token[:_HALF])
         if hmac.compare_digest(_read(sock), token[_HALF:]):
             sock.sendall(wire.pack(Hello.of(launch)))
