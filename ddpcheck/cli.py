@@ -16,25 +16,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self, TextIO
+from typing import TYPE_CHECKING, NoReturn, Self, TextIO
 
 from ddpcheck import __version__
 from ddpcheck.config import Settings, load_settings
 from ddpcheck.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
-from ddpcheck.harness import Hosts
-from ddpcheck.launched import BY_HAND, Ending, Launch, Leader, detect, explain_exit, follow, require
 from ddpcheck.matrix import Matrix, is_matrix
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
 from ddpcheck.render.layout import lay_out, picture_format
 from ddpcheck.repro import command_for, demonstration_for, prepare, write_reproduction
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
+if TYPE_CHECKING:
+    from ddpcheck.harness import Hosts
+    from ddpcheck.launched import Launch
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 EPILOG = """\
 exit codes: 0 clean; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
-3 the target could not be imported, built or run; 4 a hang or a deadline.
+3 the target could not be imported, built or run; 4 a hang or a deadline. Where torchrun, mpirun or srun has started
+several, rank 0 has this exit code and the others 0.
 """
 
 TARGET_HELP = """\
@@ -262,6 +265,8 @@ def _on_ranks(run: Callable[[argparse.Namespace, Hosts | None], int]) -> Callabl
             return run(arguments, None)
         if launch.rank:
             return _follow(launch)
+        from ddpcheck.launched import Ending, Leader, explain_exit
+
         code, sentence = EXIT_USAGE, ""
         with Ending(launch, _LAST_WORDS), Leader(launch) as hosts:
             try:
@@ -285,11 +290,15 @@ def _launch(arguments: argparse.Namespace) -> Launch | None:
         launcher = "auto"  # rank 0 will say what is wrong
     if launcher == "off":
         return None
+    from ddpcheck.launched import detect, require
+
     return require() if launcher == "on" else detect()
 
 
 def _follow(launch: Launch) -> int:
     """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
+    from ddpcheck.launched import Ending, follow
+
     try:
         with Ending(launch, _WITHOUT_LEADER):
             if follow(launch):
@@ -350,6 +359,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, like every other error of ours."""
 
     def error(self, message: str) -> NoReturn:
+        from ddpcheck.launched import BY_HAND, detect
+
         launch = detect()
         if launch is not None and launch.rank and launch.launcher != BY_HAND:
             raise SystemExit(EXIT_CLEAN)  # rank 0 has been given the same, and says so

@@ -23,6 +23,7 @@ from ddpcheck.worlds import processes, wire
 _TICK = 0.1
 _POLL = 0.01  # where one has to ask whether a rank has ended
 _DEATH = 2.0
+_DUMP = 1.5  # for a stack to be written; the leader waits a little longer
 _STUCK = 60.0  # seconds without the leader reading what it is told
 _GROW = ("out", "log")  # files that are only added to
 
@@ -128,7 +129,8 @@ class _Hosted:
         self._rank = rank
         self._directory = Path(directory)
         self._shared = follower.welcome.shared
-        self._sent: dict[str, bytes | int] = {}  # of each file, what the leader has: all of it, or how much
+        self._lengths: dict[str, int] = {}  # of each file that grows, how much the leader has
+        self._whole: dict[str, bytes] = {}  # of each other file, what the leader has
         self._backlog = bytearray()
         self._inbox = wire.Inbox()
         self._said_all = self._exited = False
@@ -166,20 +168,22 @@ class _Hosted:
         self._follower.selector.modify(self._sock, wanted)
 
     def signal(self, number: int) -> None:
-        """Send the rank a signal."""
+        """Send the rank a signal; what it writes upon one that asks for its stack, the leader waits for."""
+        if self._shared or number != getattr(signal, "SIGUSR1", None):
+            self.launch.signal([self._rank], number)
+            return
         stack = self._directory / f"rank{self._rank}.stack"
-        dumps = not self._shared and number == getattr(signal, "SIGUSR1", None)
-        if dumps and stack.exists():
+        if _size(stack):
             os.truncate(stack, 0)
         self.launch.signal([self._rank], number)
-        deadline = time.monotonic() + _TICK
-        size = 0
-        while dumps and time.monotonic() < deadline:  # the leader waits for it, a little longer
-            time.sleep(_POLL)
-            if stack.exists() and size and stack.stat().st_size == size:
-                break
-            size = stack.stat().st_size if stack.exists() else 0
-        self._show_files()
+        deadline = time.monotonic() + _DUMP
+        while time.monotonic() < deadline and (not (size := _size(stack)) or size != self._steady(stack)):
+            pass
+        self._show(stack.name)
+
+    def _steady(self, file: Path) -> int:
+        time.sleep(_POLL)
+        return _size(file)
 
     # --- What there is to tell ---------------------------------------------------------------------------------------
 
@@ -236,23 +240,25 @@ class _Hosted:
 
     def _show_files(self) -> None:
         """Where the leader cannot read the rank's files, send it what is new in them."""
-        if self._shared:
+        if not self._shared:
+            for kind in ("slots", "out", "luggage"):
+                self._show(f"rank{self._rank}.{kind}")
+            self._show(f"collectives-{self._rank}.log")
+
+    def _show(self, name: str) -> None:
+        try:
+            data = (self._directory / name).read_bytes()
+        except OSError:
             return
-        kinds = [f"rank{self._rank}.{kind}" for kind in ("slots", "out", "stack", "luggage")]
-        for name in (*kinds, f"collectives-{self._rank}.log"):
-            try:
-                data = (self._directory / name).read_bytes()
-            except OSError:
-                continue
-            if name.endswith(_GROW):
-                offset = self._sent.get(name, 0)
-                assert isinstance(offset, int)
-                new, self._sent[name] = data[offset:], len(data)
-            else:
-                offset, new = 0, b"" if self._sent.get(name) == data else data
-                self._sent[name] = data
-            if new:
-                self._follower.tell("file", self._number, name, offset, new)
+        offset = 0
+        if name.endswith(_GROW):
+            offset, self._lengths[name] = self._lengths.get(name, 0), len(data)
+            new = data[offset:]
+        else:
+            new = b"" if self._whole.get(name) == data else data
+            self._whole[name] = data
+        if new:
+            self._follower.tell("file", self._number, name, offset, new)
 
     # --- The end -----------------------------------------------------------------------------------------------------
 
@@ -272,3 +278,10 @@ class _Hosted:
         self.launch.close()
         if not self._shared:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

@@ -19,6 +19,7 @@ from typing import Any
 from ddpcheck.worlds import processes, wire
 
 _LAST_WORDS = 0.5  # for a stack to be dumped
+_FROM_AFAR = 2.0  # and to come here from another machine
 _DEATH = 2.0  # for processes to end, told or killed
 _POLL = 0.01  # where processes have to be asked whether they have ended
 
@@ -236,7 +237,7 @@ class Crew:
         if not busy or not hasattr(signal, "SIGUSR1"):
             return dict.fromkeys(busy, "")
         self._signal(busy, signal.SIGUSR1)
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + (_LAST_WORDS if self.one_machine else _FROM_AFAR)
         sizes: dict[int, int] = {}
         steady: set[int] = set()
         while len(steady) < len(busy) and time.monotonic() < deadline:
