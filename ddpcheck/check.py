@@ -88,7 +88,7 @@ def check(
         timeout=timeout,
         seed=seed,
         preload=preload,
-        launcher=hosts.launcher if hosts is not None else None,
+        hosts=hosts,
     )
     outcome = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
     return outcome.report(select=select, ignore=ignore)
@@ -104,7 +104,7 @@ def ask(
     timeout: float,
     seed: int,
     preload: Sequence[str],
-    launcher: str | None = None,
+    hosts: Hosts | None = None,
 ) -> Asked:
     """What was asked for, with the defaults that depend on the machine filled in.
 
@@ -120,22 +120,23 @@ def ask(
     return Asked(
         target=target if isinstance(target, str) else "recipe",
         world_size=world_size,
-        backend=backend or _default_backend(device, world_size),
+        backend=backend or _default_backend(device, world_size if hosts is None else hosts.sharing),
         device=device,
         steps=steps,
         seed=seed,
         timeout=timeout,
         preload=tuple(preload),
-        launcher=launcher,
+        launcher=hosts.launcher if hosts is not None else None,
     )
 
 
-def _default_backend(device: str, world_size: int) -> str:
+def _default_backend(device: str, sharing: int) -> str:
+    """That of a device which so many ranks share."""
     if device != "cuda":
         return "gloo"
     import torch
 
-    return "nccl" if isinstance(world_size, int) and 0 < world_size <= torch.cuda.device_count() else "gloo"
+    return "nccl" if isinstance(sharing, int) and 0 < sharing <= torch.cuda.device_count() else "gloo"
 
 
 class CheckRun(Conduct):

@@ -311,7 +311,7 @@ def _set_up(config: wire.RankConfig) -> None:
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
-    device, shared = choose_device(config.device, config.backend, *_place_on_machine(config))
+    device, shared = choose_device(config.device, config.backend, *(config.sharing or _place_on_machine(config)))
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
         _join(config, "store")
@@ -395,7 +395,7 @@ def loopback() -> str:
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
-    """Return the device of a rank of this machine, and whether it is shared, and make it current.
+    """Return the device of a rank among those that see the same GPUs, and whether it is shared, and make it current.
 
     Raises:
         UsageError: There is no GPU, or not one a rank where the backend needs that.

@@ -86,7 +86,7 @@ def check_matrix(
         timeout=timeout,
         seed=seed,
         preload=preload,
-        launcher=hosts.launcher if hosts is not None else None,
+        hosts=hosts,
     )
     sweep = _Sweep(target, asked, select=select, ignore=ignore, progress=progress or (lambda _text: None), hosts=hosts)
     return sweep.matrix(step_times=step_times)

@@ -25,7 +25,9 @@ import pytest
 from ddpcheck import World
 from ddpcheck.errors import DdpcheckError, HangError, UsageError
 from ddpcheck.launched import BY_HAND, Ending, Launch, explain_exit, loopback
-from ddpcheck.launched.meeting import gather, join
+from ddpcheck.launched.leading import Place, places
+from ddpcheck.launched.meeting import Hello, gather, join
+from ddpcheck.worlds.wire import Surroundings
 from tests.attached_program import run
 from tests.test_attached import FOREIGN
 
@@ -408,6 +410,28 @@ def test_a_file_that_was_left_behind_misleads_nobody_and_strangers_are_not_let_i
             assert intruder.recv(1) == b""
         with pytest.raises(HangError, match="Ranks 1 and 2 of 3"):
             leading.result()
+
+
+@pytest.mark.parametrize(
+    ("machines", "visible", "expected"),
+    [
+        ("aa", [None, None], [(0, 2, (0, 2)), (1, 2, (1, 2))]),
+        ("aa", ["0", "1"], [(0, 2, (0, 1)), (1, 2, (0, 1))]),
+        ("aabb", ["0,1"] * 4, [(0, 2, (0, 2)), (1, 2, (1, 2))] * 2),
+        ("aab", ["0", "0", "0"], [(0, 2, (0, 2)), (1, 2, (1, 2)), (0, 1, (0, 1))]),
+    ],
+    ids=["torchrun", "one GPU each", "two machines", "uneven"],
+)
+def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
+    machines: str, visible: list[str | None], expected: list[tuple[int, int, tuple[int, int]]]
+) -> None:
+    hellos = []
+    for rank, (machine, gpus) in enumerate(zip(machines, visible, strict=True)):
+        environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        around = Surroundings(environment, frozenset(), "", (), ())
+        local = machines[:rank].count(machine)
+        hellos.append(Hello(rank, len(machines), machine, local, None, "", around, 0.0))
+    assert places(hellos) == [Place(*each) for each in expected]
 
 
 def test_a_world_of_another_size_than_there_are_processes_is_refused() -> None:

@@ -19,14 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ddpcheck.launched.detection import Launch
-from ddpcheck.launched.meeting import PATIENCE, Joined, gather
+from ddpcheck.launched.meeting import PATIENCE, Hello, Joined, gather
 from ddpcheck.worlds import processes, wire
 
 if TYPE_CHECKING:
@@ -36,6 +36,34 @@ _CHUNK = 1 << 18
 _FAREWELL = 5.0  # seconds for the other processes to end
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: the fields of a `RankConfig` that tell it."""
+
+    local_rank: int
+    local_world_size: int
+    sharing: tuple[int, int]
+
+
+def places(hellos: Sequence[Hello]) -> list[Place]:
+    """Where each rank is, given what the processes have told, in order of rank. Pure.
+
+    Launchers that bind a GPU to each process, as `srun --gpus-per-task=1` does, hide the others from it.
+    """
+    found = []
+    for hello in hellos:
+        here = [other for other in hellos if other.machine == hello.machine]
+        alike = [other.rank for other in here if _visible(other) == _visible(hello)]
+        sharing = alike.index(hello.rank), len(alike)
+        found.append(Place(hello.local_rank, hello.local_world_size or len(here), sharing))
+    return found
+
+
+def _visible(hello: Hello) -> list[str | None]:
+    environment = hello.surroundings.environment
+    return [environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]
+
+
 class Leader:
     """The processes of a launch, for worlds: pass it as `hosts`. One world at a time; those of one process aside.
 
@@ -43,6 +71,7 @@ class Leader:
         world_size: How many ranks there are.
         launcher: Who started them.
         one_machine: Whether all are on this machine.
+        sharing: How many see the GPUs that this one sees.
     """
 
     def __init__(self, launch: Launch, *, timeout: float = PATIENCE) -> None:
@@ -58,8 +87,8 @@ class Leader:
         mine, joined = gather(launch, timeout)
         self._followers = {each.hello.rank: _Follower(each) for each in joined}
         self.one_machine = all(each.welcome.shared for each in joined)
-        here = sum(each.welcome.shared for each in joined) + 1
-        self._local = (mine.local_rank, launch.local_world_size or here)
+        self._places = places([mine, *(each.hello for each in joined)])
+        self.sharing = self._places[0].sharing[1]
         self._stores: dict[str, tuple[Store, int]] = {}
 
     def __enter__(self) -> Self:
@@ -73,22 +102,16 @@ class Leader:
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """What a rank is told: its own process's surroundings, and where the ranks meet."""
         store = None if self.one_machine else (self._launch.address, self._meeting_port(config.directory))
+        config = replace(config, store=store, **asdict(self._places[config.rank]))
         if config.rank == 0:
-            return replace(config, local_rank=self._local[0], local_world_size=self._local[1], store=store)
-        hello, shared = self._followers[config.rank].hello, self._followers[config.rank].shared
-        ours = config.surroundings
+            return config
+        follower, ours = self._followers[config.rank], config.surroundings
+        theirs = follower.hello.surroundings
         asked_for = {name: ours.environment[name] for name in ours.explicit}
         return replace(
             config,
-            local_rank=hello.local_rank,
-            local_world_size=hello.local_world_size or (self._local[1] if shared else 1),
-            store=store,
-            directory=self._followers[config.rank].directory_for(config.directory),
-            surroundings=replace(
-                hello.surroundings,
-                environment={**hello.surroundings.environment, **asked_for},
-                explicit=ours.explicit,
-            ),
+            directory=follower.directory_for(config.directory),
+            surroundings=replace(theirs, environment={**theirs.environment, **asked_for}, explicit=ours.explicit),
         )
 
     def _meeting_port(self, directory: str) -> int:

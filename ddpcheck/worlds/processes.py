@@ -95,11 +95,19 @@ class Starter(Protocol):
 
 
 class Hosts(Protocol):
-    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one."""
+    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one.
+
+    Attributes:
+        world_size: How many there are.
+        launcher: Who started them.
+        one_machine: Whether all are on this machine.
+        sharing: How many see the GPUs that this one sees.
+    """
 
     world_size: int
     launcher: str
     one_machine: bool
+    sharing: int
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """What the rank is told where it is, given what it would be told here."""
