@@ -190,6 +190,7 @@ def assert_same(name: str, said: tuple[int, str, str], expected: tuple[int, dict
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_report_is_that_of_ranks_of_our_own(told: Told, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 4 (mmcv dist_utils): the harness attaches to a world that torchrun has started."""
     code, out, _ = told[name][0]
     assert_same(name, told[name][0], plain(name, monkeypatch))
     assert json.loads(out)["world"]["launcher"] == "torchrun"
@@ -246,6 +247,7 @@ def test_everything_else_works_on_the_ranks_of_a_launcher(launcher: str, tmp_pat
 
 @pytest.mark.slow
 def test_under_mpirun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 4 (mmcv dist_utils): the harness attaches to a world that mpirun has started."""
     told = run_commands("mpirun", tmp_path, COMMANDS)
     for name in TARGETS:
         assert_same(name, told[name][0], plain(name, monkeypatch))

@@ -313,6 +313,7 @@ def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
 
 
 def test_spawned_ranks_do_the_same() -> None:
+    """Seed 1 (DistributedDataParallel): fork after CUDA initialisation is unsafe; workers start by spawn there."""
     with World(2, start_method="spawn") as world:
         assert world.start_method == "spawn"
         assert world.run(all_reduced, 1.0) == [3.0, 3.0]

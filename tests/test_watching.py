@@ -676,6 +676,8 @@ def test_a_hook_that_communicates_nothing_is_found():
 
 
 def test_a_reducer_that_mixes_up_gradients_is_found():
+    """Seed 4 (mmcv dist_utils): the manual all-reduce is a second, independent path for gradients to compare with."""
+
     def shuffling(_state, bucket):
         buffer = bucket.buffer()
         work = dist.all_reduce(buffer.div_(2), async_op=True)
