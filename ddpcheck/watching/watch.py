@@ -285,7 +285,7 @@ class Watch:
         return Account(
             rank=self._board.rank,
             step=number,
-            absences=dict(self._absences),
+            absences=self._news(),
             never=tuple(name for name in self._rounds.names if name in self._never),
             sometimes=tuple(name for name in self._rounds.names if name in self._sometimes),
             ends=self._ends(missing - self._known_missing),
@@ -298,6 +298,12 @@ class Watch:
             changes=changes(self._seen, self._module) if look is not None else {},
             events=self._told_events(),
         )
+
+    def _news(self) -> dict[int, tuple[str, ...]]:
+        """Absences without those of parameters that were missing when the ranks last met, and ever since."""
+        old = self._known_missing & self._never
+        news = {step: tuple(n for n in names if n not in old) for step, names in self._absences.items()}
+        return {step: names for step, names in news.items() if names}
 
     def _told_events(self) -> tuple[LoopEvent, ...]:
         return tuple(self._events) if self._strange_events else ()
@@ -315,7 +321,7 @@ class Watch:
         if look is None or not self._detects:
             return ()
         parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        zero = zero_gradients(parameters) - look.lost.keys()
+        zero = zero_gradients(parameters) - look.lost.keys() - self._never
         self._zero = zero if self._zero is None else self._zero & zero
         if not self._zero:
             return ()
