@@ -111,6 +111,34 @@ class Conditional(Net):
         return {**super().losses(features, targets), "loss_turn": self.heads[self.calls % 2](features).mean()}
 
 
+class Apart(BaseModel):
+    """Two parts, each with a wrapper of its own, as a GAN has them; one layer is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.second = Last()
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, mode: str = "tensor") -> Any:
+        return self.second(self.first(inputs))
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        inputs, targets = self.data_preprocessor(data, True)
+        loss = (self(inputs, targets) - targets).square().mean()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+class Last(nn.ModuleList):
+    """Two layers, of which the first is used."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(8, 1), nn.Linear(8, 1)])
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self[0](features)
+
+
 @MODEL_WRAPPERS.register_module()
 class Own(CheckedMMDistributedDataParallel):
     """A user's own wrapper."""
@@ -201,13 +229,16 @@ def train(
         settings["strategy"] = {"type": "DDPStrategy", **(cfg or {}), **({"model_wrapper": wrapper} if wrapper else {})}
     group = dist.group.WORLD
     raised: BaseException | None = None
+    runner: Any = None
     with warnings.catch_warnings(record=True) as caught, quiet():
         warnings.simplefilter("always")
-        runner = runner_class(model=model, **{**settings, **options})
         try:
+            runner = runner_class(model=model, **{**settings, **options})
             runner.train()
         except Exception as error:
             raised = error
+    if runner is None:
+        return Trained((), raised=f"{type(raised).__name__}: {raised}")
     ours = [hook for hook in runner.hooks if isinstance(hook, DdpCheckHook)]
     own = getattr(runner.model, "findings", ())
     module = getattr(runner.model, "module", runner.model)
@@ -251,11 +282,12 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def amp_on_cpu() -> Iterator[None]:
-    """`AmpOptimWrapper` wants a GPU, although its autocast works without one."""
+def as_on_a_gpu() -> Iterator[None]:
+    """`AmpOptimWrapper` and `SyncBatchNorm` refuse a CPU, although the one works there and ours stands in for the other."""
     asked = amp_optimizer_wrapper.is_cuda_available
     amp_optimizer_wrapper.is_cuda_available = lambda: True
     try:
-        yield
+        with synchronised_on_cpu():
+            yield
     finally:
         amp_optimizer_wrapper.is_cuda_available = asked

@@ -63,7 +63,7 @@ class _Hook:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call `method`; the compiler of a wrapper leaves the call as it is, and compiles what is before and after it."""
+    """Call `method`; who compiles the wrapper, or the whole step, leaves this as it is and compiles what is around it."""
     method(*args, **kwargs)
 
 
@@ -172,7 +172,7 @@ class Rounds:
     def _on_gradient(self, _gradient: torch.Tensor) -> None:
         if self._in_backward:
             return
-        self._in_backward = at_end_of_backward(self._at_end)
+        self._in_backward = at_end_of_backward(_Hook(self._at_end))
         if not self._in_backward:
             return
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
@@ -252,7 +252,7 @@ class Rounds:
     def _after_reduction(self, more: int) -> None:
         """DDP ends its reduction in a callback, too: come after it."""
         if more:
-            at_end_of_backward(lambda: self._after_reduction(more - 1))
+            at_end_of_backward(_Hook(lambda: self._after_reduction(more - 1)))
         else:
             self._finish()
 
