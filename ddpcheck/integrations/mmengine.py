@@ -87,8 +87,10 @@ class DdpCheckHook(Hook):  # type: ignore[misc]
 
     def before_train(self, runner: Any) -> None:
         self._own.close()  # where training before this ended in an exception
-        wrappers = [part for part in runner.model.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
-        self.watches = [self._watch_of(wrapper) for wrapper in wrappers]
+        ddp = nn.parallel.DistributedDataParallel
+        wrappers = [part for part in runner.model.modules() if isinstance(part, ddp)]
+        outer = [part for part in wrappers if any(isinstance(inner, ddp) for inner in part.module.modules())]
+        self.watches = [self._watch_of(wrapper) for wrapper in wrappers if wrapper not in outer]
         if not wrappers:
             runner.logger.warning("ddpcheck: no DistributedDataParallel in the model, so there is nothing to watch")
         self._compare()
