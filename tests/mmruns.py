@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ import torch
 import torch.distributed as dist
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
-from mmengine.model import BaseModel, MMDistributedDataParallel
+from mmengine.model import BaseModel
 from mmengine.optim.optimizer import amp_optimizer_wrapper
 from mmengine.registry import HOOKS, METRICS, MODEL_WRAPPERS
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import FlexibleRunner as FlexibleRunner
+from mmengine.runner import Runner
 from torch import nn
 
 from ddpcheck.errors import FindingsError
@@ -244,7 +244,7 @@ def train(
     module = getattr(runner.model, "module", runner.model)
     saved = sorted((folder / str(rank)).glob("*.pth"))
     return Trained(
-        findings=tuple(f for watch in ours[0].watches for f in watch.findings) if ours and ours[0].watches else own,
+        findings=tuple(finding for watch in ours[0].watches for finding in watch.findings) if ours else own,
         raised="" if raised is None else f"{type(raised).__name__}: {raised}",
         raised_after=len(steps.logged) if isinstance(raised, FindingsError) else -1,
         warned=[str(each.message) for each in caught if issubclass(each.category, FindingWarning)],
@@ -258,13 +258,13 @@ def train(
     )
 
 
-def loader() -> dict[str, Any]:
-    """Of training, two batches of four a rank and epoch."""
+def loader(sampler: str = "DefaultSampler") -> dict[str, Any]:
+    """Two batches of four a rank and epoch."""
     return {
         "batch_size": 4,
         "num_workers": 0,
         "dataset": Samples(),
-        "sampler": {"type": "DefaultSampler", "shuffle": True},
+        "sampler": {"type": sampler, "shuffle": True},
         "collate_fn": {"type": "default_collate"},
     }
 
@@ -283,7 +283,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """`AmpOptimWrapper` and `SyncBatchNorm` refuse a CPU, although the one works there and ours stands in for the other."""
+    """`AmpOptimWrapper` and `SyncBatchNorm` refuse a CPU: the one works there, and ours stands in for the other."""
     asked = amp_optimizer_wrapper.is_cuda_available
     amp_optimizer_wrapper.is_cuda_available = lambda: True
     try:

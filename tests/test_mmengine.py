@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+
+from ddpcheck.errors import RankError
+from tests.test_attached import clean_environment
 
 pytest.importorskip("torch")
 pytest.importorskip("mmengine", reason="mmengine is not installed")
@@ -11,6 +20,7 @@ pytest.importorskip("matplotlib", reason="matplotlib, which mmengine's visualize
 # Ranks are shared: each run has a model, a folder and a name of its own.
 pytestmark = pytest.mark.ddp(reuse="module", preload=["tests.mmruns"], timeout=120)
 
+ROOT = Path(__file__).parents[1]
 LOGGING = {"type": "CheckedMMDistributedDataParallel", "detect_anomalous_params": True, "on_finding": "log"}
 PLAIN = {"type": "MMDistributedDataParallel", "device_ids": None}
 HOOK = {"type": "DdpCheckHook"}
@@ -67,6 +77,29 @@ def told(trained, code):
     here, there = ([finding for finding in each.findings if finding.code == code] for each in trained)
     assert here == there and len(here) == 1
     return here[0]
+
+
+def example(ddp_world, folder, name):
+    """Train by a config of `examples/mmengine`, in a folder of its own: the words of each rank's error, and the log."""
+
+    def run(folder, name):
+        import os
+        import sys
+
+        from mmengine.config import Config
+        from mmengine.runner import Runner
+
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        runner = Runner.from_cfg(Config.fromfile(f"{name}.py"))
+        try:
+            runner.train()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "\n".join(path.read_text() for path in sorted((folder / "work_dirs").glob("*/*/*.log")))
+
+    shutil.copytree(ROOT / "examples" / "mmengine", folder / "mmengine", ignore=shutil.ignore_patterns("__pycache__"))
+    return ddp_world(reuse="test").run(run, folder / "mmengine", name)
 
 
 # The detector
@@ -179,7 +212,7 @@ def test_it_trains_as_mmengines_own_wrapper_does(ddp_world, tmp_path):
         return {
             "both": list(found.values()),
             "isinstance": isinstance(model, MMDistributedDataParallel) and is_model_wrapper(model),
-            "as the model's": all(torch.equal(a, b) for x, y in zip(steps, own, strict=True) for a, b in zip(x, y)),
+            "as the model's": all(map(torch.equal, [*steps[0], *steps[1]], [*own[0], *own[1]])),
             "synchronised": model.watch.step,
         }
 
@@ -217,7 +250,11 @@ def test_validation_synchronises_nothing(ddp_world, tmp_path):
 
 
 HEALTHY = {
-    "accumulation, an EMA hook and validation": ("Net", LOGGING, {"hooks": [HOOK, {"type": "EMAHook"}], "validates": 1}),
+    "accumulation, an EMA hook and validation": (
+        "Net",
+        LOGGING,
+        {"hooks": [HOOK, {"type": "EMAHook"}], "validates": 1},
+    ),
     "bfloat16": ("Net", LOGGING, {"optim": {"type": "AmpOptimWrapper", "dtype": "bfloat16"}, "epochs": 5}),
     "heads that take turns": ("Conditional", {**LOGGING, "find_unused_parameters": True}, {"epochs": 5}),
     "by iterations": ("Net", LOGGING, {"iterations": 6}),
@@ -227,16 +264,18 @@ HEALTHY = {
         {"hooks": [HOOK, {"type": "SyncBuffersHook"}], "validates": 1},
     ),
     "SyncBN": ("BatchNorm", {**LOGGING, "broadcast_buffers": False}, {"cfg": {"sync_bn": "torch"}}),
-    "compiled": ("Net", LOGGING, {"cfg": {"compile": {"backend": "eager"}}}),
     "plain wrapper": ("Net", PLAIN, {}),
     "another runner": ("Net", LOGGING, {"flexible": True}),
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+COMPILED = {"compiled": ("Net", LOGGING, {"cfg": {"compile": {"backend": "eager"}}})}  # which takes its time
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, pytest.param("compiled", marks=pytest.mark.slow)])
 def test_a_healthy_run_raises_and_says_nothing(ddp_world, tmp_path, name):
     """Seed 3, converts BatchNorm to SyncBatchNorm when asked: then the statistics are one."""
-    kind, wrapper, options = HEALTHY[name]
+    kind, wrapper, options = {**HEALTHY, **COMPILED}[name]
 
     def run(folder, kind, wrapper, options):
         from tests import mmruns
@@ -247,6 +286,7 @@ def test_a_healthy_run_raises_and_says_nothing(ddp_world, tmp_path, name):
         if iterations := options.pop("iterations", 0):
             checkpoint = {"type": "CheckpointHook", "by_epoch": False, "interval": 2}
             options |= {"train_cfg": {"type": "IterBasedTrainLoop", "max_iters": iterations}}
+            options |= {"train_dataloader": mmruns.loader("InfiniteSampler")}
             options |= {"default_hooks": {"checkpoint": checkpoint}}
         if options.pop("flexible", False):
             options["runner_class"] = mmruns.FlexibleRunner
@@ -317,6 +357,7 @@ def test_a_checkpoint_by_iterations_is_compared_before_it_is_saved(ddp_world, tm
 
         checkpoint = {"type": "CheckpointHook", "by_epoch": False, "interval": 3}
         options = {"train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 5}}
+        options |= {"train_dataloader": mmruns.loader("InfiniteSampler")}
         options |= {"default_hooks": {"checkpoint": checkpoint}, "hooks": [{**HOOK, "on_finding": "log"}]}
         wrapper = {**PLAIN, "broadcast_buffers": False}
         return mmruns.train(folder, mmruns.Net(mmruns.nn.BatchNorm1d), wrapper, **options)
@@ -405,3 +446,48 @@ def test_a_choice_that_there_is_not_is_refused_at_once(thing):
             mmruns.DdpCheckHook(on_finding="print")
         else:
             mmruns.CheckedMMDistributedDataParallel(mmruns.Net(), on_finding="print")
+
+
+# The example
+
+
+def test_the_plain_config_stops_with_an_index_for_a_name(ddp_world, tmp_path):
+    pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
+    with pytest.raises(RankError) as caught:
+        example(ddp_world, tmp_path, "digits")
+    assert "Expected to have finished reduction" in str(caught.value)
+
+
+def test_the_checked_config_trains_once_it_is_repaired(ddp_world, tmp_path):
+    pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
+    for log in example(ddp_world, tmp_path, "digits_repaired"):
+        assert "Error" not in log and "ddpcheck: 20 steps watched, 0 finding(s)" in log
+
+
+def test_torchrun_of_the_checked_config_says_what_the_guide_shows(tmp_path):
+    """Seed 2, a drop-in on an unmodified config: only the wrapper is another."""
+    pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
+    for path in (ROOT / "examples" / "mmengine").glob("*.py"):
+        shutil.copy(path, tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "train.py", "digits_checked.py"],
+        cwd=tmp_path,
+        env=clean_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    page = (ROOT / "docs" / "mmengine.md").read_text(encoding="utf-8")
+    shown = next(block.split("```")[0] for block in page.split("```text\n") if "FindingsError" in block.split("```")[0])
+    assert len(shown.splitlines()) == 6
+    for rank in (0, 1):
+        said = re.findall(rf"^\[rank{rank}\]: (.*)$", done.stderr, re.MULTILINE)
+        assert shown.strip() in "\n".join(said)
+
+
+def test_the_guide_shows_the_configs_of_the_example():
+    page = (ROOT / "docs" / "mmengine.md").read_text(encoding="utf-8")
+    checked = (ROOT / "examples" / "mmengine" / "digits_checked.py").read_text(encoding="utf-8")
+    assert checked.split('"""\n\n')[1].strip() in page
