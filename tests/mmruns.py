@@ -32,6 +32,9 @@ from ddpcheck.gather.syncbn import synchronised_on_cpu
 from ddpcheck.integrations.mmengine import CheckedMMDistributedDataParallel, DdpCheckHook
 from ddpcheck.watching.telling import FindingWarning
 
+with contextlib.suppress(ImportError):
+    import sklearn.datasets  # noqa: F401  of the example
+
 CHECKED = {"type": "CheckedMMDistributedDataParallel", "detect_anomalous_params": True}
 PLAIN = {"type": "MMDistributedDataParallel", "device_ids": None}
 _count = itertools.count()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.errors import RankError
+from ddpcheck.errors import DdpcheckError
 from tests.test_attached import clean_environment
 
 pytest.importorskip("torch")
@@ -80,7 +80,7 @@ def told(trained, code):
 
 
 def example(ddp_world, folder, name):
-    """Train by a config of `examples/mmengine`, in a folder of its own: the words of each rank's error, and the log."""
+    """Train by a config of `examples/mmengine`, in a folder of its own; returns the log."""
 
     def run(folder, name):
         import os
@@ -91,15 +91,11 @@ def example(ddp_world, folder, name):
 
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        runner = Runner.from_cfg(Config.fromfile(f"{name}.py"))
-        try:
-            runner.train()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        Runner.from_cfg(Config.fromfile(f"{name}.py")).train()
         return "\n".join(path.read_text() for path in sorted((folder / "work_dirs").glob("*/*/*.log")))
 
     shutil.copytree(ROOT / "examples" / "mmengine", folder / "mmengine", ignore=shutil.ignore_patterns("__pycache__"))
-    return ddp_world(reuse="test").run(run, folder / "mmengine", name)
+    return ddp_world(reuse="test", timeout=60).run(run, folder / "mmengine", name)
 
 
 # The detector
@@ -436,32 +432,34 @@ def test_a_run_without_ddp_is_told_that_nothing_is_watched(ddp_world, tmp_path):
     assert trained.raised == "" and "no DistributedDataParallel in the model" in trained.log
 
 
-@pytest.mark.parametrize("thing", ["hook", "wrapper"])
-def test_a_choice_that_there_is_not_is_refused_at_once(thing):
-    from ddpcheck.errors import UsageError
-    from tests import mmruns
+def test_a_choice_that_there_is_not_is_refused_at_once(ddp_world):
+    def run():
+        from ddpcheck.errors import UsageError
+        from tests import mmruns
 
-    with pytest.raises(UsageError, match="on_finding is 'raise', 'warn' or a function"):
-        if thing == "hook":
+        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn' or a function"):
             mmruns.DdpCheckHook(on_finding="print")
-        else:
+        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn' or a function"):
             mmruns.CheckedMMDistributedDataParallel(mmruns.Net(), on_finding="print")
+
+    ddp_world.run(run)
 
 
 # The example
 
 
-def test_the_plain_config_stops_with_an_index_for_a_name(ddp_world, tmp_path):
+def test_the_plain_config_leaves_one_rank_waiting(ddp_world, tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(DdpcheckError, match="rank 0") as caught:
         example(ddp_world, tmp_path, "digits")
-    assert "Expected to have finished reduction" in str(caught.value)
+    said = str(caught.value) + "".join(failure.message for failure in getattr(caught.value, "failures", ()))
+    assert "Expected to have finished reduction" in said or "rank 0 is in backward" in said
 
 
 def test_the_checked_config_trains_once_it_is_repaired(ddp_world, tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
     for log in example(ddp_world, tmp_path, "digits_repaired"):
-        assert "Error" not in log and "ddpcheck: 20 steps watched, 0 finding(s)" in log
+        assert "- ERROR -" not in log and "ddpcheck: 20 steps watched, 0 finding(s)" in log
 
 
 def test_torchrun_of_the_checked_config_says_what_the_guide_shows(tmp_path):
