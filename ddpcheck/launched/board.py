@@ -16,12 +16,14 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError, UsageError
+from ddpcheck.launched import slurm
 from ddpcheck.launched.detection import Launch
 
 if TYPE_CHECKING:
@@ -52,6 +54,14 @@ class Board:
         self.store = PrefixStore(prefix, store)
         self.kept: Callable[[], bool] = _always
         self._over = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the store: host and port."""
+        store: Any = self.store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return store.host, store.port
 
     def put(self, name: str, data: bytes) -> None:
         """Write a value of any size; it is there as a whole or not at all."""
@@ -107,12 +117,13 @@ class Board:
             raise StoreGoneError(str(error)) from error
 
 
-def open_board(launch: Launch, timeout: float) -> tuple[Board, Callable[[], None]]:
+def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tuple[Board, Callable[[], None]]:
     """Meet the other ranks of a launch.
 
     Args:
         launch: As detected.
         timeout: Seconds to wait for the store to be there.
+        as_told: Meet at the port of the launch, where ranks of one machine could agree on one by themselves too.
 
     Returns:
         The board, and what to call as soon as all ranks have it.
@@ -123,7 +134,8 @@ def open_board(launch: Launch, timeout: float) -> tuple[Board, Callable[[], None
     """
     deadline = time.monotonic() + timeout
     met: Callable[[], None] = _nothing
-    if launch.one_machine and launch.launcher != "torchrun" and launch.job:
+    launch = _placed(launch, as_told)
+    if launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told:
         path = _meeting_point(launch.job)
         if launch.rank == 0:
             store, reopen = _keep_on_loopback(path, timeout)
@@ -146,6 +158,23 @@ def open_board(launch: Launch, timeout: float) -> tuple[Board, Callable[[], None
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
     number = Board(store, f"ddpcheck/{job}", reopen).next(f"joined/{launch.rank}")  # pytest may run again in one job
     return Board(store, f"ddpcheck/{job}/{number}", reopen), met
+
+
+def _placed(launch: Launch, as_told: bool) -> Launch:
+    """The launch with an address and a port, where they can be had."""
+    if as_told and launch.one_machine and not launch.address:
+        return replace(launch, address="127.0.0.1")
+    if launch.launcher != "srun" or launch.one_machine:
+        return launch
+    address = launch.address
+    if not address and launch.nodes:
+        address = slurm.first_host(launch.nodes)
+        if launch.rank == 0 and launch.node not in ("", address):
+            raise UsageError(
+                f"Rank 0 is on {launch.node}, which is not the first machine of {launch.nodes}; "
+                f"export MASTER_ADDR={launch.node} to all ranks."
+            )
+    return replace(launch, address=address, port=launch.port or slurm.port_of(launch.job))
 
 
 def _nothing() -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.errors import DdpcheckError, HangError, RankError
 from ddpcheck.launched.board import StoreGoneError, open_board
 from ddpcheck.launched.detection import Launch
+from ddpcheck.launched.interface import gloo_interface, route
 from ddpcheck.launched.peers import BEAT, Peer, Peers, how_it_ended, this_machine
 from ddpcheck.worlds.failures import agreeing, name_ranks
 from ddpcheck.worlds.wire import NO_LAUNCH
@@ -47,6 +48,8 @@ class Session:
         launch: What the launcher said.
         rank: Of this process.
         world_size: How many there are.
+        local_rank: Among the ranks of this machine.
+        interface: Of the network, that gloo must be told of; empty where it finds one by itself.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -84,21 +87,24 @@ class Session:
         offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
         try:
             self.board, self._met = open_board(launch, timeout)
-            me = (Peer(this_machine(), os.getpid()), offered)
+            own, master = route(*self.board.address)
+            me = (Peer(this_machine(), os.getpid()), offered, master)
             said = self.meet("the start of the session", pickle.dumps(me), timeout=timeout)
         except BaseException:
             shutil.rmtree(offered, ignore_errors=True)
             raise
         finally:
             self._met()  # whoever is not there yet has no time left
-        peers: dict[int, tuple[Peer, str]] = {rank: pickle.loads(data) for rank, data in enumerate(said)}
-        here = [rank for rank, (peer, _) in peers.items() if peer.machine == me[0].machine]
+        peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(said)}
+        here = [rank for rank, (peer, *_) in peers.items() if peer.machine == me[0].machine]
         self.one_machine = len(here) == self.world_size
+        self.interface = gloo_interface(self.one_machine, own, [one[2] for one in peers.values()])
         self._first_here = min(here) == self.rank
+        self.local_rank = here.index(self.rank) if launch.local_rank is None else launch.local_rank
         if not self._first_here:
             os.rmdir(offered)
         self.directory = Path(peers[min(here)][1])
-        self._peers = Peers(self.rank, {rank: peer for rank, (peer, _) in peers.items()})
+        self._peers = Peers(self.rank, {rank: peer for rank, (peer, *_) in peers.items()})
         if not launch.agent and self.rank:
             self.board.kept = self._peers.lookout(0)
         self._stop = False

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddpcheck.errors import FindingsError
 from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_be_reached
 from ddpcheck.nests import iter_leaves
 from ddpcheck.watching.snapshot import Snapshot
@@ -67,7 +69,15 @@ class StaysBehind:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call `method`; who compiles the wrapper, or the whole step, leaves it as it is and compiles what is around."""
-    method(*args, **kwargs)
+    _plainly(method, *args, **kwargs)
+
+
+def _plainly(method: Any, *args: Any, **kwargs: Any) -> None:
+    """Call `method`; what it has found is raised without the frames in which it was found."""
+    try:
+        method(*args, **kwargs)
+    except FindingsError as error:
+        raise error.with_traceback(None) from None
 
 
 def is_ours(hook: object) -> bool:
@@ -263,8 +273,7 @@ class Rounds:
 
     def _after_reduction(self, more: int) -> None:
         """DDP ends its reduction in a callback, too: come after it."""
-        again = StaysBehind(lambda: self._after_reduction(more - 1))
-        if not (more and at_end_of_backward(again)):
+        if not (more and at_end_of_backward(StaysBehind(partial(self._after_reduction, more - 1)))):
             self._finish()
 
     def _await_commit(self) -> None:

@@ -326,7 +326,7 @@ def _group(said: Sequence[tuple[int, str]]) -> str:
     return "; ".join(f"{name_ranks(ranks)} {agreeing(phrase, ranks)}" for phrase, ranks in groups.items())
 
 
-_OF_SEVERAL = {"was": "were", "is": "are", "waits": "wait"}
+_OF_SEVERAL = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
 
 
 def agreeing(phrase: str, ranks: Sequence[int]) -> str:
