@@ -458,8 +458,8 @@ def test_the_plain_config_leaves_one_rank_waiting(ddp_world, tmp_path):
 
 def test_the_checked_config_trains_once_it_is_repaired(ddp_world, tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")
-    for log in example(ddp_world, tmp_path, "digits_repaired"):
-        assert "ddpcheck: 20 steps watched, 0 finding(s)" in log
+    log = example(ddp_world, tmp_path, "digits_repaired")[0]  # rank 0 writes it, and another might read half of it
+    assert "- ERROR -" not in log and "ddpcheck: 20 steps watched, 0 finding(s)" in log
 
 
 def test_torchrun_of_the_checked_config_says_what_the_guide_shows(tmp_path):
