@@ -66,6 +66,8 @@ def judge_sometimes(
     steps: Sequence[int],
     wrapper: WrapperFacts,
     names: Names,
+    *,
+    ends_here: bool = True,
 ) -> list[Finding]:
     """One finding for each family of parameters that is missing here and there.
 
@@ -77,6 +79,7 @@ def judge_sometimes(
         steps: All that were run.
         wrapper: What the wrapper was told.
         names: How to speak of the parameters.
+        ends_here: Whether the run ends with the last of these steps.
     """
     groups: dict[str, list[str]] = {}
     for name in sometimes:
@@ -110,7 +113,7 @@ def judge_sometimes(
             if wrapper.is_ddp and not wrapper.static_graph:
                 facts.append(
                     f"plain DDP says nothing here, because no forward follows {spelled_steps(absent_in)}"
-                    if absent_in[0] == steps[-1]
+                    if ends_here and absent_in[0] == steps[-1]
                     else f"{AT_NEXT_FORWARD} after {spelled_steps(absent_in[:1])}"
                 )
         if wrapper.static_graph:

@@ -52,7 +52,9 @@ def judge_parameters(
     sometimes = [name for name in trainable if name in missing and name not in always]
     findings = _judge_always(always, evidence, trainable, wrapper, names, ends_here=ends_here)
     if not wrapper.find_unused_parameters:
-        findings += judge_sometimes(sometimes, missing, trainable, world_size, steps, wrapper, names)
+        findings += judge_sometimes(
+            sometimes, missing, trainable, world_size, steps, wrapper, names, ends_here=ends_here
+        )
     findings += _judge_lost(evidence, names, world_size)
     findings += _judge_zero(evidence, awake, zero_ends or {}, names)
     findings += _judge_unregistered(evidence, world_size)

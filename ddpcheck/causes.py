@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ddpcheck.anomalous import MADE_IN_FORWARD
 from ddpcheck.findings import Finding
+from ddpcheck.reducer import RUNNING_STATISTICS
 
 
 def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
@@ -35,8 +36,9 @@ def _always(_cause: Finding, _consequence: Finding) -> bool:
 
 def _are_statistics(cause: Finding, consequence: Finding) -> bool:
     """Whether the buffers that differ are the running statistics of the layers that couple the samples."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    return "Norm" in cause.message and all(name.rpartition(".")[2] in names for name in consequence.subjects)
+    return "Norm" in cause.message and all(
+        name.rpartition(".")[2] in RUNNING_STATISTICS for name in consequence.subjects
+    )
 
 
 def _knew_nothing(cause: Finding, _consequence: Finding) -> bool:

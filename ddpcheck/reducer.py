@@ -14,7 +14,10 @@ from ddpcheck.evidence import DdpStepEvidence, Difference
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_departure
 from ddpcheck.parity import LOOSEST_FIT, Circumstances, some_steps, spelled_factor
-from ddpcheck.wording import listed, make_finding, spelled, spelled_steps
+from ddpcheck.wording import listed, make_finding, spelled, spelled_steps, verb
+
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers in which torch's normalisation layers keep what they have seen."""
 
 
 def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> list[Finding]:
@@ -246,6 +249,7 @@ def judge_state(
                 f"{len(names)} buffer(s) differ between ranks after step {min(drifted.values())}: {consequence}.",
                 location=known.names.location(names),
                 severity=Severity.WARNING,
+                evidence=_why_buffers_differ(names, known),
             )
         )
     late = _lasting(by_step) if known.differs else []
@@ -271,6 +275,19 @@ def judge_state(
             )
         )
     return findings
+
+
+def _why_buffers_differ(names: Sequence[str], known: Circumstances) -> list[str]:
+    """What the wrapper does about buffers, and which of them are statistics of a rank's own samples."""
+    facts = []
+    if known.wrapper.is_ddp and not known.broadcasts_buffers:
+        facts.append(f"{known.wrapper_class or 'DistributedDataParallel'}.broadcast_buffers is False")
+    split = [name.rpartition(".") for name in names]
+    layers = list(dict.fromkeys(layer or "the module" for layer, _, last in split if last in RUNNING_STATISTICS))
+    if layers:
+        takes = verb("takes its", "take their", layers)
+        facts.append(f"{listed(layers)} {takes} running statistics from each rank's own samples")
+    return facts
 
 
 def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], known: Circumstances) -> list[Finding]:

@@ -315,6 +315,16 @@ def test_buffers_that_drift(broadcasts: bool, code: str) -> None:
     assert (finding.code, finding.subjects, finding.severity) == (code, ("a",), Severity.WARNING)
 
 
+def test_statistics_that_drift_are_told_with_their_layer_and_what_the_wrapper_does() -> None:
+    known = replace(KNOWN, wrapper=WrapperFacts(is_ddp=True), wrapper_class="Own")
+    steps = [ddp_step(rank, 0, buffers={"norm.running_mean": rank, "seen": rank}) for rank in (0, 1)]
+    layer = "norm takes its running statistics from each rank's own samples"
+    drift = only(judge_state(steps, known, gradients_differ=False))
+    assert drift.evidence == ("Own.broadcast_buffers is False", layer)
+    drift = only(judge_state(steps, replace(known, broadcasts_buffers=True), gradients_differ=False))
+    assert drift.evidence == (layer,)
+
+
 def test_unregistered_state_that_drifts() -> None:
     assert only(judge_after(two_ranks(state={"a": 5, "b": 1, "c": 2}))).code == "DDP216"
 

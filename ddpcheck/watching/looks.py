@@ -131,7 +131,8 @@ def _parameters_of_other_wrappers(module: nn.Module) -> set[int]:
     import gc
 
     ddp = nn.parallel.DistributedDataParallel
-    others = [thing for thing in gc.get_objects() if isinstance(thing, ddp) and thing.module is not module]
+    things = [thing for thing in gc.get_objects() if issubclass(type(thing), ddp)]  # a dead proxy has no __class__
+    others = [thing for thing in things if thing.module is not module]
     return {id(parameter) for other in others for parameter in other.module.parameters()}
 
 

@@ -68,7 +68,7 @@ class StaysBehind:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call `method`; the compiler of a wrapper leaves the call as it is, and compiles what is before and after it."""
+    """Call `method`; who compiles the wrapper, or the whole step, leaves it as it is and compiles what is around."""
     _plainly(method, *args, **kwargs)
 
 
@@ -193,7 +193,7 @@ class Rounds:
         if self._in_backward:
             return
         self._in_backward = True
-        self._unqueued = not at_end_of_backward(partial(_plainly, self._at_end))
+        self._unqueued = not at_end_of_backward(StaysBehind(self._at_end))
         if self._unqueued:
             self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
@@ -273,7 +273,7 @@ class Rounds:
 
     def _after_reduction(self, more: int) -> None:
         """DDP ends its reduction in a callback, too: come after it."""
-        if not (more and at_end_of_backward(partial(_plainly, self._after_reduction, more - 1))):
+        if not (more and at_end_of_backward(StaysBehind(partial(self._after_reduction, more - 1)))):
             self._finish()
 
     def _await_commit(self) -> None:

@@ -154,9 +154,13 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
         start = []
         changed = [replace(item, computed_with=item.parameters, parameters={}) for item in values]
         state = judge_state(changed, known, gradients_differ=True)
-    elif step == 0 and after_backward:
-        start = judge_values_after_wrapping([item.parameters for item in values], [{} for _ in values])
-        state = judge_state([replace(item, parameters={}) for item in values], known, gradients_differ=True)
+    elif step == 0:
+        early = not after_backward and not watched.broadcasts_buffers  # then nothing has had a reason to part buffers
+        start = judge_values_after_wrapping(
+            [item.parameters for item in values], [item.buffers if early else {} for item in values]
+        )
+        kept = [replace(item, parameters={}, buffers=item.buffers if after_backward else {}) for item in values]
+        state = judge_state(kept, known, gradients_differ=True)
     else:  # what is there is what the optimizer's last step has left
         start = []
         state = judge_state([replace(item, step=step - 1) for item in values], known, gradients_differ=bool(gradients))

@@ -328,11 +328,12 @@ class Watch:
         if look is None or not self._detects:
             return ()
         parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        zero = zero_gradients(parameters) - look.lost.keys() - self._sometimes  # what is missing gets zeros
+        nothing = zero_gradients(parameters) | look.lost.keys() | self._sometimes  # what is missing gets zeros
+        zero = nothing - look.lost.keys() - self._sometimes
         self._zero = zero if self._zero is None else self._zero & zero
         if not self._zero:
             return ()
-        moving = [name for name in parameters if name not in zero][:1]
+        moving = [name for name in parameters if name not in nothing][:1]
         now = {name: fingerprint(parameters[name]) for name in moving}
         self._start = self._start or now
         moved = any(self._start.get(name) != value for name, value in now.items())
