@@ -7,6 +7,7 @@ where gradients are to be compared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,4 +167,7 @@ def take_stock(
         parameters=fingerprints(module.named_parameters()),
         buffers=fingerprints(module.named_buffers()),
     )
-    return Stock(describe(module), values)
+    description = describe(module)
+    if gradients or step:  # by now it may be what each rank has by right: its metrics, its last outputs
+        description = replace(description, state=())
+    return Stock(description, values)

@@ -149,9 +149,10 @@ class Rounds:
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
-        self._begin()
         self.snapshot = None
-        self._expect(loss)
+        if torch.is_grad_enabled() and self._wrapper.require_backward_grad_sync:
+            self._begin()
+            self._expect(loss)
 
     def _expect(self, output: Any) -> None:
         tensors = differentiable_tensors(output)

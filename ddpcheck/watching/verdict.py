@@ -51,6 +51,8 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
         watched: What is known from the start.
         settled: Whether enough steps have been seen to judge what an option allows for.
     """
+    if watched.wrapper.find_unused_parameters:  # what is frozen for a while (a GAN's other half) is unused to DDP
+        accounts = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in accounts]
     changed = {name for account in accounts for name in account.changes}
     evidence = _evidence(accounts, watched, changed, settled=settled)
     found = judge_parameters(evidence, watched.wrapper, watched.names, ends_here=False)
@@ -108,14 +110,13 @@ def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], 
     return evidence
 
 
-def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_backward: bool) -> list[Finding]:
+def judge_stock(stock: Sequence[Stock], watched: Watched, step: int) -> list[Finding]:
     """Findings on what the ranks hold: DDP2xx, 301 to 303, 306, 214 and 215.
 
     Args:
         stock: Of every rank that answered.
         watched: What is known from the start.
         step: How many synchronised backward passes came before.
-        after_backward: Whether another has just ended, and the optimizer has not stepped since.
     """
     values = [item.values for item in stock]
     known = Circumstances(
@@ -128,7 +129,7 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
     found = judge_descriptions([item.description for item in stock])
     gradients = judge_reducer(values, known)
     told = {subject for finding in found for subject in finding.subjects}
-    if step == 0 and after_backward:
+    if step == 0:
         start = judge_values_after_wrapping([item.parameters for item in values], [{} for _ in values])
         state = judge_state([replace(item, parameters={}) for item in values], known, gradients_differ=True)
     else:  # what is there is what the optimizer's last step has left

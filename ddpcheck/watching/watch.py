@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -96,6 +97,7 @@ class Watch:
     Attributes:
         findings: All that has been found so far, the same on every rank.
         step: The number of synchronised backward passes that have ended.
+        around_replay: Makes the context in which a forward pass is run again to say why a parameter is missing.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Watch:
         self._strange_events = False
         self._round_over = False
         self._comparisons = 0
+        self.around_replay: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._rounds.attach()
         no_sync.listen(self._wrapper, self._note)
 
@@ -308,7 +311,7 @@ class Watch:
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         if not parameters or snapshot is None:
             return {}
-        return snapshot.explain(self._module, parameters, differentiable_tensors)
+        return snapshot.explain(self._module, parameters, differentiable_tensors, self.around_replay)
 
     def _always_zero(self, number: int, look: Look | None) -> tuple[str, ...]:
         """The parameters whose gradient was zero in every look, once parameters have moved in between."""
@@ -338,7 +341,7 @@ class Watch:
         if len({repr(digest) for digest in digests}) == 1 and not mine.is_bad:
             return []
         stock = self._board.gather(f"stock/{self._comparisons}", mine)
-        return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward))
+        return self._located(judge_stock(stock, self._watched, number))
 
     def _located(self, findings: Iterable[Finding]) -> list[Finding]:
         """With the lines that make their first subject."""
