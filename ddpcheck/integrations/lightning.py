@@ -85,15 +85,20 @@ class DdpCheckCallback(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model has just been wrapped: attach."""
+        model: Any = trainer.strategy.model
         try:
-            wrapper = find_wrapper(trainer.strategy.model)
+            wrapper = find_wrapper(model)
         except UsageError:
             if trainer.world_size > 1:
                 said = f"DdpCheckCallback: {type(trainer.strategy).__name__} does not use DistributedDataParallel"
                 warnings.warn(f"{said}; nothing is checked", stacklevel=2)
             return
+        settings = dict(self._settings)
+        if wrapper.static_graph and not pl_module.automatic_optimization:
+            # here the reduction of the first backward pass comes after it, when the strategy asks for it
+            settings |= {"check_consistency_every": 0, "check_parity_every": 0}
         self._watch = Watch(
-            wrapper, on_finding=self._on_finding, timeout=self._timeout, already_told=self._told, **self._settings
+            wrapper, on_finding=self._on_finding, timeout=self._timeout, already_told=self._told, **settings
         )
         self._watch.around_replay = lambda: _unheard(trainer, pl_module)
         self._compare()
@@ -102,6 +107,18 @@ class DdpCheckCallback(pl.Callback):
         """Under manual optimization this is inside of DDP's forward, and each backward pass is reduced by itself."""
         if self._watch is not None and not pl_module.automatic_optimization:
             self._watch.expect(loss)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """Lightning runs forward and backward inside of the step; here they are over."""
+        if self._watch is not None:
+            self._watch.settle()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare what the ranks hold if an optimizer has stepped before a backward pass was averaged."""
+        if self._watch is not None and not self._watch.step and trainer.global_step:
+            self._compare()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare what the ranks hold."""

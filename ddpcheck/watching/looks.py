@@ -174,9 +174,23 @@ def differences_from_average(
 
 
 def take_stock(
-    wrapper: nn.parallel.DistributedDataParallel, rank: int, step: int, gradients: Mapping[str, nn.Parameter]
+    wrapper: nn.parallel.DistributedDataParallel,
+    rank: int,
+    step: int,
+    gradients: Mapping[str, nn.Parameter],
+    *,
+    unused: bool,
 ) -> Stock:
-    """What this rank holds, as descriptions and fingerprints; `gradients` are the parameters whose `.grad` counts."""
+    """What this rank holds, as descriptions and fingerprints.
+
+    Args:
+        wrapper: Holds the module.
+        rank: This one.
+        step: How many synchronised backward passes came before.
+        gradients: The parameters whose `.grad` counts.
+        unused: Whether the module has not run yet; afterwards, what it has not registered may be what each rank has by
+            right: its metrics, its last outputs.
+    """
     module: nn.Module = wrapper.module
     values = DdpStepEvidence(
         rank=rank,
@@ -186,6 +200,4 @@ def take_stock(
         buffers=fingerprints(module.named_buffers()),
     )
     description = describe(module)
-    if gradients or step:  # by now it may be what each rank has by right: its metrics, its last outputs
-        description = replace(description, state=())
-    return Stock(description, values)
+    return Stock(description if unused else replace(description, state=()), values)

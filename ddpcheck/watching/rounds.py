@@ -135,8 +135,7 @@ class Rounds:
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self._in_backward = False  # also where the last backward pass has raised
-        if self._waiting:
-            self._commit()
+        self.settle()
         if not self._prepared:
             self._roots.clear()
         if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
@@ -167,6 +166,11 @@ class Rounds:
         hook = _Hook(self._on_gradient)
         for tensor in tensors:
             tensor.register_hook(hook)
+
+    def settle(self) -> None:
+        """No further backward pass will come."""
+        if self._waiting:
+            self._commit()
 
     # Backward
 

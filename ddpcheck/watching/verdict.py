@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpcheck.anomalous import judge_parameters
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
@@ -110,13 +111,14 @@ def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], 
     return evidence
 
 
-def judge_stock(stock: Sequence[Stock], watched: Watched, step: int) -> list[Finding]:
+def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, first: bool) -> list[Finding]:
     """Findings on what the ranks hold: DDP2xx, 301 to 303, 306, 214 and 215.
 
     Args:
         stock: Of every rank that answered.
         watched: What is known from the start.
         step: How many synchronised backward passes came before.
+        first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in stock]
     known = Circumstances(
@@ -131,6 +133,7 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int) -> list[Fin
     told = {subject for finding in found for subject in finding.subjects}
     if step == 0:
         start = judge_values_after_wrapping([item.parameters for item in values], [{} for _ in values])
+        start = start if first else [replace(finding, **_UNAVERAGED) for finding in start]
         state = judge_state([replace(item, parameters={}) for item in values], known, gradients_differ=True)
     else:  # what is there is what the optimizer's last step has left
         start = []
@@ -141,6 +144,15 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int) -> list[Fin
     return found
 
 
+_UNAVERAGED: dict[str, Any] = {
+    "code": "DDP306",
+    "message": "Parameters have come to differ between ranks, and no backward pass has been averaged so far.",
+    "ranks": (),
+    "evidence": (
+        "gradients are averaged where the wrapper is called outside of no_sync, and backward begins with its output",
+        "under Lightning's manual optimization: where self.manual_backward(loss) is called, and not loss.backward()",
+    ),
+}
 _STANDING = ("DDP208", "DDP214", "DDP215", "DDP216")
 
 

@@ -186,6 +186,17 @@ class Watch:
         """Take `loss` for what the forward has returned: for frameworks that call backward inside of it."""
         self._rounds.expect(loss)
 
+    def settle(self) -> None:
+        """No further backward pass will come: an optimizer is about to use the gradients.
+
+        It is heard of by itself where a backward pass is over when `Optimizer.step` is called; a framework that runs it
+        inside, as a closure, says so.
+
+        Raises:
+            FindingsError: An error was found, and errors are to be raised.
+        """
+        self._rounds.settle()
+
     def compare(self) -> list[Finding]:
         """Compare modules, parameters and buffers of the ranks now; every rank of the group has to call this.
 
@@ -330,7 +341,10 @@ class Watch:
     def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
         """Put side by side what the ranks hold, in full only where it differs."""
         parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        mine = take_stock(self._wrapper, self._board.rank, number, parameters if after_backward else {})
+        first = not self._comparisons
+        gradients = parameters if after_backward else {}
+        unused = first and not (after_backward or number)
+        mine = take_stock(self._wrapper, self._board.rank, number, gradients, unused=unused)
         digests = self._board.gather(f"digest/{self._comparisons}", digest_of(mine))
         if self._board.open and look is not None and look.keeps:  # everyone is here
             differences = differences_from_average(look.local, self._wrapper, self._rounds.names)
@@ -340,7 +354,7 @@ class Watch:
         if len({repr(digest) for digest in digests}) == 1 and not mine.is_bad:
             return []
         stock = self._board.gather(f"stock/{self._comparisons}", mine)
-        return self._located(judge_stock(stock, self._watched, number))
+        return self._located(judge_stock(stock, self._watched, number, first=first))
 
     def _located(self, findings: Iterable[Finding]) -> list[Finding]:
         """With the lines that make their first subject."""
