@@ -214,8 +214,6 @@ class Watch:
 
     def beginning(self, number: int) -> None:
         """A forward of a round is about to run, and no backward pass has."""
-        if self._round_over:
-            self._events, self._round_over = [], False
         keeps = self._is_due(self._parity_every, number)
         if self._look is not None:
             self._look.renew()
@@ -374,6 +372,8 @@ class Watch:
             self._board.post(number)
 
     def _note(self, kind: str, *, where: str = "", synchronises: bool = False) -> None:
+        if self._round_over and kind != "backward":  # which may be a second one of the round that is over
+            self._events, self._round_over = [], False
         self._events.append(LoopEvent(kind, location=where, synchronises=synchronises))
         del self._events[:-_EVENTS_KEPT]
 
