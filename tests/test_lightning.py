@@ -3,10 +3,15 @@
 Most fits are made on ranks of ours, which Lightning takes for those of a launcher; one script is started by its own.
 """
 
+import difflib
 import importlib.util
+import os
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +22,9 @@ from ddpcheck import FindingsError, Severity, UsageError
 pytestmark = pytest.mark.ddp(world_size=2, preload=["lightning.pytorch", "torchmetrics"], timeout=60, reuse="module")
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "lightning"
+PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
 LIGHTNING_SAYS = "It looks like your LightningModule has parameters that were not used in producing the loss"
+UNUSED_TRUE = "ddp_find_unused_parameters_true"
 EVERY = {"check_consistency_every": 1, "check_parity_every": 1}
 
 
@@ -98,6 +105,12 @@ def test_a_layer_that_is_unfrozen_for_finetuning_is_found_since_ddp_does_not_kno
     assert (run.finding.code, run.finding.subjects) == ("DDP503", ("body.0.weight", "body.0.bias"))
 
 
+def test_a_half_that_is_frozen_while_the_other_learns_needs_a_tolerant_ddp():
+    r = runs()
+    assert r.fit(r.Gan).codes == ["DDP503"]
+    assert r.fit(r.Gan, strategy=UNUSED_TRUE).codes == []
+
+
 # Looking for the cause disturbs nothing
 
 
@@ -106,13 +119,12 @@ def test_a_training_step_that_is_run_again_for_the_cause_leaves_no_trace():
 
     def what_is_kept(*, watched):
         logger = r.Keeps()
-        model = r.MeasuredDetached()
         options = {"strategy": UNUSED_TRUE, "max_epochs": 3, "logger": logger, "log_every_n_steps": 1}
-        run = r.fit(model, watched=watched, check={"on_finding": "warn"}, **options)
+        run = r.fit(r.MeasuredDetached, watched=watched, check={"on_finding": "warn"}, **options)
         assert run.error is None
         assert run.codes == (["DDP103"] if watched else [])
         random = torch.get_rng_state()
-        return [model.kept(), dict(run.trainer.callback_metrics), str(logger.told), random]
+        return [run.trainer.lightning_module.kept(), dict(run.trainer.callback_metrics), str(logger.told), random]
 
     one, other = what_is_kept(watched=False), what_is_kept(watched=True)
     assert one[2] == other[2] != "[]"
@@ -376,9 +388,6 @@ def test_of_a_healthy_run_nothing_is_said(fit):
     assert run.warned == []
 
 
-UNUSED_TRUE = "ddp_find_unused_parameters_true"
-
-
 # The callback itself
 
 
@@ -412,3 +421,54 @@ def test_it_works_where_only_pytorch_lightning_is_installed(monkeypatch):
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     assert issubclass(module.DdpCheckCallback, lightning.pytorch.Callback)
+
+
+# The examples, and the page that shows them
+
+
+def run_here(script: str) -> BaseException:
+    """What ends a script that runs on these ranks, which a launcher has started as far as Lightning knows."""
+    with mock.patch.dict(os.environ):  # Lightning takes some variables out and puts some in
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except Exception as error:
+            return error
+    raise AssertionError(f"{script} runs to the end")
+
+
+def as_on_the_page(text: str) -> bool:
+    return " ".join(text.split()) in " ".join(PAGE.read_text("utf-8").split())
+
+
+def test_the_page_shows_what_lightning_says_of_the_example_and_what_the_callback_says():
+    before, after = run_here("train.py"), run_here("train_checked.py")
+    assert type(before) is RuntimeError
+    assert [finding.code for finding in after.findings] == ["DDP101", "DDP103"]
+    assert as_on_the_page(str(before))
+    assert as_on_the_page(str(after))
+
+
+def test_the_drop_in_is_an_import_and_an_argument(ddp_world):
+    plain, checked = ((EXAMPLES / name).read_text("utf-8") for name in ("train.py", "train_checked.py"))
+    added = [line[2:].strip() for line in difflib.ndiff(plain.splitlines(), checked.splitlines()) if line[0] == "+"]
+    program = [line for line in added if line][2:]  # after the docstring
+    assert program == [
+        "from ddpcheck.integrations.lightning import DdpCheckCallback",
+        "callbacks=[DdpCheckCallback()],",
+    ]
+
+
+def test_a_script_that_lightning_itself_starts_on_two_processes_stops_with_the_findings(ddp_world):
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "examples/lightning/train_checked.py"],
+        cwd=EXAMPLES.parents[1],
+        env={**outside, "PYTHONPATH": str(EXAMPLES.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert "DDP101 unused-parameter at examples/lightning/train_checked.py:19" in done.stderr
+    assert "cut by detach() at examples/lightning/train_checked.py:24" in done.stderr
+    assert LIGHTNING_SAYS not in done.stderr
