@@ -30,7 +30,9 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	@echo '== its broken twin: $(BROKEN)'
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
+# Bytecode first: where PYTHONDONTWRITEBYTECODE is set, each of the hundred processes that are started compiles it anew.
 test: lint types ## everything that is checked before a change goes in; needs no GPU
+	$(BIN)/python -m compileall -q ddpcheck tests examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff: rules and format

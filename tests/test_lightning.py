@@ -338,6 +338,7 @@ def test_each_manual_backward_is_a_reduction_of_its_own():
         pytest.param(lambda r: r.fit(r.Net, precision="bf16-mixed", check=EVERY), id="bf16-mixed"),
         pytest.param(lambda r: r.fit(r.Net, gradient_clip_val=0.1, check=EVERY), id="clipping"),
         pytest.param(lambda r: r.fit(r.Manual, max_epochs=3), id="manual"),
+        pytest.param(lambda r: r.fit(r.ManualManyOptimizers, max_epochs=2), id="manual, many optimizers"),
         pytest.param(lambda r: r.fit(r.ManualTwice, max_epochs=2, check=EVERY), id="manual, twice"),
         pytest.param(lambda r: r.fit(r.ManualAccumulation, precision="bf16-mixed"), id="manual, bf16-mixed"),
         pytest.param(

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpcheck.anomalous import judge_parameters
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
-from ddpcheck.evidence import DdpStepEvidence, GradientState, PathEnd, StepEvidence, WrapperFacts
+from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, WrapperFacts
 from ddpcheck.findings import Finding
 from ddpcheck.loop import judge_loop
 from ddpcheck.parity import Circumstances
@@ -71,6 +71,26 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
         loop = [DdpStepEvidence(account.rank, account.step, events=account.events) for account in accounts]
         findings += judge_loop(loop, unequal=True)
     return findings
+
+
+def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:
+    """Findings on what the loop did in one round in which gradients were averaged as they ought to be."""
+    return judge_loop([DdpStepEvidence(0, 0, events=tuple(events))], unequal=False)
+
+
+def judge_alone(watched: Watched, rank: int, step: int, *, forwards: int) -> list[Finding]:
+    """DDP501 or 502, as one rank sees it: the optimizer steps, again and again, on gradients that nobody has averaged.
+
+    Args:
+        watched: What is known from the start.
+        rank: This one.
+        step: How many synchronised backward passes came before.
+        forwards: How often the wrapper's forward ran in the last of these steps, each time under `no_sync`.
+    """
+    if forwards:
+        return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
+    known = Circumstances(names=watched.names, wrapper=watched.wrapper, world_size=1)
+    return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], known)
 
 
 _ALWAYS = ("DDP101", "DDP102", "DDP103")

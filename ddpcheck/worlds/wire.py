@@ -198,6 +198,8 @@ def importable(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
         return True  # built in, or cloudpickle knows better
+    if name.startswith(_OURS) and file.startswith(_HOME):
+        return True  # without a look into every folder of the path, which each rank would have to take anew
     key = (name, file, tuple(sys.path))
     known = _importable_cache.get(key)
     if known is None:
@@ -205,6 +207,8 @@ def importable(module: types.ModuleType) -> bool:
     return known
 
 
+_OURS = __name__.partition(".")[0] + "."
+_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _importable_cache: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 
 
