@@ -89,11 +89,6 @@ class FindingsError(DdpcheckError, AssertionError):
     def __init__(self, message: str, findings: Sequence[Any] = (), *, detail: str = "") -> None:
         super().__init__(message, detail=detail)
         self.findings = tuple(findings)
-        self._message = message
-
-    def __str__(self) -> str:
-        """The message, also where a framework that takes it for DDP's own has put advice into `args` (Lightning)."""
-        return self._message
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.findings), {"detail": self.detail}
