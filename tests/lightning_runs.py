@@ -379,7 +379,9 @@ class Keeps(Logger):
         self.told.append((sorted(metrics.items()), step))
 
 
-def hooks_on(model: nn.Module) -> int:
-    """How many hooks there are on modules and parameters."""
+def left_behind(model: nn.Module) -> Any:
+    """How many hooks there are on modules, parameters and optimizers, and what stands for DDP's `no_sync`."""
     on_modules = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
-    return on_modules + sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+    on_parameters = sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+    on_optimizers = len(torch.optim.optimizer._global_optimizer_pre_hooks)
+    return on_modules, on_parameters, on_optimizers, nn.parallel.DistributedDataParallel.no_sync

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddpcheck import FindingsError, Severity, UsageError
 
-pytestmark = pytest.mark.ddp(world_size=2, preload=["lightning.pytorch", "torchmetrics"], timeout=60, reuse="module")
+pytestmark = pytest.mark.ddp(world_size=2, preload=["lightning.pytorch", "torchmetrics"], timeout=120, reuse="module")
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "lightning"
 PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
@@ -264,11 +264,11 @@ def test_the_model_is_unwrapped_and_bare_after_fit_and_after_an_exception():
     """Seed 5, unwraps the model."""
     r = runs()
     for model, failed in ((r.Net(), False), (r.Unused(), True)):
-        before = r.hooks_on(model)
+        before = r.left_behind(model)
         run = r.fit(model)
         assert (run.error is not None) == failed
         assert run.trainer.strategy.model is model
-        assert r.hooks_on(model) == before
+        assert r.left_behind(model) == before
         assert "forward" not in vars(model) or vars(model)["forward"] == model.forward
         assert not {"log", "log_dict", "print"} & vars(model).keys()
 
