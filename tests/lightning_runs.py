@@ -20,6 +20,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpcheck import Finding, FindingWarning
@@ -383,5 +384,5 @@ def left_behind(model: nn.Module) -> Any:
     """How many hooks there are on modules, parameters and optimizers, and what stands for DDP's `no_sync`."""
     on_modules = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
     on_parameters = sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
-    on_optimizers = len(torch.optim.optimizer._global_optimizer_pre_hooks)
+    on_optimizers = len(_global_optimizer_pre_hooks)
     return on_modules, on_parameters, on_optimizers, nn.parallel.DistributedDataParallel.no_sync
