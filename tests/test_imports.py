@@ -19,9 +19,9 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
     errors findings rules options exchange config evidence wording sameness acceptance picture trials matrix advice
-    locate nests recipe target launchers
+    locate nests recipe target
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched
+    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
     graph paths zeros collectives lockstep
     gather gather.alone gather.randomness gather.syncbn gather.compare gather.describe gather.construction
     gather.wrapping gather.samples
@@ -55,7 +55,9 @@ LIGHT = """
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
     ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
-    ddpcheck.launched.run ddpcheck.launched.world
+    ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm ddpcheck.launched.interface
+    ddpcheck.launched.loopback ddpcheck.launched.meeting ddpcheck.launched.leading ddpcheck.launched.following
+    ddpcheck.launched.ending
 """.split()
 
 

@@ -75,6 +75,13 @@ def test_a_parameter_that_no_operation_reads_is_named_in_the_first_backward_pass
     assert model.findings[0].location.path.endswith("test_watching.py")
 
 
+def test_what_is_raised_does_not_show_how_it_was_found():
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError) as raised:
+        train(model, 1, way=lambda step: "short")
+    assert sum("ddpcheck/watching" in str(entry.path) for entry in raised.traceback) == 1
+
+
 def test_a_detached_path_is_told_with_its_line():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError, match=r"cut by detach\(\) at .*test_watching.py"):
@@ -598,7 +605,7 @@ def test_a_deep_graph_is_no_trouble():
 
         def forward(self, x, way="whole"):
             x = self.layer(x)
-            for _ in range(60_000):
+            for _ in range(30_000):
                 x = x + 1e-9
             return x
 
@@ -732,6 +739,33 @@ def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank,
     monkeypatch.setattr(rounds, lacking, lambda *_: None)
     assert run() == with_them
     assert [code for code, *_ in with_them[0]] == ([] if way == "whole" else ["DDP104"])
+
+
+def test_a_parameter_that_forward_sets_from_its_own_batch_is_told_as_that(rank):
+    class Initialising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.centre = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+            self.done = False
+
+        def forward(self, x, way="whole"):
+            if not self.done:
+                self.centre.data.copy_(x.mean(0))
+                self.done = True
+            return self.layer(x - self.centre)
+
+    told = []
+    train(CheckedDistributedDataParallel(Initialising(), check_consistency=1, on_finding=told.append), 4)
+    assert [(finding.code, finding.subjects) for finding in told] == [("DDP515", ("centre",))]
+
+
+def test_what_a_fault_leads_to_is_not_told_beside_it():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_consistency=1, check_parity_every=1, on_finding=told.append)
+    model.module.extra = nn.Linear(2, 2)
+    model.module.register_forward_hook(lambda module, _inputs, out: module.extra(out))
+    train(model, 6)
+    assert [finding.code for finding in told] == ["DDP503"]
 
 
 # Attaching and leaving

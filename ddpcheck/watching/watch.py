@@ -113,6 +113,7 @@ class Watch:
         on_finding: OnFinding = "raise",
         timeout: float = 60.0,
         already_told: Sequence[Finding] = (),
+        began_alike: bool = False,
     ) -> None:
         everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
         for name, value in everies.items():
@@ -128,11 +129,12 @@ class Watch:
         self._teller.take_as_told(already_told)
         self._rounds = Rounds(self._wrapper, self)
         self._seen = {name: SeenParameter.of(p) for name, p in self._module.named_parameters()}
-        self._watched = self._describe()
+        self._watched = replace(self._describe(), began_alike=began_alike)
         self._look: Look | None = None
         self._absences: dict[int, tuple[str, ...]] = {}
         self._never = set(self._rounds.names)
         self._sometimes: set[str] = set()
+        self._late: set[str] = set()
         self._known_missing: set[str] = set()
         self._zero: set[str] | None = None
         self._start: dict[str, int] = {}
@@ -320,12 +322,14 @@ class Watch:
             unregistered=() if look is None else (*look.unregistered, *look.late.values()),
             arrivals={} if look is None else {name: n for name, n in look.arrivals.items() if n > 1 and look.reentrant},
             reentrant=look is not None and look.reentrant,
-            changes={} if look is None else {n: how for n, how in self._changes().items() if n not in look.late},
+            changes={} if look is None else self._changes(look),
             events=self._strange,
         )
 
-    def _changes(self) -> dict[str, str]:
-        return changes(self._seen, self._module)
+    def _changes(self, look: Look) -> dict[str, str]:
+        """What has happened to parameters since wrapping, but for those that forward has made."""
+        self._late |= look.late.keys()
+        return {name: how for name, how in changes(self._seen, self._module).items() if name not in self._late}
 
     def _ends(self, missing: set[str]) -> dict[str, PathEnd]:
         """Why parameters are missing: this costs a forward pass, once for each of them."""
@@ -366,7 +370,7 @@ class Watch:
         if alike:
             return []
         stock = self._board.gather(f"stock/{key}", mine)
-        return self._located(judge_stock(stock, self._watched, number, first=first))
+        return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward, first=first))
 
     def _located(self, findings: Iterable[Finding]) -> list[Finding]:
         """With the lines that make their first subject."""
