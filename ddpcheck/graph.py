@@ -244,6 +244,8 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 _MOST_ITEMS = 1000  # of a container; a vocabulary is no list of layers
+_LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
+"""Whose objects are no part of a model: a `LightningModule` holds the `Trainer`, and that the run."""
 
 
 def _inside(value: Any) -> list[tuple[str, Any]]:
@@ -253,7 +255,7 @@ def _inside(value: Any) -> list[tuple[str, Any]]:
             return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]
         if isinstance(value, list | tuple | set | frozenset | deque):
             return [(f"[{index}]", item) for index, item in enumerate(itertools.islice(value, _MOST_ITEMS))]
-        if type(value).__module__.startswith(("torch.", "builtins", "numpy")):
+        if type(value).__module__.startswith(_LIBRARIES):
             return []
         return [(f".{key}", item) for key, item in vars(value).items()]
     except Exception:  # foreign objects may answer anything

@@ -7,6 +7,7 @@ where gradients are to be compared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,9 +184,23 @@ def differences_from_average(
 
 
 def take_stock(
-    wrapper: nn.parallel.DistributedDataParallel, rank: int, step: int, gradients: Mapping[str, nn.Parameter]
+    wrapper: nn.parallel.DistributedDataParallel,
+    rank: int,
+    step: int,
+    gradients: Mapping[str, nn.Parameter],
+    *,
+    unused: bool,
 ) -> Stock:
-    """What this rank holds, as descriptions and fingerprints; `gradients` are the parameters whose `.grad` counts."""
+    """What this rank holds, as descriptions and fingerprints.
+
+    Args:
+        wrapper: Holds the module.
+        rank: This one.
+        step: How many synchronised backward passes came before.
+        gradients: The parameters whose `.grad` counts.
+        unused: Whether the module has not run yet; afterwards, what it has not registered may be what each rank has by
+            right: its metrics, its last outputs.
+    """
     module: nn.Module = wrapper.module
     values = DdpStepEvidence(
         rank=rank,
@@ -194,4 +209,5 @@ def take_stock(
         parameters=fingerprints(module.named_parameters()),
         buffers=fingerprints(module.named_buffers()),
     )
-    return Stock(describe(module), values)
+    description = describe(module)
+    return Stock(description if unused else replace(description, state=()), values)

@@ -152,8 +152,7 @@ class Rounds:
     # Forward
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        if self._waiting or self._unqueued:
-            self._commit()
+        self.settle()
         self._in_backward = False  # also where the last backward pass has raised
         if not self._prepared:
             self._roots.clear()
@@ -174,9 +173,12 @@ class Rounds:
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
-        self._begin()
         self.snapshot = None
-        self._expect(loss)
+        if torch.is_grad_enabled() and self._wrapper.require_backward_grad_sync:
+            self._begin()
+            self._expect(loss)
+        else:
+            self._listener.unsynchronised()
 
     def _expect(self, output: Any) -> None:
         tensors = differentiable_tensors(output)
@@ -186,6 +188,11 @@ class Rounds:
         hook = StaysBehind(self._on_gradient)
         for tensor in tensors:
             tensor.register_hook(hook)
+
+    def settle(self) -> None:
+        """No further backward pass will come."""
+        if self._waiting or self._unqueued:
+            self._commit()
 
     # Backward
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from torch import nn
 from ddpcheck.evidence import PathEnd
 from ddpcheck.gather.alone import alone
 from ddpcheck.gather.stepping import capture_attributes
+from ddpcheck.graph import MODULE_INTERNALS
 from ddpcheck.paths import Explainer
 
 
@@ -59,6 +62,7 @@ class Snapshot:
         module: nn.Module,
         missing: Mapping[str, torch.Tensor],
         tensors_of: Callable[[Any], Sequence[torch.Tensor]],
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> dict[str, PathEnd]:
         """Run the forward pass again, on this rank alone, and say where the path of each of `missing` ends.
 
@@ -69,7 +73,10 @@ class Snapshot:
             module: The module that is wrapped.
             missing: Parameters, by name.
             tensors_of: The tensors in what forward returns, in the order in which `used` counts them.
+            around: Makes a context to run it in, which keeps quiet what a framework would count or log twice.
         """
+        if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
+            return dict.fromkeys(missing, PathEnd("unknown"))  # it would take from the data of the run
 
         def forward() -> Sequence[torch.Tensor]:
             with self._as_then(module):
@@ -78,13 +85,16 @@ class Snapshot:
 
         now = _generators(self.random)
         state = capture_attributes(module, buffers=True)
+        containers = [(held, copy.copy(held)) for held in _containers(module)]
         try:
-            with alone(), torch.enable_grad():
+            with around(), alone(), torch.enable_grad():
                 return Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # what the replay cannot tell, the missing gradient still does
             return dict.fromkeys(missing, PathEnd("unknown"))
         finally:
             state.restore(module)
+            for held, before in containers:
+                _refill(held, before)
             _set_generators(now)
 
     @contextlib.contextmanager
@@ -97,6 +107,19 @@ class Snapshot:
             stack.callback(_set_forward, module, now)
             _set_forward(module, self.forward)
             yield
+
+
+def _containers(module: nn.Module) -> Iterator[Any]:
+    """Lists and the like that parts of `module` hold: outputs that are collected for the end of an epoch, say."""
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if key not in MODULE_INTERNALS and type(value) in (list, dict, set, deque):
+                yield value
+
+
+def _refill(held: Any, before: Any) -> None:
+    held.clear()
+    (held.extend if isinstance(held, list | deque) else held.update)(before)
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:

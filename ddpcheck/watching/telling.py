@@ -33,6 +33,11 @@ class FindingWarning(UserWarning):
         return type(self), (self.finding,)
 
 
+_OF_DDP = "'Expected to have finished reduction in the prior iteration'"
+_IN_SHORT = "'Expected to have finished reduction ...'"
+"""Lightning takes an error with the whole sentence in it for DDP's own, and puts its advice in place of the text."""
+
+
 def as_text(finding: Finding) -> str:
     """A finding on a few lines: what, where, on which ranks, in which steps, and what to do."""
     from ddpcheck.rules import RULES
@@ -44,7 +49,7 @@ def as_text(finding: Finding) -> str:
         lines.append(f"  on {spelled(finding.ranks)}")
     if finding.steps:
         lines.append(f"  in {spelled_steps(finding.steps)}")
-    lines += [f"  {fact}" for fact in finding.evidence]
+    lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
     lines.append(f"  what to do: {finding.fix or rule.fix}")
     return "\n".join(lines)
 

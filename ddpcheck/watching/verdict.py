@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpcheck.anomalous import judge_parameters
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
@@ -53,6 +54,8 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
         watched: What is known from the start.
         settled: Whether enough steps have been seen to judge what an option allows for.
     """
+    if watched.wrapper.find_unused_parameters:  # what is frozen for a while (a GAN's other half) is unused to DDP
+        accounts = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in accounts]
     changed = {name for account in accounts for name in account.changes}
     evidence = _evidence(accounts, watched, changed, settled=settled)
     found = judge_parameters(evidence, watched.wrapper, watched.names, ends_here=False)
@@ -130,7 +133,9 @@ def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], 
     return evidence
 
 
-def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_backward: bool) -> list[Finding]:
+def judge_stock(
+    stock: Sequence[Stock], watched: Watched, step: int, *, after_backward: bool, first: bool
+) -> list[Finding]:
     """Findings on what the ranks hold: DDP2xx, 301 to 303, 306, 214 and 215.
 
     Args:
@@ -138,6 +143,7 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
         watched: What is known from the start.
         step: How many synchronised backward passes came before.
         after_backward: Whether another has just ended, and the optimizer has not stepped since.
+        first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in stock]
     known = Circumstances(
@@ -159,6 +165,7 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
         start = judge_values_after_wrapping(
             [item.parameters for item in values], [item.buffers if early else {} for item in values]
         )
+        start = [f if first or f.code != "DDP208" else replace(f, **_UNAVERAGED) for f in start]
         kept = [replace(item, parameters={}, buffers=item.buffers if after_backward else {}) for item in values]
         state = judge_state(kept, known, gradients_differ=True)
     else:  # what is there is what the optimizer's last step has left
@@ -170,6 +177,15 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
     return found
 
 
+_UNAVERAGED: dict[str, Any] = {
+    "code": "DDP306",
+    "message": "Parameters have come to differ between ranks, and no backward pass has been averaged so far.",
+    "ranks": (),
+    "evidence": (
+        "gradients are averaged where the wrapper is called outside of no_sync, and backward begins with its output",
+        "under Lightning's manual optimization: where self.manual_backward(loss) is called, and not loss.backward()",
+    ),
+}
 _STANDING = ("DDP208", "DDP214", "DDP215", "DDP216")
 
 

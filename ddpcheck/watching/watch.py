@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -98,6 +100,7 @@ class Watch:
     Attributes:
         findings: All that has been found so far, the same on every rank.
         step: The number of synchronised backward passes that have ended.
+        around_replay: Makes the context in which a forward pass is run again to say why a parameter is missing.
     """
 
     def __init__(
@@ -137,10 +140,12 @@ class Watch:
         self._start: dict[str, int] = {}
         self._events: list[LoopEvent] = []  # of this round
         self._last_round: list[LoopEvent] = []
-        self._rounds_at_step = self._unsynchronised = self._steps_alone = 0
+        self._rounds_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._unsynchronised = self._steps_alone = 0
         self._step_handle = register_optimizer_step_pre_hook(StaysBehind(self._before_step))
         self._strange: tuple[LoopEvent, ...] = ()
         self._comparisons = 0
+        self.around_replay: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._rounds.attach()
         no_sync.listen(self._wrapper, self._note)
 
@@ -188,6 +193,17 @@ class Watch:
     def expect(self, loss: Any) -> None:
         """Take `loss` for what the forward has returned: for frameworks that call backward inside of it."""
         self._rounds.expect(loss)
+
+    def settle(self) -> None:
+        """No further backward pass will come: an optimizer is about to use the gradients.
+
+        It is heard of by itself where a backward pass is over when `Optimizer.step` is called; a framework that runs it
+        inside, as a closure, says so.
+
+        Raises:
+            FindingsError: An error was found, and errors are to be raised.
+        """
+        self._rounds.settle()
 
     def compare(self) -> list[Finding]:
         """Compare modules, parameters and buffers of the ranks now; every rank of the group has to call this.
@@ -321,7 +337,7 @@ class Watch:
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         if not parameters or snapshot is None:
             return {}
-        return snapshot.explain(self._module, parameters, differentiable_tensors)
+        return snapshot.explain(self._module, parameters, differentiable_tensors, self.around_replay)
 
     def _always_zero(self, number: int, look: Look | None) -> tuple[str, ...]:
         """The parameters whose gradient was zero in every look, once parameters have moved in between."""
@@ -342,7 +358,9 @@ class Watch:
     def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
         """Put side by side what the ranks hold, in full only where it differs."""
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
-        mine = take_stock(self._wrapper, self._board.rank, number, trained)
+        first = not self._comparisons
+        unused = first and not (after_backward or number)
+        mine = take_stock(self._wrapper, self._board.rank, number, trained, unused=unused)
         key = f"{self._comparisons}"
         self._comparisons += 1
         alike = len(set(self._board.gather(f"digest/{key}", digest_of(mine)))) == 1
@@ -353,7 +371,7 @@ class Watch:
         if alike:
             return []
         stock = self._board.gather(f"stock/{key}", mine)
-        return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward))
+        return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward, first=first))
 
     def _located(self, findings: Iterable[Finding]) -> list[Finding]:
         """With the lines that make their first subject."""
@@ -366,7 +384,8 @@ class Watch:
 
     def _before_step(self, optimizer: Any, *_arguments: Any) -> None:
         """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
-        rounds, self._rounds_at_step = self._rounds.number - self._rounds_at_step, self._rounds.number
+        rounds = self._rounds.number - self._rounds_at_step.get(optimizer, 0)
+        self._rounds_at_step[optimizer] = self._rounds.number
         forwards, self._unsynchronised = self._unsynchronised, 0
         ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
         if rounds or self._rounds.under_way or not ours:
