@@ -245,6 +245,19 @@ def test_what_find_unused_parameters_allows_is_judged_after_some_steps_only(rank
     assert [finding.code for finding in always.findings] == ["DDP109"]
 
 
+def test_an_output_that_never_reaches_the_loss_is_told_under_find_unused_parameters_too():
+    model = CheckedDistributedDataParallel(Net(), find_unused_parameters=True)
+    train(model, 10, way=lambda step: "both", loss=lambda out: out["main"].sum())
+    assert found(model) == [("DDP102", SPARE, (), ())]
+
+
+def test_a_static_graph_may_leave_an_output_out_of_the_loss():
+    model = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding="warn")
+    train(model, 10, way=lambda step: "both", loss=lambda out: out["main"].sum())
+    assert [(code, subjects) for code, subjects, *_ in found(model)] == [("DDP102", SPARE)]
+    assert model.findings[0].severity is ddpcheck.Severity.WARNING
+
+
 def test_a_static_graph_that_changes_is_told():
     told = []
     model = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding=told.append)

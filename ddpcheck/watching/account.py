@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from ddpcheck.evidence import DdpStepEvidence, LoopEvent, ModuleDescription, PathEnd, Unregistered
 
 
+def is_look(number: int) -> bool:
+    """Whether a round is looked at thoroughly: 0 and the powers of two."""
+    return number & (number - 1) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """What one rank has seen since the ranks last met.

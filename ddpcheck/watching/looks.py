@@ -27,11 +27,6 @@ from ddpcheck.watching.account import Stock
 Gradients = dict[str, torch.Tensor]
 
 
-def is_look(number: int) -> bool:
-    """Whether round `number` is looked at thoroughly: 0 and the powers of two."""
-    return number & (number - 1) == 0
-
-
 class Look:
     """One round under the magnifying glass.
 
@@ -118,13 +113,27 @@ class Look:
             )
 
     def close(self) -> None:
-        """Take the hooks off; what came without a gradient, and never with one, was lost."""
+        """Take the hooks off; what came without a gradient, and never with one, was lost.
+
+        Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own around
+        what forward returns; outputs that are not in the loss come back through it as None, and nothing is lost there.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
         roots, self._roots = self._roots, []
         for name in sorted(self._swallowed - self.arrivals.keys()):
-            self.lost[name] = swallower(roots, self._parameters[name])
+            end = swallower(roots, self._parameters[name])
+            if _SINK not in end.reason:
+                self.lost[name] = end
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """The parameters that had no part in the round."""
+        return frozenset(self._parameters.keys() - self.arrivals.keys() - self.lost.keys())
+
+
+_SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
 
 
 def _parameters_of_other_wrappers(module: nn.Module) -> set[int]:

@@ -149,6 +149,11 @@ class Rounds:
         self._roots.clear()
         self.snapshot = None
 
+    def had_no_part(self, names: frozenset[str]) -> None:
+        """Under `static_graph`, what had no part in the first round is not waited for in later ones."""
+        if self._expected is not None:
+            self._expected -= {index for index, name in enumerate(self.names) if name in names}
+
     # Forward
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ddpcheck.loop import judge_loop
 from ddpcheck.parity import Circumstances
 from ddpcheck.program import judge_changes
 from ddpcheck.reducer import judge_reducer, judge_state
-from ddpcheck.watching.account import Account, Stock
+from ddpcheck.watching.account import Account, Stock, is_look
 from ddpcheck.wording import Names
 
 
@@ -103,7 +103,7 @@ def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], 
     trainable = [name for name in watched.trainable if name not in changed]
     steps = sorted({step for account in accounts for step in account.absences})[:_MOST_STEPS]
     if watched.wrapper.tolerates_unused and settled:
-        steps = list(range(accounts[0].step + 1))
+        steps = [step for step in range(accounts[0].step + 1) if is_look(step)]
     elif steps and steps[0] > 0:
         steps.insert(0, steps[0] - 1)  # in which they took part
     evidence = []

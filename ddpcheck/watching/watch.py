@@ -22,9 +22,9 @@ from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes,
 from ddpcheck.graph import all_names, named_parameters
 from ddpcheck.locate import making_of, user_location
 from ddpcheck.watching import no_sync
-from ddpcheck.watching.account import Account
+from ddpcheck.watching.account import Account, is_look
 from ddpcheck.watching.board import Board
-from ddpcheck.watching.looks import Look, differences_from_average, is_look, take_stock, zero_gradients
+from ddpcheck.watching.looks import Look, differences_from_average, take_stock, zero_gradients
 from ddpcheck.watching.rounds import Rounds, StaysBehind, differentiable_tensors
 from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
 from ddpcheck.watching.verdict import Watched, judge_accounts, judge_alone, judge_events, judge_stock
@@ -266,8 +266,12 @@ class Watch:
         look, self._look = self._look, None
         if look is not None:
             look.close()
-        self._never &= absent
-        self._sometimes |= absent
+            if self._watched.wrapper.tolerates_unused:  # a Function of DDP's hides it from the engine
+                absent = look.absent
+                if number == 0:
+                    self._rounds.had_no_part(absent)
+            self._never &= absent
+            self._sometimes |= absent
         new = absent - self._known_missing
         if new and self._detects and not self._watched.wrapper.find_unused_parameters:
             self._absences[number] = tuple(name for name in self._rounds.names if name in new)
