@@ -32,6 +32,9 @@ class Listener(Protocol):
     def beginning(self, number: int) -> None:
         """The first forward of a round is about to run."""
 
+    def returned(self, number: int, output: Any) -> None:
+        """A forward with gradients has returned `output`, in a round or under `no_sync`."""
+
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned `output`, with these tensors in it."""
 
@@ -144,13 +147,16 @@ class Rounds:
             self._listener.beginning(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
-            self._expect(output)
+        if torch.is_grad_enabled():
+            self._listener.returned(self.number, output)
+            if wrapper.require_backward_grad_sync:
+                self._expect(output)
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
         self._begin()
         self.snapshot = None
+        self._listener.returned(self.number, loss)
         self._expect(loss)
 
     def _expect(self, output: Any) -> None:

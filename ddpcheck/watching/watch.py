@@ -22,6 +22,7 @@ from ddpcheck.watching import no_sync
 from ddpcheck.watching.account import Account
 from ddpcheck.watching.board import Board
 from ddpcheck.watching.looks import Look, differences_from_average, is_look, take_stock, zero_gradients
+from ddpcheck.watching.micro_batches import MicroBatches
 from ddpcheck.watching.rounds import Rounds, differentiable_tensors
 from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
 from ddpcheck.watching.verdict import Watched, judge_accounts, judge_stock
@@ -38,6 +39,7 @@ def watch(
     detect_anomalous_params: bool = True,
     check_consistency_every: int = 0,
     check_parity_every: int = 0,
+    check_normalisation: bool = True,
     on_finding: OnFinding = "raise",
     timeout: float = 60.0,
 ) -> Watch:
@@ -52,6 +54,8 @@ def watch(
             synchronised backward passes (DDP2xx, 301, 306); 0 for never.
         check_parity_every: Every so many, average the ranks' own gradients once more by an all-reduce of ddpcheck's,
             and compare the result with what the reducer has left in `.grad` (DDP302, 303); 0 for never.
+        check_normalisation: Measure, in optimizer steps 0, 1, 2, 4, 8 ..., what weight the cross entropy of each target
+            (token, say) has in the step, and find means of means over unequal micro-batches or ranks (DDP514, 305).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both, on the first rank of the group; a function is called with each `Finding` on
             every rank. Each cause is told once.
@@ -68,6 +72,7 @@ def watch(
         detect_anomalous_params=detect_anomalous_params,
         check_consistency_every=check_consistency_every,
         check_parity_every=check_parity_every,
+        check_normalisation=check_normalisation,
         on_finding=on_finding,
         timeout=timeout,
     )
@@ -105,6 +110,7 @@ class Watch:
         detect_anomalous_params: bool = True,
         check_consistency_every: int = 0,
         check_parity_every: int = 0,
+        check_normalisation: bool = True,
         on_finding: OnFinding = "raise",
         timeout: float = 60.0,
         already_told: Sequence[Finding] = (),
@@ -125,6 +131,7 @@ class Watch:
         self._seen = {name: SeenParameter.of(p) for name, p in self._module.named_parameters()}
         self._watched = self._describe()
         self._look: Look | None = None
+        self._micro_batches = MicroBatches(self._rounds.parameters) if check_normalisation else None
         self._absences: dict[int, tuple[str, ...]] = {}
         self._never = set(self._rounds.names)
         self._sometimes: set[str] = set()
@@ -151,6 +158,8 @@ class Watch:
         """Leave the wrapper as it was; may be called again."""
         self._rounds.detach()
         no_sync.forget(self._wrapper)
+        if self._micro_batches is not None:
+            self._micro_batches.close()
         if self._look is not None:
             self._look.close()
             self._look = None
@@ -203,9 +212,14 @@ class Watch:
         if self._round_over:
             self._events, self._round_over = [], False
         keeps = self._is_due(self._parity_every, number)
-        if self._looks(number) or keeps:
+        if (self._detects and self._looks(number)) or keeps:
             parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
             self._look = Look(self._module, parameters, keeps=keeps)
+
+    def returned(self, number: int, output: Any) -> None:
+        """A forward with gradients has returned, in a round or under `no_sync`."""
+        if self._micro_batches is not None:
+            self._micro_batches.returned(number, output)
 
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned."""
@@ -236,6 +250,8 @@ class Watch:
     def finished(self, number: int, absent: frozenset[str]) -> None:
         """The gradients of a round are averaged."""
         self._round_over = True
+        if self._micro_batches is not None:
+            self._micro_batches.finished()
         look, self._look = self._look, None
         if look is not None:
             look.close()
@@ -247,7 +263,8 @@ class Watch:
             self._strange_events = True
             self._board.post(number + 1)
         findings: list[Finding] = []
-        if self._looks(number) or self._board.has_word(number):
+        measures = self._detects or self._micro_batches is not None
+        if (measures and self._looks(number)) or self._board.has_word(number):
             findings += self._meet(number, look)
         if self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number):
             findings += self._compare(number, look)
@@ -260,7 +277,7 @@ class Watch:
         return bool(every) and number % every == 0 and not self._joins()
 
     def _looks(self, number: int) -> bool:
-        return self._detects and is_look(number) and not self._joins()
+        return is_look(number) and not self._joins()
 
     def _joins(self) -> bool:
         """Whether ranks may be gone that have no more batches: then nobody is asked for anything."""
@@ -277,8 +294,9 @@ class Watch:
         return self._located(found)
 
     def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
+        micro_batches = () if self._micro_batches is None else self._micro_batches.told()
         if not self._detects:
-            return Account(self._board.rank, number, events=self._told_events())
+            return Account(self._board.rank, number, events=self._told_events(), micro_batches=micro_batches)
         missing = {name for names in self._absences.values() for name in names}
         if settled and self._watched.wrapper.tolerates_unused:
             missing |= self._never
@@ -297,6 +315,7 @@ class Watch:
             output_type=self._output_type,
             changes=changes(self._seen, self._module) if look is not None else {},
             events=self._told_events(),
+            micro_batches=micro_batches,
         )
 
     def _told_events(self) -> tuple[LoopEvent, ...]:
