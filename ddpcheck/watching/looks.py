@@ -54,11 +54,18 @@ class Look:
         self.keeps = keeps
         self._swallowed: set[str] = set()
         self._roots: list[Any] = []
-        self._handles = [parameter.register_hook(self._arrival(name)) for name, parameter in parameters.items()]
-        if keeps:
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    self.local[name] = dense(parameter.grad).clone()
+        self._handles: list[Any] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Hang hooks on the parameters that require grad now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            parameter.register_hook(self._arrival(name))
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
 
     def _arrival(self, name: str) -> Any:
         def arrived(gradient: torch.Tensor | None) -> None:
@@ -68,10 +75,21 @@ class Look:
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
             if self.keeps:
                 came = dense(gradient)
-                held = self.local.get(name)
-                self.local[name] = came.clone() if held is None else held + came
+                self._keep_held(name)
+                self.local[name] = self.local[name] + came if name in self.local else came.clone()
 
         return arrived
+
+    def _keep_held(self, name: str) -> None:
+        """Keep what `.grad` holds from backward passes that were not averaged: it goes into this average."""
+        held = self._parameters[name].grad
+        if name not in self.local and held is not None:
+            self.local[name] = dense(held).clone()
+
+    def starting(self) -> None:
+        """A backward pass begins; a parameter that is in the loss by another way may have had its gradient."""
+        for name in self._parameters if self.keeps else ():
+            self._keep_held(name)
 
     def passed(self, tensors: Sequence[torch.Tensor]) -> None:
         """Walk the graph of what a forward has returned, while it is there."""

@@ -30,7 +30,7 @@ class Listener(Protocol):
     """Who is told of rounds."""
 
     def beginning(self, number: int) -> None:
-        """The first forward of a round is about to run."""
+        """A forward of a round is about to run, and no backward pass has."""
 
     def returned(self, number: int, output: Any) -> None:
         """A forward with gradients has returned `output`, in a round or under `no_sync`."""
@@ -58,11 +58,16 @@ class _Hook:
         self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.method(*args, **kwargs)
+        _not_compiled(self.method, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_hook, ()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call `method`; the compiler of a wrapper leaves the call as it is, and compiles what is before and after it."""
+    method(*args, **kwargs)
 
 
 def is_ours(hook: object) -> bool:
@@ -142,7 +147,7 @@ class Rounds:
             self.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
 
     def _begin(self) -> None:
-        if not self._prepared and not self._left:
+        if len(self._left) in (0, len(self._everything)):  # no backward pass has been part of the round yet
             self._left = set(self._everything)
             self._listener.beginning(self.number)
 

@@ -29,6 +29,9 @@ class FindingWarning(UserWarning):
         super().__init__(as_text(finding))
         self.finding = finding
 
+    def __reduce__(self) -> tuple[type[FindingWarning], tuple[Finding]]:
+        return type(self), (self.finding,)
+
 
 def as_text(finding: Finding) -> str:
     """A finding on a few lines: what, where, on which ranks, in which steps, and what to do."""

@@ -140,7 +140,7 @@ class Watch:
         self._start: dict[str, int] = {}
         self._output_type = ""
         self._events: list[LoopEvent] = []
-        self._strange_events = False
+        self._strange: tuple[LoopEvent, ...] = ()
         self._round_over = False
         self._comparisons = 0
         self._rounds.attach()
@@ -208,11 +208,13 @@ class Watch:
     # What the rounds tell
 
     def beginning(self, number: int) -> None:
-        """The first forward of a round is about to run."""
+        """A forward of a round is about to run, and no backward pass has."""
         if self._round_over:
             self._events, self._round_over = [], False
         keeps = self._is_due(self._parity_every, number)
-        if (self._detects and self._looks(number)) or keeps:
+        if self._look is not None:
+            self._look.renew()
+        elif (self._detects and self._meets(number)) or keeps:
             parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
             self._look = Look(self._module, parameters, keeps=keeps)
 
@@ -233,6 +235,8 @@ class Watch:
     def starting(self, number: int) -> None:
         """A backward pass begins."""
         self._note("backward")
+        if self._look is not None:
+            self._look.starting()
 
     def missing(self, number: int, names: Sequence[str]) -> None:
         """Parameters have no part in the round: have all ranks meet, unless that is known."""
@@ -243,9 +247,7 @@ class Watch:
         """A backward pass has ended that follows no forward of its own, so that DDP has not reduced it."""
         where = user_location()
         self._note("backward", where=str(where) if where else "")
-        if not self._strange_events:
-            self._strange_events = True
-            self._board.post(number)
+        self._tell_events(number)
 
     def finished(self, number: int, absent: frozenset[str]) -> None:
         """The gradients of a round are averaged."""
@@ -257,14 +259,13 @@ class Watch:
             look.close()
         self._never &= absent
         self._sometimes |= absent
-        if absent and self._detects and not self._watched.wrapper.find_unused_parameters:
-            self._absences[number] = tuple(name for name in self._rounds.names if name in absent)
-        if no_sync.is_useless(self._events) and not self._strange_events:
-            self._strange_events = True
-            self._board.post(number + 1)
+        new = absent - self._known_missing
+        if new and self._detects and not self._watched.wrapper.find_unused_parameters:
+            self._absences[number] = tuple(name for name in self._rounds.names if name in new)
+        if no_sync.is_useless(self._events):
+            self._tell_events(number + 1)
         findings: list[Finding] = []
-        measures = self._detects or self._micro_batches is not None
-        if (measures and self._looks(number)) or self._board.has_word(number):
+        if self._meets(number) or self._board.has_word(number):
             findings += self._meet(number, look)
         if self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number):
             findings += self._compare(number, look)
@@ -276,8 +277,8 @@ class Watch:
     def _is_due(self, every: int, number: int) -> bool:
         return bool(every) and number % every == 0 and not self._joins()
 
-    def _looks(self, number: int) -> bool:
-        return is_look(number) and not self._joins()
+    def _meets(self, number: int) -> bool:
+        return (self._detects or self._micro_batches is not None) and is_look(number) and not self._joins()
 
     def _joins(self) -> bool:
         """Whether ranks may be gone that have no more batches: then nobody is asked for anything."""
@@ -288,7 +289,7 @@ class Watch:
         settled = number in _SETTLED
         mine = self._account(number, look, settled=settled)
         accounts: list[Account] = self._board.gather(f"account/{number}", mine)
-        self._absences = {}
+        self._absences, self._strange = {}, ()
         self._known_missing |= {name for account in accounts for names in account.absences.values() for name in names}
         found = judge_accounts(accounts, self._watched, settled=settled)
         return self._located(found)
@@ -296,7 +297,7 @@ class Watch:
     def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
         micro_batches = () if self._micro_batches is None else self._micro_batches.told()
         if not self._detects:
-            return Account(self._board.rank, number, events=self._told_events(), micro_batches=micro_batches)
+            return Account(self._board.rank, number, events=self._strange, micro_batches=micro_batches)
         missing = {name for names in self._absences.values() for name in names}
         if settled and self._watched.wrapper.tolerates_unused:
             missing |= self._never
@@ -314,12 +315,9 @@ class Watch:
             reentrant=look is not None and look.reentrant,
             output_type=self._output_type,
             changes=changes(self._seen, self._module) if look is not None else {},
-            events=self._told_events(),
+            events=self._strange,
             micro_batches=micro_batches,
         )
-
-    def _told_events(self) -> tuple[LoopEvent, ...]:
-        return tuple(self._events) if self._strange_events else ()
 
     def _ends(self, missing: set[str]) -> dict[str, PathEnd]:
         """Why parameters are missing: this costs a forward pass, once for each of them."""
@@ -368,7 +366,13 @@ class Watch:
             for finding in findings
         ]
 
-    # Words
+    # Events
+
+    def _tell_events(self, number: int) -> None:
+        """Have the ranks meet for what the loop has just done."""
+        if not self._strange:
+            self._strange = tuple(self._events)
+            self._board.post(number)
 
     def _note(self, kind: str, *, where: str = "", synchronises: bool = False) -> None:
         self._events.append(LoopEvent(kind, location=where, synchronises=synchronises))

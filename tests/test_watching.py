@@ -1,0 +1,709 @@
+"""The shared core of the wrapper and the integrations, on real ranks under the real reducer."""
+
+import contextlib
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ddpcheck
+from ddpcheck import CheckedDistributedDataParallel, FindingsError
+
+pytestmark = pytest.mark.ddp(world_size=2)
+
+
+class Net(nn.Module):
+    """Takes a way through itself that the caller chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 2)
+        self.spare = nn.Linear(8, 2)
+
+    def forward(self, x, way="whole"):
+        h = torch.relu(self.body(x))
+        if way == "short":
+            return self.head(h)
+        if way == "detached":
+            return self.head(h) + self.spare(h).detach()
+        if way == "both":
+            return {"main": self.head(h), "spare": self.spare(h)}
+        return self.head(h) + self.spare(h)
+
+
+def train(model, steps, *, way=lambda step: "whole", loss=None, optimizer=None, begin=0):
+    """Steps of training; the loss is the sum of what forward returns unless `loss` tells otherwise."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        out = model(torch.randn(3, 4, generator=generator), way(step))
+        (loss(out) if loss else out.square().mean()).backward()
+        optimizer.step()
+
+
+def found(model):
+    return [(finding.code, finding.subjects, finding.ranks, finding.steps) for finding in model.findings]
+
+
+def the_same(model):
+    """Gradients and parameters are the same on both ranks."""
+    for parameter in model.parameters():
+        ddpcheck.assert_same_on_all_ranks(parameter)
+        if parameter.grad is not None:
+            ddpcheck.assert_same_on_all_ranks(parameter.grad)
+
+
+SPARE = ("spare.weight", "spare.bias")
+
+
+# Parameters: a broken loop and a healthy one
+
+
+def test_a_parameter_that_no_operation_reads_is_named_in_the_first_backward_pass_on_every_rank():
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError, match="No operation of the forward pass reads") as raised:
+        train(model, 3, way=lambda step: "short")
+    assert found(model) == [("DDP101", SPARE, (), (0,))]
+    assert raised.value.findings == model.findings
+    assert model.findings[0].location.path.endswith("test_watching.py")
+
+
+def test_a_detached_path_is_told_with_its_line():
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError, match=r"cut by detach\(\) at .*test_watching.py"):
+        train(model, 3, way=lambda step: "detached")
+    assert found(model) == [("DDP103", SPARE, (), (0,))]
+
+
+def test_an_output_that_is_not_in_the_loss_is_told_with_the_line_of_its_last_operation():
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError, match="does not reach the loss"):
+        train(model, 3, way=lambda step: "both", loss=lambda out: out["main"].sum())
+    assert found(model) == [("DDP102", SPARE, (), (0,))]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_parameter_missing_on_one_rank_raises_on_both_and_hangs_neither(rank, culprit):
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError):
+        train(model, 5, way=lambda step: "short" if rank == culprit and step == 2 else "whole")
+    assert found(model) == [("DDP104", SPARE, (culprit,), (2,))]
+    assert "there no operation of the forward pass reads them" in model.findings[0].evidence
+
+
+def test_a_parameter_missing_in_one_step_is_told_apart_from_one_that_never_takes_part():
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError):
+        train(model, 5, way=lambda step: "short" if step == 3 else "whole")
+    assert found(model) == [("DDP105", SPARE, (), (3,))]
+
+
+def test_training_goes_on_under_warn_with_zeros_in_the_place_of_what_is_missing(rank):
+    model = CheckedDistributedDataParallel(Net(), on_finding="warn", check_parity_every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, 40, way=lambda step: "short" if rank == 1 and step % 2 else "whole")
+    assert found(model) == [("DDP104", SPARE, (1,), (1,))]
+    ours = [w for w in caught if issubclass(w.category, ddpcheck.FindingWarning)]
+    assert len(ours) == (1 if rank == 0 else 0)
+    the_same(model)
+
+
+def test_a_function_gets_each_cause_once_on_every_rank(rank):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    train(model, 6, way=lambda step: "short" if rank == 1 else "whole")
+    assert [finding.code for finding in told] == ["DDP104"]
+    the_same(model)
+
+
+def test_a_rank_whose_fault_comes_late_is_heard_at_the_next_question(rank):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    train(model, 60, way=lambda step: "short" if rank == 1 and step == 41 else "whole")
+    assert [(finding.code, finding.steps) for finding in told] == [("DDP104", (41,))]
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.extra = [nn.Linear(4, 4)]
+
+    def forward(self, x, way="whole"):
+        return self.extra[0](self.layer(x))
+
+
+def test_layers_in_a_list_are_told_in_the_first_step():
+    torch.manual_seed(0)
+    model = CheckedDistributedDataParallel(Unregistered())
+    with pytest.raises(FindingsError):
+        train(model, 2)
+    assert found(model) == [("DDP106", ("extra[0].weight", "extra[0].bias"), (), ())]
+
+
+class Gated(nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.branch = nn.Linear(4, 4)
+        self.gate = gate
+
+    def forward(self, x, way="whole"):
+        return self.layer(x) + self.gate * self.branch(x)
+
+
+def test_a_gradient_that_is_always_zero_is_a_warning_and_a_zero_initialised_gate_is_none():
+    closed = CheckedDistributedDataParallel(Gated(0.0))
+    train(closed, 10)
+    assert found(closed) == [("DDP107", ("branch.weight", "branch.bias"), (), ())]
+    learnt = CheckedDistributedDataParallel(Gated(nn.Parameter(torch.zeros(()))))
+    train(learnt, 10)
+    assert found(learnt) == []
+
+
+def test_a_gradient_that_is_zero_while_nothing_moves_is_not_judged():
+    model = CheckedDistributedDataParallel(Gated(nn.Parameter(torch.zeros(()))))
+    train(model, 10, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    assert found(model) == []
+
+
+class Swallow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * weight.detach().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Swallowing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, way="whole"):
+        return Swallow.apply(self.layer(x), self.scale)
+
+
+def test_a_function_that_returns_none_for_a_gradient_is_named():
+    model = CheckedDistributedDataParallel(Swallowing())
+    with pytest.raises(FindingsError, match=r"Swallow.backward\(\)"):
+        train(model, 2)
+    assert found(model) == [("DDP108", ("scale",), (), ())]
+
+
+class LayerDrop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x, way="whole"):
+        for block in self.blocks:
+            if torch.rand(()) > 0.3:
+                x = x + block(x)
+        return x
+
+
+def test_blocks_that_are_left_out_at_random_are_one_cause(rank):
+    torch.manual_seed(rank + 1)
+    told = []
+    model = CheckedDistributedDataParallel(LayerDrop(), on_finding=told.append)
+    train(model, 20)
+    codes = [finding.code for finding in told]  # in the first step, what both left out has not been seen to be used
+    assert "DDP104" in codes
+    assert len(codes) == len(set(codes)) <= 3
+    the_same(model)
+
+
+def test_what_find_unused_parameters_allows_is_judged_after_some_steps_only(rank):
+    never = CheckedDistributedDataParallel(Net(), find_unused_parameters=True)
+    train(never, 10, way=lambda step: "short")
+    assert found(never) == [("DDP101", SPARE, (), ())]
+    assert never.findings[0].severity is ddpcheck.Severity.WARNING
+    sometimes = CheckedDistributedDataParallel(Net(), find_unused_parameters=True)
+    train(sometimes, 10, way=lambda step: "short" if (step + rank) % 2 else "whole")
+    assert found(sometimes) == []
+    always = CheckedDistributedDataParallel(Net(), find_unused_parameters=True)
+    train(always, 10)
+    assert [finding.code for finding in always.findings] == ["DDP109"]
+
+
+def test_a_static_graph_that_changes_is_told():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding=told.append)
+    train(model, 8, way=lambda step: "short" if step == 5 else "whole")
+    assert [(finding.code, finding.steps) for finding in told] == [("DDP513", (5,))]
+    healthy = CheckedDistributedDataParallel(Net(), static_graph=True)
+    train(healthy, 8)
+    assert found(healthy) == []
+
+
+def test_a_frozen_parameter_is_told_as_what_it_is(rank):
+    model = CheckedDistributedDataParallel(Net())
+    train(model, 1)
+    model.module.spare.bias.requires_grad_(False)
+    with pytest.raises(FindingsError, match="frozen after wrapping"):
+        train(model, 2)
+    assert [(f.code, f.subjects) for f in model.findings] == [("DDP503", ("spare.bias",))]
+
+
+def test_a_layer_added_after_wrapping_is_told():
+    model = CheckedDistributedDataParallel(Net())
+    model.module.spare = nn.Sequential(model.module.spare, nn.Linear(2, 2))
+    with pytest.raises(FindingsError):
+        train(model, 2)
+    assert "DDP503" in {finding.code for finding in model.findings}
+
+
+# The loop
+
+
+def test_a_second_backward_pass_without_a_forward_of_its_own_is_told():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        first, second = model(torch.randn(3, 4)), model(torch.randn(3, 4))
+        first.sum().backward()
+        second.sum().backward()
+        optimizer.step()
+    assert [finding.code for finding in told] == ["DDP509"]
+
+
+def test_a_no_sync_that_is_never_entered_is_told_with_its_line():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    for _ in range(4):
+        model.no_sync()
+        train(model, 1)
+    assert [finding.code for finding in told] == ["DDP502"]
+    assert told[0].location.path.endswith("test_watching.py")
+
+
+# Healthy programs of many kinds, on which nothing may be said
+
+
+@contextlib.contextmanager
+def silent(**settings):
+    """A function that wraps a module, all checks on; in the end nothing has been found, and no warning was shown."""
+    made = []
+
+    def wrap(module, **more):
+        made.append(
+            CheckedDistributedDataParallel(module, check_consistency=2, check_parity_every=2, **{**settings, **more})
+        )
+        return made[-1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ddpcheck.FindingWarning)
+        yield wrap
+    for model in made:
+        assert found(model) == []
+        the_same(model)
+
+
+def test_an_ordinary_loop_is_silent():
+    with silent() as wrap:
+        train(wrap(Net()), 20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0001},
+        {"static_graph": True},
+        {"broadcast_buffers": False},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    ],
+    ids=str,
+)
+def test_options_of_ddp_are_silent(options):
+    with silent() as wrap:
+        model = wrap(Net(), **options)
+        train(model, 7)
+
+
+def test_gradient_accumulation_under_no_sync_is_silent_and_right():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(torch.randn(3, 4)).sum().backward()
+                model(torch.randn(3, 4), "short").sum().backward()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+
+
+def test_accumulation_without_no_sync_is_silent():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            for _ in range(3):
+                model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_losses_with_parameters_of_their_own_may_each_have_a_backward_pass(retain):
+    with silent() as wrap:
+        model = wrap(Towers())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            optimizer.zero_grad()
+            losses = [out.square().sum() for out in model(torch.randn(3, 4))]
+            losses[0].backward(retain_graph=retain)
+            losses[1].backward()
+            optimizer.step()
+
+
+def test_a_tower_that_gets_no_backward_pass_is_told_when_the_optimizer_steps():
+    told = []
+    model = CheckedDistributedDataParallel(Towers(), on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4))[0].square().sum().backward()
+        optimizer.step()
+    assert [(f.code, f.subjects) for f in told] == [("DDP102", ("right.weight", "right.bias"))]
+    the_same(model)
+
+
+def test_two_forwards_and_one_backward_pass_are_silent():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model(torch.randn(3, 4)).sum() + model(torch.randn(3, 4)).square().sum()).backward()
+            optimizer.step()
+
+
+def test_a_gan_is_silent():
+    with silent() as wrap:
+        generator, critic = wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 1))
+        makers = torch.optim.SGD(generator.parameters(), lr=0.1)
+        judges = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for _ in range(5):
+            judges.zero_grad()
+            made = generator(torch.randn(3, 4))
+            critic(torch.randn(3, 4)).mean().backward()
+            critic(made.detach()).mean().neg().backward()
+            judges.step()
+            makers.zero_grad()
+            for parameter in critic.parameters():
+                parameter.requires_grad_(False)
+            critic(made).mean().backward()
+            for parameter in critic.parameters():
+                parameter.requires_grad_(True)
+            makers.step()
+
+
+def test_a_gradient_penalty_is_silent():
+    with silent() as wrap:
+        model = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, requires_grad=True)
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (out.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_are_silent(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, way="whole"):
+            return checkpoint(self.second, torch.relu(self.first(x)), use_reentrant=reentrant)
+
+    with silent() as wrap:
+        train(wrap(Checkpointed()), 6)
+
+
+def test_a_parameter_unused_beside_a_reentrant_checkpoint_is_told_alone():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, way="whole"):
+            return checkpoint(self.second, torch.relu(self.first(x)), use_reentrant=True)
+
+    model = CheckedDistributedDataParallel(Checkpointed())
+    with pytest.raises(FindingsError):
+        train(model, 2)
+    assert found(model) == [("DDP101", ("third.weight", "third.bias"), (), (0,))]
+
+
+def test_autocast_and_a_grad_scaler_are_silent():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(3, 4)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def test_a_cause_is_found_under_autocast_too():
+    model = CheckedDistributedDataParallel(Net())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(3, 4), "detached").float().sum()
+    with pytest.raises(FindingsError, match=r"detach\(\)"):
+        loss.backward()
+
+
+def test_validation_with_and_without_gradients_is_silent():
+    with silent() as wrap:
+        model = wrap(Net())
+        for step in range(4):
+            train(model, 1, begin=step)
+            model.eval()
+            model(torch.randn(3, 4), "short")
+            with torch.no_grad():
+                model(torch.randn(3, 4), "short")
+            model.train()
+
+
+def test_sparse_and_tied_parameters_are_silent():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 4, sparse=True)
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.outer.weight = self.inner.weight
+
+        def forward(self, x):
+            return self.outer(self.inner(self.table(x)))
+
+    with silent() as wrap:
+        model = wrap(Tied())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randint(10, (3,))).square().mean().backward()
+            optimizer.step()
+
+
+def test_a_sparse_table_that_one_rank_does_not_use_hangs_nobody(rank):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+
+        def forward(self, x, use):
+            return self.layer(self.table(x) if use else torch.ones(3, 4))
+
+    told = []
+    model = CheckedDistributedDataParallel(Table(), on_finding=told.append)
+    for _ in range(2):
+        model(torch.randint(10, (3,)), rank == 0).sum().backward()
+    assert [(f.code, f.subjects, f.ranks) for f in told] == [("DDP104", ("table.weight",), (1,))]
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_an_output_in_an_object_of_the_users_own_is_followed():
+    class Boxed(Net):
+        def forward(self, x, way="whole"):
+            return Opaque(super().forward(x, way))
+
+    with silent() as wrap:
+        train(wrap(Boxed()), 5, loss=lambda out: out.value.sum())
+    model = CheckedDistributedDataParallel(Boxed())
+    with pytest.raises(FindingsError):
+        train(model, 2, way=lambda step: "short", loss=lambda out: out.value.sum())
+
+
+def test_a_deep_graph_is_no_trouble():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, way="whole"):
+            x = self.layer(x)
+            for _ in range(60_000):
+                x = x + 1e-9
+            return x
+
+    model = CheckedDistributedDataParallel(Deep())
+    with pytest.raises(FindingsError):
+        train(model, 1)
+    assert found(model) == [("DDP101", ("spare.weight", "spare.bias"), (), (0,))]
+
+
+def test_uneven_inputs_under_join_are_silent(rank):
+    model = CheckedDistributedDataParallel(Net(), check_consistency=2, check_parity_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for _ in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert found(model) == []
+    for parameter in model.parameters():
+        ddpcheck.assert_same_on_all_ranks(parameter)
+
+
+def test_a_compiled_module_and_a_compiled_wrapper_are_silent_and_watched():
+    with silent() as wrap:
+        inner = wrap(torch.compile(Net(), backend="aot_eager"))
+        train(inner, 3)
+        outer = wrap(Net())
+        train(torch.compile(outer, backend="aot_eager"), 3)
+    assert inner.watch.step == outer.watch.step == 3
+    broken = CheckedDistributedDataParallel(torch.compile(Net(), backend="aot_eager"))
+    with pytest.raises(FindingsError):
+        train(broken, 3, way=lambda step: "short")
+
+
+def test_ddp_in_a_subgroup_of_the_ranks_is_silent():
+    mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    model = CheckedDistributedDataParallel(Net(), process_group=mine, check_parity_every=2, check_consistency=2)
+    train(model, 5)
+    assert found(model) == []
+
+
+# Comparisons
+
+
+def test_a_communication_hook_that_forgets_to_divide_is_found(rank):
+    def summing(_state, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_parity_every=1, on_finding=told.append)
+    model.register_comm_hook(None, summing)
+    train(model, 2)
+    assert [finding.code for finding in told] == ["DDP303"]
+
+
+def test_a_hook_that_communicates_nothing_is_found():
+    def silent_hook(_state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_parity_every=2, on_finding=told.append)
+    model.register_comm_hook(None, silent_hook)
+    train(model, 2)
+    assert [finding.code for finding in told] == ["DDP301"]
+
+
+def test_a_reducer_that_mixes_up_gradients_is_found():
+    def shuffling(_state, bucket):
+        buffer = bucket.buffer()
+        work = dist.all_reduce(buffer.div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0].flip(0))
+
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_parity_every=1, on_finding=told.append)
+    model.register_comm_hook(None, shuffling)
+    train(model, 1)
+    assert [finding.code for finding in told] == ["DDP302"]
+
+
+def test_a_gradient_that_one_rank_changes_after_the_reduction_is_found(rank):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_consistency=1, on_finding=told.append)
+    model = CheckedDistributedDataParallel(Net(), check_consistency=2, on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+    train(model, 4, optimizer=optimizer)
+    assert [finding.code for finding in told][:1] == ["DDP306"]
+
+
+def test_buffers_that_drift_are_found_and_said_to_be_lost_in_a_checkpoint(rank):
+    told = []
+    model = CheckedDistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        broadcast_buffers=False,
+        check_consistency=2,
+        on_finding=told.append,
+    )
+    for _ in range(3):
+        model(torch.randn(3, 4) + rank).sum().backward()
+    assert [finding.code for finding in told] == ["DDP214"]
+    assert "a checkpoint keeps rank 0's" in told[0].message
+
+
+def test_compare_can_be_called_at_any_time(rank):
+    model = nn.parallel.DistributedDataParallel(Net())
+    with ddpcheck.watch(model, on_finding="warn") as watch:
+        train(model, 2)
+        assert watch.compare() == []
+        with torch.no_grad():
+            model.module.head.bias.add_(rank)
+        assert [finding.code for finding in watch.compare()] == ["DDP306"]
+
+
+# Attaching and leaving
+
+
+def test_watch_attaches_to_a_plain_wrapper_and_leaves_it_as_it_was():
+    model = nn.parallel.DistributedDataParallel(Net())
+    hooks = (len(model._forward_hooks), len(model._forward_pre_hooks))
+    no_sync = nn.parallel.DistributedDataParallel.no_sync
+    with pytest.raises(FindingsError), ddpcheck.watch(model) as watch:
+        train(model, 2, way=lambda step: "short")
+    assert [finding.code for finding in watch.findings] == ["DDP101"]
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+    assert nn.parallel.DistributedDataParallel.no_sync is no_sync
+    train(model, 2)
+    assert watch.report().exit_code() == 1
+
+
+def test_a_watched_wrapper_can_be_pickled_and_copied():
+    model = nn.parallel.DistributedDataParallel(Net())
+    with ddpcheck.watch(model):
+        train(model, 2)
+        for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            train(other, 2)
+
+
+def test_what_is_no_ddp_is_refused():
+    with pytest.raises(ddpcheck.UsageError, match="watch needs a DistributedDataParallel"):
+        ddpcheck.watch(Net())
+    with pytest.raises(ddpcheck.UsageError, match="on_finding"):
+        ddpcheck.watch(nn.parallel.DistributedDataParallel(Net()), on_finding="shout")
+    with pytest.raises(ddpcheck.UsageError, match="check_parity_every"):
+        ddpcheck.watch(nn.parallel.DistributedDataParallel(Net()), check_parity_every=-1)

@@ -1,0 +1,242 @@
+"""`CheckedDistributedDataParallel` as a wrapper: construction, pickling, state, and mmengine's step methods."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpcheck
+from ddpcheck import CheckedDistributedDataParallel, FindingsError
+
+pytestmark = pytest.mark.ddp(world_size=2)
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(model, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+
+# Construction: what DDP would hang or abort on, or say nothing about
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [
+        (lambda rank: nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] * rank)), "DDP201"),
+        (lambda rank: nn.Linear(4, 4 + rank), "DDP203"),
+        (lambda rank: nn.Linear(4, 4).to(torch.float64 if rank else torch.float32), "DDP204"),
+        (lambda rank: nn.Linear(4, 4).requires_grad_(True) if rank else _frozen_bias(), "DDP206"),
+        (
+            lambda rank: nn.Conv2d(2, 2, 3).to(memory_format=[torch.contiguous_format, torch.channels_last][rank]),
+            "DDP205",
+        ),
+        (lambda rank: nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ab", "ba")[rank]}), "DDP202"),
+        (lambda rank: nn.Sequential(nn.Linear(4, 4), *([nn.BatchNorm1d(4, affine=False)] * rank)), "DDP211"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_modules_that_differ_raise_on_every_rank_before_ddp_hangs_on_them(rank, broken, code):
+    with pytest.raises(FindingsError) as raised:
+        CheckedDistributedDataParallel(broken(rank))
+    assert code in {finding.code for finding in raised.value.findings}
+
+
+def _frozen_bias():
+    layer = nn.Linear(4, 4)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+def test_options_that_differ_are_named_before_ddp_hangs_on_them(rank):
+    with pytest.raises(FindingsError, match="find_unused_parameters") as raised:
+        CheckedDistributedDataParallel(net(), find_unused_parameters=bool(rank))
+    assert [finding.code for finding in raised.value.findings] == ["DDP221"]
+
+
+def test_parameters_that_start_apart_are_found_where_ddp_does_not_bring_them_together(rank):
+    with pytest.raises(FindingsError) as raised:
+        CheckedDistributedDataParallel(net(seed=rank), init_sync=False)
+    assert [finding.code for finding in raised.value.findings] == ["DDP208"]
+
+
+def test_a_lazy_module_is_named():
+    with pytest.raises(FindingsError, match="no shape yet"):
+        CheckedDistributedDataParallel(nn.LazyLinear(4))
+
+
+def test_other_seeds_are_healthy_since_ddp_broadcasts_what_rank_0_has(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ddpcheck.FindingWarning)
+        train(CheckedDistributedDataParallel(net(seed=rank)))
+
+
+def test_findings_of_the_construction_are_told_once_and_kept(rank):
+    told = []
+    module = net()
+    module.note = torch.full((2,), float(rank))
+    model = CheckedDistributedDataParallel(module, on_finding=told.append, check_consistency=1)
+    train(model, 3)
+    assert [finding.code for finding in told] == ["DDP216"]
+    assert list(model.findings) == told
+
+
+def test_a_rank_that_does_not_come_is_named(rank):
+    if rank == 0:
+        with pytest.raises(ddpcheck.HangError, match="rank 1 did not construct"):
+            CheckedDistributedDataParallel(net(), check_timeout=0.5)
+
+
+def test_wrong_arguments_are_refused_in_a_sentence():
+    with pytest.raises(ddpcheck.UsageError, match="on_finding is 'raise'"):
+        CheckedDistributedDataParallel(net(), on_finding="explode")
+    with pytest.raises(ddpcheck.UsageError, match="check_consistency is True"):
+        CheckedDistributedDataParallel(net(), check_consistency="yes")
+    with pytest.raises(TypeError):
+        CheckedDistributedDataParallel(net(), no_such_option=1)
+
+
+# A DDP like any other
+
+
+def test_it_is_a_ddp_whose_state_has_the_same_keys():
+    checked, plain = CheckedDistributedDataParallel(net()), DDP(net())
+    assert isinstance(checked, DDP)
+    assert list(checked.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(checked.state_dict())
+    checked.load_state_dict(plain.state_dict())
+
+
+def test_the_state_of_the_bare_module_can_be_loaded_with_and_without_the_prefix():
+    checked, other = CheckedDistributedDataParallel(net()), net(seed=7)
+    checked.load_state_dict(other.state_dict())
+    assert torch.equal(checked.module[0].weight, other[0].weight)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        checked.load_state_dict({"0.weight": other[0].weight})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        checked.load_state_dict({"nothing.of.mine": torch.zeros(1)})
+
+
+def test_arguments_of_ddp_are_passed_through_by_position_and_by_name():
+    group = dist.new_group([0, 1])
+    model = CheckedDistributedDataParallel(
+        net(), None, None, 0, False, process_group=group, bucket_cap_mb=3, gradient_as_bucket_view=True
+    )
+    assert model.broadcast_buffers is False
+    assert model.process_group is group
+    assert model.bucket_bytes_cap == 3 * 1024 * 1024
+    assert model.gradient_as_bucket_view is True
+    train(model)
+
+
+@pytest.mark.parametrize(
+    "way", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy], ids=["pickle", "copy"]
+)
+def test_a_copy_is_watched_as_the_original_is(way):
+    model = CheckedDistributedDataParallel(Conditional(), on_finding="raise")
+    train(model)
+    other = way(model)
+    assert len(other._forward_hooks) == len(model._forward_hooks)
+    assert len(other._forward_pre_hooks) == len(model._forward_pre_hooks)
+    train(other)
+    other.module.short = True
+    with pytest.raises(FindingsError):
+        train(other)
+    train(model)
+
+
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.spare = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.short = False
+
+    def forward(self, x):
+        return self.body(x) if self.short else self.body(x) + self.spare(x)
+
+
+def test_detection_can_be_left_out():
+    model = CheckedDistributedDataParallel(Conditional(), detect_anomalous_params=False)
+    model.module.short = True
+    train(model, 3)
+    assert model.findings == ()
+
+
+# mmengine's three steps
+
+
+class Detector(nn.Module):
+    """A module as mmengine has them, without mmengine."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head, self.neck = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.use_neck = True
+
+    def forward(self, inputs, targets, mode="loss"):
+        features = self.backbone(inputs)
+        out = self.head(features) + (self.neck(features) if self.use_neck else 0)
+        if mode == "loss":
+            return {
+                "loss_main": (out - targets).square().mean(),
+                "loss_parts": [out.mean(), out.square().mean()],
+                "acc": out.max(),
+            }
+        return out.argmax(1)
+
+
+def batch():
+    return {"inputs": torch.randn(3, 4), "targets": torch.zeros(3, 2)}
+
+
+def test_train_step_sums_what_is_called_a_loss_and_updates():
+    model = CheckedDistributedDataParallel(Detector())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.module.head.weight.detach().clone()
+    log = model.train_step(batch(), optimizer)
+    assert set(log) == {"loss", "loss_main", "loss_parts", "acc"}
+    assert log["loss"].item() == pytest.approx(log["loss_main"].item() + log["loss_parts"].item(), rel=1e-5)
+    assert not torch.equal(before, model.module.head.weight)
+    ddpcheck.assert_same_on_all_ranks(model.module.head.weight)
+    assert model.findings == ()
+
+
+def test_train_step_takes_any_batch_and_refuses_what_is_no_loss():
+    class Plain(nn.Linear):
+        pass
+
+    model = CheckedDistributedDataParallel(Plain(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert set(model.train_step(torch.randn(3, 4), optimizer)) == {"loss"}
+    assert set(model.train_step((torch.randn(3, 4),), optimizer)) == {"loss"}
+    model = CheckedDistributedDataParallel(Detector())
+    model.module.forward = lambda inputs, targets, mode: {"accuracy": model.module.head(inputs).sum()}
+    with pytest.raises(ddpcheck.UsageError, match="'loss' in its name"):
+        model.train_step(batch(), optimizer)
+
+
+def test_train_step_finds_a_parameter_that_the_losses_leave_out():
+    model = CheckedDistributedDataParallel(Detector(), detect_anomalous_params=True)
+    model.module.use_neck = False
+    with pytest.raises(FindingsError, match=r"neck.weight and neck.bias"):
+        model.train_step(batch(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_val_and_test_step_predict_on_one_rank_without_the_others(rank):
+    model = CheckedDistributedDataParallel(Detector())
+    for _ in range(3 * rank):  # a synchronised forward would hang
+        assert model.val_step(batch()).shape == (3,)
+        assert model.test_step(batch()).requires_grad is False
