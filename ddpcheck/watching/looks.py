@@ -17,6 +17,7 @@ from ddpcheck.evidence import DdpStepEvidence, Difference, PathEnd, Unregistered
 from ddpcheck.gather.compare import against_average, dense, norm
 from ddpcheck.gather.construction import hook_loss
 from ddpcheck.gather.describe import describe, fingerprint, fingerprints
+from ddpcheck.gather.wrapping import living_wrappers
 from ddpcheck.graph import named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
 from ddpcheck.locate import making_of
@@ -119,10 +120,7 @@ class Look:
 
 def _parameters_of_other_wrappers(module: nn.Module) -> set[int]:
     """Parameters that another `DistributedDataParallel` of this process synchronises: looked for where it matters."""
-    import gc
-
-    ddp = nn.parallel.DistributedDataParallel
-    others = [thing for thing in gc.get_objects() if isinstance(thing, ddp) and thing.module is not module]
+    others = [wrapper for wrapper in living_wrappers() if wrapper.module is not module]
     return {id(parameter) for other in others for parameter in other.module.parameters()}
 
 

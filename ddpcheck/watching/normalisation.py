@@ -17,33 +17,33 @@ from ddpcheck.watching.account import MicroBatch
 from ddpcheck.wording import make_finding
 
 _SAME = 0.02  # what rounding to half precision may do
+_SIMILAR = 0.15  # how far a loss's own count may be from ours: it may count a token more in each sequence
 _NEARLY = 0.05  # how far a weight may be off for anyone to care
-_OFTEN = 3  # steps in which batches of other sizes are no smaller last batch any more
+_OFTEN = 3  # steps after which what could be chance in one of them is none
 _Step = Sequence[tuple[MicroBatch, ...]]  # one head in one optimizer step, by rank
 
 
 def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
     """Findings on the weights of targets (DDP305, DDP514).
 
+    A step tells by itself where the weights are in inverse proportion to numbers of targets, and some targets do not
+    count. Where the loss seems to count a little differently, or where batches only have other sizes, as the last one
+    of an epoch may, several steps have to say the same.
+
     Args:
         ranks: The micro-batches of each, in optimizer steps that they all have looked at.
     """
-    found: list[Finding] = []
-    by_size: dict[str, list[_Unequal]] = {}
-    heads = dict.fromkeys(item.head for item in ranks[0])
-    for head in heads:
+    for head in dict.fromkeys(item.head for item in ranks[0]):
+        often: list[_Unequal] = []
         for index in sorted({item.index for item in ranks[0] if item.head == head}):
             step = [tuple(item for item in told if (item.index, item.head) == (index, head)) for told in ranks]
             unequal = _unequal(step)
-            if unequal is None:
-                by_size[head] = []
-            elif _by_size_alone(step):
-                by_size.setdefault(head, []).append(unequal)
-            else:
-                found.append(unequal.finding())
-        if len(by_size.get(head, ())) >= _OFTEN:
-            found.append(by_size[head][-1].finding())
-    return found[:1]
+            if unequal is not None and unequal.exact and not _by_size_alone(step):
+                return [unequal.finding()]
+            often = [] if unequal is None else [*often, unequal]
+            if len(often) == _OFTEN:
+                return [unequal.finding() for unequal in often[-1:]]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class _Unequal:
     code: str
     step: _Step
     factor: float  # of the largest weight to the smallest
+    exact: bool
 
     def finding(self) -> Finding:
         numbers = [
@@ -84,39 +85,37 @@ _MESSAGES = {
 
 
 def _unequal(step: _Step) -> _Unequal | None:
-    """The fault, where it is proven: weights that differ, each times the number of targets that it belongs to alike."""
-    counting = [tuple(item for item in items if item.counted) for items in step]
-    everything = [(rank, item) for rank, items in enumerate(counting) for item in items]
-    if not all(counting) or any(item.weight <= 0 for _, item in everything):
+    """The fault, if it is one: weights that differ, each times the number of targets that it belongs to alike."""
+    everything = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
+    weights = [item.weight for _, item in everything]
+    if len({rank for rank, _ in everything}) < len(step) or min(weights) <= 0:
         return None
-    if _alike(item.weight for _, item in everything):
+    right = sum(item.weight * item.counted for _, item in everything) / sum(item.counted for _, item in everything)
+    if max(abs(weight / right - 1) for weight in weights) < _NEARLY:
         return None
     ways: list[tuple[str, Callable[[int, MicroBatch], Hashable]]] = [
         ("DDP305", lambda rank, _: rank),
         ("DDP514", lambda rank, item: (rank, item.position)),
         ("DDP514", lambda _, item: item.position),
     ]
+    found = []
     for code, group_of in ways:
         groups: dict[Hashable, list[MicroBatch]] = {}
         for rank, item in everything:
             groups.setdefault(group_of(rank, item), []).append(item)
-        inside = all(_alike(item.weight for item in group) for group in groups.values())
-        totals = [group[0].weight * sum(item.counted for item in group) for group in groups.values()]
-        if inside and _alike(totals):
-            whole = sum(item.weight * item.counted for _, item in everything)
-            right = whole / sum(item.counted for _, item in everything)
-            weights = [item.weight for _, item in everything]
-            if max(abs(weight / right - 1) for weight in weights) < _NEARLY:
-                return None
-            return _Unequal(code, step, max(weights) / min(weights))
-    return None
+        inside = max(_gap(item.weight for item in group) for group in groups.values())
+        gap = _gap(group[0].weight * sum(item.counted for item in group) for group in groups.values())
+        if inside <= _SAME and gap <= max(_SAME, min(_SIMILAR, _gap(weights) / 3)):
+            found.append(_Unequal(code, step, max(weights) / min(weights), exact=gap <= _SAME))
+    return max(found, key=lambda unequal: unequal.exact, default=None)
 
 
-def _alike(values: Iterable[float]) -> bool:
+def _gap(values: Iterable[float]) -> float:
+    """How far apart the largest and the smallest are, in parts of the smallest."""
     values = list(values)
-    return max(values) <= min(values) * (1 + _SAME)
+    return max(values) / min(values) - 1
 
 
 def _by_size_alone(step: _Step) -> bool:
     """Whether nothing is left out or padded: batches have other sizes, as the last one of an epoch may have."""
-    return _alike(item.counted / item.rows for items in step for item in items if item.counted)
+    return _gap(item.counted / item.rows for items in step for item in items if item.counted) <= _SAME / 100

@@ -15,7 +15,7 @@ from ddpcheck.evidence import LoopEvent, PathEnd
 from ddpcheck.findings import Finding, Report
 from ddpcheck.gather.describe import digest_of, fingerprint
 from ddpcheck.gather.stepping import visible_tensors
-from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of
+from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of, living_wrappers
 from ddpcheck.graph import all_names, named_parameters
 from ddpcheck.locate import making_of, user_location
 from ddpcheck.watching import no_sync
@@ -46,7 +46,7 @@ def watch(
     """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
 
     Args:
-        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say).
+        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one.
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
             before a rank hangs on one. A step that misses a parameter goes on with a gradient of zeros for it, as
             under `find_unused_parameters`.
@@ -79,20 +79,22 @@ def watch(
 
 
 def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """The one `DistributedDataParallel` that `module` is or holds.
+    """The one `DistributedDataParallel` that `module` is or holds, or that has been made around it.
 
     Raises:
         UsageError: There is none, or there are several.
     """
     ddp = nn.parallel.DistributedDataParallel
-    inside = [part for part in module.modules() if isinstance(part, ddp)] if isinstance(module, nn.Module) else []
-    if len(inside) != 1:
-        many = f"{len(inside)} of them" if inside else "none"
+    found = [part for part in module.modules() if isinstance(part, ddp)] if isinstance(module, nn.Module) else []
+    if not found:
+        found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
+    if len(found) != 1:
+        many = f"{len(found)} of them" if found else "none"
         raise UsageError(
-            f"watch needs a DistributedDataParallel, or a module that holds one; there is {many} in "
-            f"{type(module).__name__}"
+            "watch needs a DistributedDataParallel, or a module that holds one or is in one; there is "
+            f"{many} for {type(module).__name__}"
         )
-    return inside[0]
+    return found[0]
 
 
 class Watch:
