@@ -52,7 +52,8 @@ LIGHT = """
     ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
-    ddpcheck.watching ddpcheck.watching.normalisation ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
+    ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
+    ddpcheck.watching.normalisation
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
     ddpcheck.launched.run ddpcheck.launched.world
 """.split()

@@ -20,6 +20,7 @@ class MicroBatch:
         step: How many synchronised backward passes came before.
         head: Where it was measured: what forward returned may hold several.
         position: In the optimizer step, on this rank.
+        sequences: How many sequences the targets are of, if they are.
         counted: The number of targets (tokens, pixels, samples) that count in the loss.
         weight: Of each, up to a constant; 0 where they have not all the same, or the loss is no cross entropy.
         rows: The number of targets, with those that do not count.
@@ -29,6 +30,7 @@ class MicroBatch:
     step: int
     head: str
     position: int
+    sequences: int
     counted: float
     weight: float
     rows: float

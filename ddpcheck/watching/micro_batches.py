@@ -28,7 +28,7 @@ _NODES = 2000  # of the graph: the loss stands close to its end
 _ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
 _LEAST_ROWS = 16
 _TOLERANCE = 0.02  # half-precision gradients have 8 bits
-_Measured = tuple[str, int, int, torch.Tensor]  # head, step, position, counted with weight and rows
+_Measured = tuple[int, int, str, int, int, torch.Tensor]  # a MicroBatch, its last three as a tensor
 
 
 class MicroBatches:
@@ -43,7 +43,7 @@ class MicroBatches:
         self._across_reductions = False
         self._seen = 0
         self._unread: set[int] = set()  # forwards whose backward has not come
-        self._measured: list[tuple[int, _Measured]] = []
+        self._measured: list[_Measured] = []
         self._handles: list[Any] = []
 
     def returned(self, number: int, output: Any) -> None:
@@ -68,11 +68,11 @@ class MicroBatches:
 
     def told(self) -> tuple[MicroBatch, ...]:
         """What has been measured in the last optimizer steps that were looked at."""
-        kept = sorted({index for index, _ in self._measured})[-_STEPS_KEPT:]
-        self._measured = [(index, measured) for index, measured in self._measured if index in kept]
+        kept = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
+        self._measured = [measured for measured in self._measured if measured[0] in kept]
         return tuple(
-            MicroBatch(index, step, head, position, *values.tolist())
-            for index, (head, step, position, values) in self._measured
+            MicroBatch(index, step, head, position, sequences, *values.tolist())
+            for index, step, head, position, sequences, values in self._measured
         )
 
     def close(self) -> None:
@@ -114,30 +114,31 @@ class MicroBatches:
 
     def _hook(self, number: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
+        sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
         for count, node in enumerate(_log_softmaxes(tensor.grad_fn for tensor in tensors)):
-            measure = self._note(f"log_softmax {count}", number, position, _of_log_probabilities)
+            measure = self._note((number, f"log_softmax {count}", position, sequences), _of_log_probabilities)
             self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
         for count, logits in enumerate(tensors):
             if logits.ndim > 1 and logits.is_floating_point():
                 node, index = _where_used(logits)
-                measure = self._note(f"output {count}", number, position, _Logits(logits))
+                measure = self._note((number, f"output {count}", position, sequences), _Logits(logits))
                 self._handles.append(node.register_prehook(lambda given, m=measure, i=index: m(given[i])))
 
     def _note(
-        self, head: str, number: int, position: int, measure: Callable[[torch.Tensor], torch.Tensor]
+        self, which: tuple[int, str, int, int], measure: Callable[[torch.Tensor], torch.Tensor]
     ) -> Callable[[torch.Tensor | None], None]:
         index = self._index
 
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None or gradient.ndim < 2 or index != self._index:
                 return
-            values = torch.zeros(3)
-            self._unread.discard(position)
+            values = torch.tensor([1.0, 0.0, 1.0])  # of no known weight
+            self._unread.discard(which[2])
             left_alone = self._unread or (self._across_reductions and not self._has_gradients())
             if not left_alone:  # several forwards in one loss are not micro-batches; nor what a skipped step has left
                 with torch.no_grad(), contextlib.suppress(Exception):
                     values = measure(gradient)
-            self._measured.append((index, (head, number, position, values)))
+            self._measured.append((index, *which, values))
 
         return arrived
 

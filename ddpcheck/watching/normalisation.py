@@ -10,14 +10,14 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpcheck.findings import Finding
 from ddpcheck.watching.account import MicroBatch
 from ddpcheck.wording import make_finding
 
 _SAME = 0.02  # what rounding to half precision may do
-_SIMILAR = 0.15  # how far a loss's own count may be from ours: it may count a token more in each sequence
+_SIMILAR = 0.15  # how far a loss's own count may be from ours
 _NEARLY = 0.05  # how far a weight may be off for anyone to care
 _OFTEN = 3  # steps after which what could be chance in one of them is none
 _Step = Sequence[tuple[MicroBatch, ...]]  # one head in one optimizer step, by rank
@@ -60,18 +60,24 @@ class _Unequal:
             f"rank {rank}: {', '.join(f'{item.counted:.0f}' for item in items)}" for rank, items in enumerate(self.step)
         ]
         first = min(item.step for items in self.step for item in items)
-        return make_finding(
+        finding = make_finding(
             self.code,
             ("loss",),
             _MESSAGES[self.code],
             steps=(first,),
             evidence=(
-                f"targets (tokens, say) that count, by micro-batch: {'; '.join(numbers)}",
-                f"one where there are fewest weighs {self.factor:.3g} times as much as one where there are most",
+                f"targets (tokens, say) by micro-batch: {'; '.join(numbers)}",
+                f"a target counts up to {self.factor:.3g} times as much as another",
             ),
         )
+        return replace(finding, fix=_FIX)
 
 
+_FIX = (
+    "Sum the loss over the targets of a micro-batch, divide by their number in all micro-batches of all ranks that "
+    "make the step, and multiply by the number of ranks, over which DDP averages. (In transformers: by "
+    "num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)"
+)
 _MESSAGES = {
     "DDP514": (
         "The loss of each micro-batch is divided by its own number of targets, and the numbers differ, so the "
@@ -103,10 +109,13 @@ def _unequal(step: _Step) -> _Unequal | None:
         groups: dict[Hashable, list[MicroBatch]] = {}
         for rank, item in everything:
             groups.setdefault(group_of(rank, item), []).append(item)
-        inside = max(_gap(item.weight for item in group) for group in groups.values())
-        gap = _gap(group[0].weight * sum(item.counted for item in group) for group in groups.values())
-        if inside <= _SAME and gap <= max(_SAME, min(_SIMILAR, _gap(weights) / 3)):
-            found.append(_Unequal(code, step, max(weights) / min(weights), exact=gap <= _SAME))
+        if max(_gap(item.weight for item in group) for group in groups.values()) > _SAME:
+            continue
+        for more in (0, 1):  # in a sequence: a loss may count the first token, which nothing predicts
+            sums = [sum(item.counted + more * item.sequences for item in group) for group in groups.values()]
+            gap = _gap(group[0].weight * total for group, total in zip(groups.values(), sums, strict=True))
+            if gap <= max(_SAME, min(_SIMILAR, _gap(weights) / 3)):
+                found.append(_Unequal(code, step, max(weights) / min(weights), exact=gap <= _SAME))
     return max(found, key=lambda unequal: unequal.exact, default=None)
 
 
