@@ -12,7 +12,9 @@ pytest.importorskip("accelerate")
 import ddpcheck
 from tests.test_transformers import added, describe
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "accelerate"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "accelerate"
+PAGE = ROOT / "docs" / "transformers.md"
 
 
 def train(*, steps=3, accumulation=1, loss="mean", equal=False, unused=False, every_batch=False, **options):
@@ -140,6 +142,7 @@ def test_the_example_ends_well_without_ddpcheck_and_is_told_its_fault_with_it(wo
     assert world.run(run_example, "language_model.py") == [None, None]
     for error, said in world.run(run_example, "language_model_checked.py"):
         assert error == "FindingsError" and said.startswith("DDP514 accumulation-scale") and "in step 0" in said
+        assert said.partition("  what to do")[0] in PAGE.read_text(encoding="utf-8")
     assert added("accelerate/language_model") == [
         "from ddpcheck.integrations.accelerate import watch",
         "watch(accelerator, model)",

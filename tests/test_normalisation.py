@@ -59,6 +59,7 @@ def found(
     equal=False,
     sizes=None,
     every_batch=False,
+    same=False,
     dtype=None,
     smoothing=0.0,
     loss_of=None,
@@ -68,7 +69,7 @@ def found(
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(0 if same else dist.get_rank())
     with ddpcheck.watch(model, on_finding=lambda _: None) as watch:
         for _ in range(steps):
             parts = list(batches(accumulation, generator, equal=equal, sizes=sizes))
@@ -119,7 +120,8 @@ def test_unequal_micro_batches_and_ranks_are_found_and_a_right_loss_is_not(rank)
 @ranks
 def test_micro_steps_that_all_synchronise_belong_to_one_step(rank):
     assert found("step", every_batch=True, accumulation=3, steps=4) == []
-    assert "DDP514" in found("micro-batch", every_batch=True, accumulation=3, steps=4)
+    assert found("micro-batch", every_batch=True, accumulation=3, steps=4, same=True) == ["DDP514"]
+    assert found("micro-batch", accumulation=1, steps=8, same=True) == []
 
 
 @ranks
@@ -159,6 +161,28 @@ def test_two_forwards_in_one_loss_are_no_micro_batches(rank):
             sum(loss(model(tokens), targets) for tokens, targets in parts).backward()
             model.zero_grad()
     assert watch.findings == ()
+
+
+class OwnFormula(Net):
+    """Makes its loss of logits that it also returns, without a log_softmax."""
+
+    def forward(self, tokens, targets):
+        logits = super().forward(tokens)
+        there = targets >= 0
+        right = logits.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+        return {"loss": (logits.logsumexp(-1) - right)[there].sum() / there.sum(), "logits": logits.float()}
+
+
+@ranks
+def test_a_loss_is_followed_to_the_logits_that_it_was_made_of(rank):
+    tokens = torch.randint(CLASSES, (4, 6))
+    targets = tokens.where(torch.arange(6) < 2 + 3 * rank, torch.tensor(-100))
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = nn.parallel.DistributedDataParallel(OwnFormula().to(dtype), **options)
+            with ddpcheck.watch(model, on_finding=lambda _: None) as watch:
+                model(tokens, targets)["loss"].backward()
+            assert "DDP305" in [finding.code for finding in watch.findings], (options, dtype)
 
 
 @ranks

@@ -24,6 +24,7 @@ from ddpcheck.watching.looks import is_look
 _STEPS_KEPT = 4
 _MOST_A_STEP = 256  # micro-batches
 _MOST_HEADS = 4
+_ASKED = 16  # parameters, whether an optimizer has moved them
 _NODES = 2000  # of the graph: the loss stands close to its end
 _ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
 _LEAST_ROWS = 16
@@ -36,6 +37,7 @@ class MicroBatches:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
+        self._some = parameters[:: max(1, len(parameters) // _ASKED)]
         self._index = 0  # of the optimizer step
         self._reduced = False
         self._versions = 0
@@ -93,7 +95,7 @@ class MicroBatches:
         return self._has_moved and self._has_gradients()
 
     def _version(self) -> int:
-        return sum(parameter._version for parameter in self._parameters)
+        return sum(parameter._version for parameter in self._some)
 
     def _has_gradients(self) -> bool:
         left = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
