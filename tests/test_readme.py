@@ -5,6 +5,7 @@ import pytest
 from tests.readme import ROOT, blocks, comparable, shown
 
 MATRICES = [block for block in blocks() if block[0] == "matrix"]
+ELSEWHERE = ("pytest", "transformers", "accelerate")  # their examples are shown in docs/
 
 
 @pytest.mark.parametrize(("kind", "target", "text"), MATRICES, ids=[target for _, target, _ in MATRICES])
@@ -15,13 +16,10 @@ def test_the_readme_shows_the_matrix_of_today(
     assert comparable(shown(kind, target)) == comparable(text)
 
 
-FRAMEWORKS = ("pytest", "transformers", "accelerate")  # their examples are shown in docs/
-
-
 def test_every_broken_example_is_shown() -> None:
     examples = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "examples").glob("*/*.py")
-        if not path.stem.endswith("_training") and path.stem != "healthy" and path.parent.name not in FRAMEWORKS
+        if not path.stem.endswith("_training") and path.stem != "healthy" and path.parent.name not in ELSEWHERE
     }
     assert examples == {target for _, target, _ in blocks()} - {"examples/digits/healthy.py"}
