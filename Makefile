@@ -10,7 +10,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format faults steady models bench pictures test-gpu clean
+.PHONY: help report test lint types format faults steady models bench pictures test-gpu test-launchers clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,7 +30,9 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	@echo '== its broken twin: $(BROKEN)'
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
+# Bytecode first: where PYTHONDONTWRITEBYTECODE is set, each of the hundred processes that are started compiles it anew.
 test: lint types ## everything that is checked before a change goes in; needs no GPU
+	$(BIN)/python -m compileall -q ddpcheck tests examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY) ## ruff: rules and format
@@ -67,6 +69,12 @@ pictures: $(READY) ## draw the pictures of the documentation afresh; needs Graph
 # that hold GPU tests are read, so that what the others need may be missing.
 test-gpu: ## the tests that need a CUDA device, with the torch of $(PYTHON)
 	PYTHONPATH=. $(PYTHON) -m pytest -p ddpcheck.pytest_plugin -m gpu $$(grep -l 'mark.gpu' tests/test_*.py)
+
+# Debian's packages of Open MPI, SLURM and munge are installed where this is root; without, those tests are skipped. SLURM
+# runs from a temporary folder, at ports of its own, and is stopped again.
+test-launchers: $(READY) ## the tests of real launchers: torchrun, Open MPI and SLURM, on one node and on two
+	$(BIN)/python -m tests.launchers.install
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m launchers tests/test_launchers_started.py
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

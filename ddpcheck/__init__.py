@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from ddpcheck.findings import Finding, Location, Report, Severity
     from ddpcheck.harness import World
+    from ddpcheck.launchers import allreduce_grads, allreduce_params, get_dist_info, init_dist, master_only
     from ddpcheck.matrix import Matrix
     from ddpcheck.recipe import Recipe
     from ddpcheck.repro import write_reproduction
@@ -57,6 +58,11 @@ __all__ = [
     "assert_same_on_all_ranks",
     "assert_no_anomalous_params",
     "write_reproduction",
+    "init_dist",
+    "get_dist_info",
+    "master_only",
+    "allreduce_grads",
+    "allreduce_params",
     "DdpcheckError",
     "UsageError",
     "ConfigError",
@@ -88,6 +94,11 @@ _HOMES = {
     "assert_same_on_all_ranks": "assertions",
     "assert_no_anomalous_params": "assertions",
     "write_reproduction": "repro",
+    "init_dist": "launchers",
+    "get_dist_info": "launchers",
+    "master_only": "launchers",
+    "allreduce_grads": "launchers",
+    "allreduce_params": "launchers",
     "DdpcheckError": "errors",
     "UsageError": "errors",
     "ConfigError": "errors",

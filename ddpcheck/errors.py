@@ -35,6 +35,10 @@ class UsageError(DdpcheckError):
     """A wrong argument or option: world size 0, an unknown backend, a file that is not there."""
 
 
+class ChoiceError(UsageError, ValueError):
+    """An argument that is none of the choices; the message names them."""
+
+
 class ConfigError(DdpcheckError):
     """A wrong value in the environment or in `[tool.ddpcheck]`."""
 

@@ -99,7 +99,7 @@ class CheckedDistributedDataParallel(_DDP):
         if check_consistency:
             teller.tell(compare_modules(self, group, timeout=check_timeout))
         self._watch_settings = settings
-        self.watch = Watch(self, **settings, already_told=teller.findings)  # type: ignore[arg-type]
+        self.watch = Watch(self, **settings, already_told=teller.findings, began_alike=bool(check_consistency))  # type: ignore[arg-type]
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR
+
 # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
 PLUGINS = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no")
 ROOT = Path(__file__).parents[1]
@@ -63,8 +65,12 @@ def start(folder: Path, *arguments: str, program: Sequence[str] = ("pytest",), *
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what makes a session part of another one."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    """Ours, without what makes a session part of another one; its fork server imports nothing ahead of its use.
+
+    Seconds of processor time, and an inner session that wraps a model in DDP is better run `innerhere`.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    return {**own, ONLY_WHAT_IS_ASKED_FOR: "1"}
 
 
 def run(folder: Path, *arguments: str, input: str | None = None, timeout: float = 250, **options: Any) -> Session:

@@ -5,12 +5,15 @@ Starting a launcher costs seconds, so each session runs many inner tests, and ea
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +29,8 @@ pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[1]
 LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
-    "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable, "-m"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable],
 }
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "SLURM_", "DDPCHECK_", "GLOO_")
 FOREIGN += ("_DDPCHECK", "PYTEST_", "COV")
@@ -52,35 +55,46 @@ def clean_environment(folder: Path) -> dict[str, str]:
     return {**environment, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
-def launch(launcher: str, folder: Path, *arguments: str, **files: str) -> Launched:
-    """Have a launcher start pytest twice in a folder with these files; nothing is left of it afterwards."""
+def start(launcher: str, folder: Path, *program: str) -> tuple[str, int, float]:
+    """Have a launcher start a program twice in a folder; what it printed, how it ended, and after how many seconds."""
     command = list(LAUNCHERS[launcher])
     if launcher == "mpirun":
         if shutil.which("mpirun") is None:
             pytest.skip("mpirun is not installed")
         command[1:1] = ["--allow-run-as-root"] * (os.getuid() == 0)
-    innerpytest.write(folder, **files)
-    temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
-    report = folder / "report.xml"
-    options = ["-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", "-o", "junit_logging=all"]
-    options += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
+    (folder / "tmp").mkdir(exist_ok=True)
     started = time.monotonic()
     done = subprocess.run(
-        [*command, "pytest", *options, *arguments],
+        [*command, *program],
         cwd=folder,
-        env=clean_environment(temporary),
+        env=clean_environment(folder / "tmp"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
     )
-    seconds = time.monotonic() - started
+    return done.stdout, done.returncode, time.monotonic() - started
+
+
+def options(folder: Path) -> list[str]:
+    found = ["-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", "-o", "junit_logging=all"]
+    return [*found, "-o", "junit_family=xunit1", f"--junitxml={folder / 'report.xml'}"]
+
+
+def ended(folder: Path, output: str, code: int, seconds: float = 0.0) -> Launched:
+    """What came of a session in a folder; nothing else is left of it."""
     left = [each for each in psutil.process_iter(["cwd", "pid"]) if each.info["cwd"] == str(folder)]
     assert not psutil.wait_procs(left, timeout=10)[1], "processes are left"
-    assert [path.name for path in temporary.iterdir() if path.name.startswith("ddpcheck")] == []
-    return Launched(innerpytest.read(report) if report.exists() else {}, done.stdout, done.returncode, seconds)
+    assert [path.name for path in (folder / "tmp").iterdir() if path.name.startswith("ddpcheck")] == []
+    report = folder / "report.xml"
+    return Launched(innerpytest.read(report) if report.exists() else {}, output, code, seconds)
+
+
+def launch(launcher: str, folder: Path, *arguments: str, **files: str) -> Launched:
+    """Have a launcher start pytest twice in a folder with these files; nothing is left of it afterwards."""
+    innerpytest.write(folder, **files)
+    return ended(folder, *start(launcher, folder, "-m", "pytest", *options(folder), *arguments))
 
 
 # --- Many tests in one session -------------------------------------------------------------------------------------
@@ -367,53 +381,120 @@ def test_ours(rank): print("printed by", rank)
 """
 
 
-def test_a_session_that_passes_ends_well_and_measures_every_rank(tmp_path: Path) -> None:
+STOPS = """
+def test_one(): assert here() == 0, 'only there'
+
+@pytest.mark.ddp
+def test_two(rank): open(f'went_on{rank}', 'w')
+"""
+MEASURED = "def f(rank):\n    if rank:\n        return 1\n    return 0\n\ndef g():\n    return 2\n"
+OF_MEASURED = "from measured import f\n@pytest.mark.ddp\ndef test_f(rank): assert f(rank) == rank\n"
+EXITS = """
+def test_exits():
+    if here() == 1: pytest.exit('that is all')
+
+def test_next(): open('went_on', 'w')
+"""
+DIFFER = "@pytest.mark.parametrize('number', range(2 - here()))\ndef test_some(number): open('went', 'w')\n"
+PLAIN = "import os\ndef test_plain(): assert '_DDPCHECK_RANK_OF' not in os.environ\n"
+
+# By launcher and name: arguments, and the files. Ranks outlive all of these, so that one launch is enough.
+ONE_AFTER_ANOTHER: dict[str, dict[str, tuple[tuple[str, ...], dict[str, str]]]] = {
+    "torchrun": {
+        "measures": (
+            ("--cov=measured", "--cov-report=term-missing"),
+            {"measured": MEASURED, "test_it": HEAD + OF_MEASURED},
+        ),
+        "stops": (("-x",), {"test_it": HEAD + STOPS}),
+        "differ": ((), {"test_it": HEAD + DIFFER}),
+        "exits": ((), {"test_it": HEAD + EXITS}),
+    },
+    "mpirun": {
+        "stops": (("-x",), {"test_it": HEAD + STOPS}),
+        "cannot import": ((), {"test_it": HEAD + "if here() == 1: import no_such_module\n"}),
+        "no tests of ours": (("-p", "no:cacheprovider"), {"test_it": PLAIN}),
+        "off": (("-p", "no:cacheprovider", "--ddp-launcher=off"), {"test_it": HEAD}),
+    },
+}
+PROGRAM = Path(__file__).with_name("launched_sessions.py")
+Sessions = Callable[[str, str], tuple[Launched, Path]]
+
+
+@pytest.fixture(scope="module")
+def one_of(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    """What came of one of them, by launcher and name, and its folder."""
+
+    @functools.cache
+    def all_of(launcher: str) -> dict[str, tuple[Launched, Path]]:
+        folders = {}
+        for name, (_, files) in ONE_AFTER_ANOTHER[launcher].items():
+            folders[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            innerpytest.write(folders[name], **files)
+            (folders[name] / "tmp").mkdir()
+        tasks = [
+            (str(folders[name]), *options(folders[name]), *arguments)
+            for name, (arguments, _) in ONE_AFTER_ANOTHER[launcher].items()
+        ]
+        printed, code, _ = start(launcher, tmp_path_factory.mktemp(launcher), str(PROGRAM), json.dumps(tasks))
+        assert code == 0, printed
+        found = {}
+        for name, folder in folders.items():
+            codes = [int((folder / f"code{rank}").read_text()) for rank in range(2)]
+            found[name] = ended(folder, (folder / "output").read_text(), codes[0] or codes[1]), folder
+        return found
+
+    return lambda launcher, name: all_of(launcher)[name]
+
+
+def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Sessions) -> None:
     pytest.importorskip("pytest_cov")
-    done = launch(
-        "torchrun",
-        tmp_path,
-        "--cov=measured",
-        "--cov-report=term-missing",
-        measured="def f(rank):\n    if rank:\n        return 1\n    return 0\n\ndef g():\n    return 2\n",
-        test_it=HEAD + "from measured import f\n@pytest.mark.ddp\ndef test_f(rank): assert f(rank) == rank\n",
-    )
+    done, folder = one_of("torchrun", "measures")
     assert done.returncode == 0, done.output
     assert "2 passed" in done.output and len(done.tests) == 2
     assert re.search(r"measured.py +6 +1 +83% +7\n", done.output), done.output
     assert done.output.count("session starts") == 1
-    assert sorted(path.name for path in tmp_path.glob(".coverage*")) == [".coverage"]
+    assert sorted(path.name for path in folder.glob(".coverage*")) == [".coverage"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_all_ranks_stop_after_the_same_failure(launcher: str, tmp_path: Path) -> None:
-    source = HEAD + (
-        "def test_one(): assert here() == 0, 'only there'\n"
-        "@pytest.mark.ddp\ndef test_two(rank): open(f'went_on{rank}', 'w')\n"
-    )
-    done = launch(launcher, tmp_path, "-x", test_it=source)
+def test_all_ranks_stop_after_the_same_failure(launcher: str, one_of: Sessions) -> None:
+    done, folder = one_of(launcher, "stops")
     assert done.returncode != 0
     assert "1 failed, 1 passed" in done.output and "stopping after 1 failures" in done.output
     assert "rank 1: AssertionError: only there" in done["test_one"].text
-    assert not list(tmp_path.glob("went_on*"))
+    assert not list(folder.glob("went_on*"))
 
 
-def test_ranks_with_different_tests_run_none(tmp_path: Path) -> None:
-    source = HEAD + "@pytest.mark.parametrize('number', range(2 - here()))\ndef test_some(number): open('went', 'w')\n"
-    done = launch("torchrun", tmp_path, test_it=source)
+def test_ranks_with_different_tests_run_none(one_of: Sessions) -> None:
+    done, folder = one_of("torchrun", "differ")
     assert done.returncode != 0
     assert done.output.count("The ranks have not collected the same tests") == 1, done.output
     assert (
         "test 3 is test_it.py::test_some[1] on rank 0, and nothing on rank 1 (rank 0 has 3, rank 1 has 2)"
         in done.output
     )
-    assert not (tmp_path / "went").exists()
+    assert not (folder / "went").exists()
 
 
-def test_a_file_that_one_rank_cannot_import_stops_all(tmp_path: Path) -> None:
-    done = launch("mpirun", tmp_path, test_it=HEAD + "if here() == 1: import no_such_module\n")
+def test_a_file_that_one_rank_cannot_import_stops_all(one_of: Sessions) -> None:
+    done, _ = one_of("mpirun", "cannot import")
     assert done.returncode != 0
     said = "rank 1 could not collect test_it.py: ModuleNotFoundError: No module named 'no_such_module'"
     assert done.output.count(said) == 1, done.output
+
+
+def test_pytest_exit_on_one_rank_ends_all(one_of: Sessions) -> None:
+    done, folder = one_of("torchrun", "exits")
+    assert done.returncode != 0
+    assert "rank 1 has left (that is all)" in done.output, done.output
+    assert not (folder / "went_on").exists()
+
+
+@pytest.mark.parametrize("name", ["no tests of ours", "off"])
+def test_sessions_that_do_not_want_the_ranks_are_left_alone(name: str, one_of: Sessions) -> None:
+    done, _ = one_of("mpirun", name)
+    assert done.returncode == 0, done.output
+    assert done.output.count("1 passed") == 2, done.output
 
 
 @pytest.mark.parametrize(
@@ -440,24 +521,37 @@ def test_a_rank_that_dies_fails_the_test_and_the_others_say_so_and_stop(
     assert done.seconds < 90
 
 
-def test_pytest_exit_on_one_rank_ends_all(tmp_path: Path) -> None:
-    source = (
-        HEAD
-        + "def test_exits():\n    if here() == 1: pytest.exit('that is all')\ndef test_next(): open('went_on', 'w')\n"
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Path) -> None:
+    command = list(LAUNCHERS[launcher])
+    if launcher == "mpirun":
+        if shutil.which("mpirun") is None:
+            pytest.skip("mpirun is not installed")
+        command[1:1] = ["--allow-run-as-root"] * (os.getuid() == 0)
+    source = HEAD + (
+        "@pytest.mark.ddp(timeout=300)\ndef test_hangs(rank):\n    import torch, torch.distributed as dist\n"
+        "    open(f'there{rank}', 'w')\n    time.sleep(300) if rank else dist.all_reduce(torch.ones(1))\n"
     )
-    done = launch("torchrun", tmp_path, test_it=source)
-    assert done.returncode != 0
-    assert "rank 1 has left (that is all)" in done.output, done.output
-    assert not (tmp_path / "went_on").exists()
-
-
-@pytest.mark.parametrize("arguments", [(), ("--ddp-launcher=off",)], ids=["no tests of ours", "off"])
-def test_sessions_that_do_not_want_the_ranks_are_left_alone(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    plain = "import os\ndef test_plain(): assert '_DDPCHECK_RANK_OF' not in os.environ\n"
-    source = HEAD if arguments else plain
-    done = launch("mpirun", tmp_path, "-p", "no:cacheprovider", *arguments, test_it=source)
-    assert done.returncode == 0, done.output
-    assert done.output.count("1 passed") == 2, done.output
+    innerpytest.write(tmp_path, test_it=source)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    program = [*command, "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
+    with (tmp_path / "said").open("w") as said:
+        started = subprocess.Popen(program, cwd=tmp_path, env=clean_environment(temporary), stdout=said, stderr=said)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("there*"))) < 2:
+        assert time.monotonic() < deadline, (tmp_path / "said").read_text()
+        time.sleep(0.05)
+    ours = psutil.Process(started.pid).children(recursive=True)
+    assert len(ours) >= 2
+    started.kill()
+    started.wait()
+    left = psutil.wait_procs(ours, timeout=15)[1]
+    for each in left:
+        each.kill()
+    assert left == []
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("ddpcheck")] == []
 
 
 # --- Without starting a launcher -----------------------------------------------------------------------------------

@@ -37,8 +37,7 @@ COLLECTIVE_AFTER = {"raises", "asserts", "exits", "killed", "crashes", "unpickla
 
 HEAD = """
 import os, signal, sys, threading, time
-import pytest, torch
-import torch.distributed as dist
+import pytest
 
 class Stubborn(Exception):
     def __init__(self, text):
@@ -47,11 +46,13 @@ class Stubborn(Exception):
 """
 BODY = """
 def body_{name}(rank):
+    import torch, torch.distributed as dist  # here: pytest itself can do without, and starts the sooner
     bad = {who}
 {code}
 """
 FIXTURE = """
 def on_rank_{name}():
+    import torch.distributed as dist
     return body_{name}(dist.get_rank())
 
 def test_fixture_{name}(ddp_world):

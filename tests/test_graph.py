@@ -525,13 +525,13 @@ class Forget(torch.autograd.Function):
 
 def test_the_custom_function_nearest_to_a_parameter_is_named() -> None:
     weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-    assert functions_before(Double.apply(Forget.apply(x, weight.t() * 2)).sum(), weight) == (Forget,)
-    assert set(functions_before((Double.apply(weight) + Forget.apply(x, weight).sum()).sum(), weight)) == {
+    assert functions_before([Double.apply(Forget.apply(x, weight.t() * 2)).sum().grad_fn], weight) == (Forget,)
+    assert set(functions_before([(Double.apply(weight) + Forget.apply(x, weight).sum()).sum().grad_fn], weight)) == {
         Double,
         Forget,
     }
-    assert functions_before((x @ weight).sum(), weight) == ()
-    assert functions_before(Double.apply(x).sum(), weight) == ()
+    assert functions_before([(x @ weight).sum().grad_fn], weight) == ()
+    assert functions_before([Double.apply(x).sum().grad_fn], weight) == ()
 
 
 def test_a_property_has_the_name_that_torch_gives_it() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from ddpcheck.errors import DdpcheckError, HangError, RankError, UsageError
 from ddpcheck.harness import World
+from ddpcheck.worlds import preloading
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -764,7 +765,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, number: signal.Signals, met
         pytest.skip("slow, and no different")
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), preloading.ONLY_WHAT_IS_ASKED_FOR: "1"}
     command = [sys.executable, str(script), method]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -848,6 +849,7 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
 
 def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "5")
+    monkeypatch.setenv(preloading.ONLY_WHAT_IS_ASKED_FOR, "1")  # for a server that nobody else uses
     with World(2, hash_seeds=True) as world:
         one, other = world.run(ordered_set, NAMES)
     assert one == other

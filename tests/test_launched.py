@@ -17,8 +17,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck.errors import UsageError
-from ddpcheck.launched import Launch, detect, require
-from ddpcheck.launched.board import _meeting_point, open_board
+from ddpcheck.launched import Launch, detect, loopback, require
+from ddpcheck.launched.board import open_board
 from ddpcheck.launched.peers import Peer, Peers
 
 pytest.importorskip("torch")
@@ -317,7 +317,14 @@ PLAIN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
         (MPICH, Launch("mpiexec", 1, 2, 1, 2, "", "", 0)),
         (SLURM, Launch("srun", 3, 4, 1, None, "5 0", "", 0)),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, Launch("srun", 3, 4, 1, 4, "5 0", "", 0)),
-        (PLAIN, Launch("the environment", 0, 2, 0, None, "", "localhost", 1234)),
+        (PLAIN, Launch("the environment", 0, 2, None, None, "", "localhost", 1234)),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "1,3", "MASTER_PORT": "4000"},
+            Launch("srun", 3, 4, 1, 3, "5 0", "", 4000, nodes="n[1-2]", node="n2"),
+        ),
+        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("srun", 3, 4, 1, None, "5 0", "", 0)),
+        ({**SLURM, "PMI_RANK": "7", "PMI_SIZE": "8"}, Launch("mpiexec", 7, 8, None, None, "", "", 0)),
         ({**SLURM, **TORCHRUN}, Launch("torchrun", 1, 4, 1, 2, "abc 0", "node1", 29500, True)),
         ({**SLURM, **OPEN_MPI}, Launch("mpirun", 0, 2, 0, 2, "77", "", 0)),
     ],
@@ -328,6 +335,9 @@ PLAIN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
         "slurm",
         "slurm on one node",
         "by hand",
+        "slurm with a list of nodes",
+        "srun that speaks PMI",
+        "mpiexec in srun",
         "torchrun in srun",
         "mpirun in srun",
     ],
@@ -360,6 +370,57 @@ def test_half_of_an_environment_is_no_launch_and_says_what_is_missing(environ: d
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "environ", "expected"),
+    [
+        ("pytorch", {**SLURM, **PLAIN}, ("the environment", 0)),
+        ("pytorch", {**SLURM, **TORCHRUN}, ("torchrun", 1)),
+        ("slurm", {**SLURM, **TORCHRUN}, ("srun", 3)),
+        ("slurm", {**SLURM, "SLURM_PTY_PORT": "4000"}, ("srun", 3)),
+        ("mpi", {**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, ("mpiexec", 3)),
+        ("mpi", {**OPEN_MPI, **PLAIN}, ("mpirun", 0)),
+        ("mpi", {**OPEN_MPI, "_DDPCHECK_RANK_OF": "1"}, ("mpirun", 0)),
+    ],
+)
+def test_a_launcher_that_is_asked_for_is_the_only_one_listened_to(
+    launcher: str, environ: dict[str, str], expected: tuple[str, int]
+) -> None:
+    found = require(environ, launcher)
+    assert (found.launcher, found.rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "words"),
+    [
+        (
+            "pytorch",
+            {},
+            "Launcher 'pytorch' was asked for, but there is no RANK in the environment; start this with tor",
+        ),
+        ("mpi", {}, "there is no OMPI_COMM_WORLD_RANK or PMI_RANK in the environment; start this with mpirun"),
+        ("slurm", {}, "there is no SLURM_JOB_ID in the environment; start this with srun"),
+        ("slurm", {"SLURM_JOB_ID": "5"}, "this is a script or shell of SLURM's job 5, and none of its tasks; start"),
+        ("mpi", TORCHRUN, "it is torchrun that has started this process; start this with mpirun"),
+        ("pytorch", {"WORLD_SIZE": "2"}, "RANK is not set; export it"),
+        ("slurm", {**SLURM, "MASTER_PORT": "x"}, "MASTER_PORT must be a whole number, got 'x'"),
+    ],
+)
+def test_a_launcher_that_is_asked_for_and_not_there_is_named(
+    launcher: str, environ: dict[str, str], words: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        require(environ, launcher)
+    assert words in str(caught.value)
+
+
+def test_rank_0_on_another_node_than_the_first_is_told_what_to_export() -> None:
+    environ = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2"}
+    with pytest.raises(
+        UsageError, match=r"Rank 0 is on n2, which is not the first machine of .*; export MASTER_ADDR=n2"
+    ):
+        open_board(require(environ), 1.0)
+
+
 def test_one_process_is_no_launch_unless_it_is_asked_for() -> None:
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}
     assert detect(environ) is None
@@ -386,7 +447,7 @@ def test_ranks_that_cannot_find_each_other_are_told_what_to_export(environ: dict
 def test_the_file_of_a_job_that_was_killed_leads_nobody_astray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[dict[str, str]], Any]
 ) -> None:
-    point = _meeting_point("77")
+    point = loopback.meeting_point("77")
     point.write_text("1 stale")
     board, met = opened(OPEN_MPI)
     assert point.read_text() != "1 stale", "rank 0 has written its own"

@@ -1,11 +1,18 @@
-"""Averages over ranks that owe nothing to DDP, against the mean computed in one place."""
+"""Means over ranks, against the mean computed in one place; and setting a process group up as launchers have it."""
 
+import asyncio
+import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ddpcheck
-from ddpcheck.launchers import allreduce_grads, average_over_ranks, get_dist_info
+from ddpcheck.errors import ChoiceError, HangError, UsageError
+from ddpcheck.launched import slurm
+from ddpcheck.launchers import allreduce_grads, allreduce_params, average_over_ranks, get_dist_info, init_dist
+from ddpcheck.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -95,3 +102,395 @@ def test_without_a_process_group_there_is_one_rank_and_nothing_to_average() -> N
     (alone, missing) = average_over_ranks([gradient, None], [weight, weight])
     assert alone.tolist() == [3.0, 3.0] and missing is None
     assert average_over_ranks([], []) == []
+
+
+# --- Averages by mmcv's names --------------------------------------------------------------------------------------
+
+
+WAYS = [{}, {"coalesce": False}, {"bucket_size_mb": 1e-5}, {"coalesce": True, "bucket_size_mb": 25}]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements each all-reduce has."""
+    sizes: list[int] = []
+    reduce = torch.distributed.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return sizes
+
+
+@pytest.mark.ddp(world_size=3, reuse="module")
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_gradients_that_only_some_ranks_have_are_averaged_with_zeros(rank: int, way: dict[str, Any]) -> None:
+    """Seed 4 (mmcv dist_utils): gradients that are None are left out, and ranks pair up the wrong ones."""
+    params = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4)]
+    params[rank].grad = torch.full((2, 3), 3.0 * (rank + 1))  # of one shape: nobody would notice
+    allreduce_grads(params, **way)
+    assert [p.grad if p.grad is None else p.grad[0, 0].item() for p in params] == [1.0, 2.0, 3.0, None]
+
+
+@pytest.mark.ddp(reuse="module")
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_parameters_become_their_mean_in_place(rank: int, way: dict[str, Any]) -> None:
+    """Seed 4 (mmcv dist_utils): allreduce_params averages over the world, coalesced, in buckets or one at a time."""
+    base = torch.arange(12.0).reshape(3, 4) * (rank + 1)
+    params = [nn.Parameter(base.clone().t()), nn.Parameter(base[0].to(torch.bfloat16)), nn.Parameter(base[:, ::2])]
+    before = [p.data_ptr() for p in params]
+    strides = [p.stride() for p in params]
+    assert not params[0].is_contiguous() and not params[2].is_contiguous()
+    allreduce_params(params, **way)
+    mean = torch.arange(12.0).reshape(3, 4) * 1.5
+    assert torch.equal(params[0], mean.t()) and torch.equal(params[2], mean[:, ::2])
+    assert params[1].tolist() == mean[0].tolist()
+    assert [p.data_ptr() for p in params] == before and [p.stride() for p in params] == strides
+
+
+@pytest.mark.ddp(reuse="module")
+def test_tensors_travel_together_by_dtype_in_buckets_or_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 4 (mmcv dist_utils): coalesced by dtype or in buckets of a given size, or one tensor at a time."""
+    tensors = [
+        torch.zeros(size, dtype=dtype)
+        for size, dtype in zip((9, 8, 7, 6), [torch.float32, torch.float64] * 2, strict=True)
+    ]
+    sizes = counted(monkeypatch)
+    told: dict[str, list[int]] = {}
+    for name, way in [("together", {}), ("alone", {"coalesce": False}), ("buckets", {"bucket_size_mb": 64 / 2**20})]:
+        sizes.clear()
+        allreduce_params([*tensors, *tensors], **way)
+        told[name] = sizes[2:]  # what goes before says whether the ranks agree
+    assert told["together"] == [32, 28]
+    assert told["alone"] == [9, 8, 7, 6] * 2
+    assert told["buckets"] == [9 + 7, 8, 6 + 8, 9 + 7, 6], "a bucket is full with 64 bytes"
+
+
+@pytest.mark.ddp(reuse="module")
+def test_integer_buffers_become_those_of_the_first_rank(rank: int) -> None:
+    """Seed 4 (mmcv dist_utils): allreduce_params of `model.buffers()`, with BatchNorm's count of batches among them."""
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(float(rank))
+    norm.num_batches_tracked.fill_(2**53 + 1 + rank)
+    mask = torch.tensor([rank == 0, rank == 1])
+    allreduce_params([*norm.buffers(), mask])
+    assert norm.running_mean.tolist() == [0.5, 0.5]
+    assert norm.num_batches_tracked.item() == 2**53 + 1 and mask.tolist() == [True, False]
+
+
+@pytest.mark.ddp(reuse="module")
+def test_gradients_change_in_place_where_they_can(rank: int) -> None:
+    flat = torch.full((6,), float(rank))
+    viewed, expanded = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3))
+    viewed.grad = flat.view(2, 3)
+    expanded.grad = torch.full((1, 1), float(rank)).expand(2, 3)
+    allreduce_grads([viewed, expanded])
+    assert flat.tolist() == [0.5] * 6, "a view into a bucket of DDP, for example"
+    assert torch.equal(expanded.grad, torch.full((2, 3), 0.5))
+
+
+@pytest.mark.ddp(world_size=3, reuse="module")
+def test_sparse_gradients_stay_sparse_with_the_rows_of_all(rank: int) -> None:
+    embeddings = [nn.Embedding(6, 2, sparse=True) for _ in range(3)]
+    if rank:
+        (embeddings[0](torch.tensor([rank, rank, 4])).sum() * 3).backward()
+        (embeddings[1](torch.tensor([5])).sum() * 0).backward()  # a row of zeros is a row: momentum is applied to it
+    dense = nn.Embedding(6, 2, sparse=rank == 0)
+    (dense(torch.tensor([rank])).sum() * 3).backward()
+    allreduce_grads([embeddings[0].weight, embeddings[1].weight, embeddings[2].weight, dense.weight])
+    first, second = embeddings[0].weight.grad, embeddings[1].weight.grad
+    assert first.is_sparse and first.coalesce().indices().tolist() == [[1, 2, 4]]
+    assert first.coalesce().values().tolist() == [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+    assert second.is_sparse and second.coalesce().indices().tolist() == [[5]]
+    assert embeddings[2].weight.grad is None
+    assert not dense.weight.grad.is_sparse and dense.weight.grad[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.ddp(world_size=2, reuse="module")
+@pytest.mark.parametrize(
+    ("sizes", "words"), [([2, 3], "2 on one and 3 on another"), ([0, 2], "0 on one and 2 on another")]
+)
+def test_ranks_that_hand_over_different_tensors_are_told_so_on_all(rank: int, sizes: list[int], words: str) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(sizes[rank])]
+    for average in (allreduce_grads, allreduce_params):
+        with pytest.raises(UsageError, match=words):
+            average(params)
+    other = [nn.Parameter(torch.ones(2 + rank))]
+    with pytest.raises(UsageError, match="1 tensors each to be averaged, but of other shapes or dtypes"):
+        allreduce_params(other)
+
+
+@pytest.mark.ddp(world_size=3, reuse="module")
+def test_averages_of_a_group_leave_the_others_alone(rank: int) -> None:
+    group = torch.distributed.new_group([1, 2])
+    weight = nn.Parameter(torch.full((2,), float(rank)))
+    weight.grad = weight.detach().clone()
+    count = torch.tensor(rank)
+    allreduce_params([weight, count], group=group)
+    allreduce_grads([weight], group=group)
+    assert weight.tolist() == weight.grad.tolist() == ([1.5, 1.5] if rank else [0.0, 0.0])
+    assert count.item() == (1 if rank else 0), "of the first rank of the group"
+    assert get_dist_info(group) == ((rank - 1, 2) if rank else (-1, -1))
+
+
+def test_nothing_happens_at_world_size_one() -> None:
+    """Seed 4 (mmcv dist_utils): nothing at world size 1."""
+    weight = nn.Parameter(torch.ones(2))
+    count = torch.tensor(3)
+    weight.grad = gradient = torch.ones(2)
+    version = weight._version
+    allreduce_params([weight, count])
+    allreduce_grads([weight], coalesce=False)
+    assert weight._version == version and weight.grad is gradient
+
+
+# --- Who am I ------------------------------------------------------------------------------------------------------
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @ddpcheck.master_only
+    def log(self, line: str, *, twice: bool = False) -> int:
+        """Write a line."""
+        self.lines += [line] * (1 + twice)
+        return len(self.lines)
+
+    @ddpcheck.master_only
+    async def later(self) -> str:
+        return "done"
+
+
+@pytest.mark.ddp(reuse="module")
+def test_the_master_alone_does_it(rank: int) -> None:
+    """Seed 4 (mmcv dist_utils): master_only runs on rank 0 only; get_dist_info gives rank and world size."""
+    logger = Logger()
+    assert logger.log("a", twice=True) == (2 if rank == 0 else None)
+    assert logger.lines == (["a", "a"] if rank == 0 else [])
+    assert asyncio.run(logger.later()) == ("done" if rank == 0 else None)
+    assert get_dist_info() == (rank, 2)
+
+
+def test_without_a_process_group_everybody_is_the_master() -> None:
+    """Seed 4 (mmcv dist_utils): get_dist_info gives (0, 1) without a process group."""
+    logger = Logger()
+    assert logger.log("a") == 1 and get_dist_info() == (0, 1)
+    assert Logger.log.__name__ == "log" and Logger.log.__doc__ == "Write a line."
+    with pytest.raises(KeyError, match="own"):
+        ddpcheck.master_only({}.__getitem__)("own")
+
+
+# --- init_dist -----------------------------------------------------------------------------------------------------
+
+
+def leave_the_world(environ: dict[str, str]) -> None:
+    """Be a process that a launcher has just started, as its variables say."""
+    torch.distributed.destroy_process_group()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "_DDPCHECK_RANK_OF", "GLOO_SOCKET_IFNAME")
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(environ)
+
+
+def variables_of(launcher: str, rank: int, job: str) -> dict[str, str]:
+    if launcher == "mpi":
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        values = (rank, 2, rank, 2)
+        return {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, values, strict=True)} | {"PMIX_NAMESPACE": job}
+    if launcher == "slurm":
+        return {
+            "SLURM_JOB_ID": "5", "SLURM_STEP_ID": job, "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_NODES": "1",
+        }  # fmt: skip
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("launcher", ["pytorch", "mpi", "slurm"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_process_group_is_set_up_once_for_each_launcher(
+    rank: int, launcher: str, asked: bool, ddp_port: int
+) -> None:
+    """Seed 3 (mmengine DDPStrategy), seed 5 (Lightning DDPPlugin): initialised once, from what the launcher says."""
+    leave_the_world(variables_of(launcher, rank, str(ddp_port)))
+    port = ddp_port if launcher == "pytorch" else None
+    device = init_dist(launcher if asked else None, timeout=30, port=port)
+    assert get_dist_info() == (rank, 2) and torch.distributed.get_backend() == "gloo"
+    assert device == torch.device("cpu")
+    total = torch.ones(1) * rank
+    torch.distributed.all_reduce(total)
+    assert total.item() == 1.0
+    group = torch.distributed.group.WORLD
+    assert init_dist("slurm", backend="gloo") == device and torch.distributed.group.WORLD is group, "once is enough"
+    said = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert said == [str(rank), "2", str(rank), "2"]
+    assert os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1") and int(os.environ["MASTER_PORT"]) > 0
+
+
+@pytest.fixture
+def ddp_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.ddp
+def test_what_ranks_are_asked_for_must_not_differ(rank: int, ddp_port: int) -> None:
+    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    with pytest.raises(
+        UsageError, match="asked for different backends: rank 1 for none, rank 0 for gloo; pass the same"
+    ):
+        init_dist(backend=None if rank else "gloo", timeout=30)
+    assert not torch.distributed.is_initialized() and "MASTER_PORT" not in os.environ
+
+
+@pytest.mark.ddp
+def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, ddp_port: int) -> None:
+    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    if rank == 0:
+        with pytest.raises(HangError, match=r"Rank 1 of 2 did not come to init_dist within 0.3 s; see whether mpirun"):
+            init_dist(timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (["torch"], {}, "launcher must be 'pytorch' or 'mpi' or 'slurm', got 'torch'"),
+        (["pytorch", "ncl"], {}, "backend must be one that this torch has: gloo"),
+        (["pytorch", "cpu:gloo,cuda:ncl"], {}, "backend must be one that this torch has: gloo"),
+        (["mpi"], {"timeout": 0}, "timeout must be a number of seconds above 0"),
+        (["slurm"], {"port": 70000}, "port must be a whole number from 1 to 65535"),
+        (["slurm"], {"rank": 1, "store": None}, "init_dist sees to store, rank itself; leave that out"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_waited_for(
+    arguments: list[str], options: dict[str, Any], words: str
+) -> None:
+    """Seed 4 (mmcv dist_utils): an unknown launcher is a ValueError."""
+    with pytest.raises(UsageError, match=words) as caught:
+        init_dist(*arguments, **options)
+    if "must be one" in words or "launcher" in words:
+        assert isinstance(caught.value, ValueError) and isinstance(caught.value, ChoiceError)
+
+
+def test_an_incomplete_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC")):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("_DDPCHECK_RANK_OF", raising=False)
+    with pytest.raises(UsageError, match=r"No launcher has started this process: .* See `ddpcheck explain DDP603`"):
+        init_dist()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="WORLD_SIZE is not set; export it"):
+        init_dist("pytorch")
+    with pytest.raises(UsageError, match="Launcher 'slurm' was asked for, but it is the environment that has started"):
+        init_dist("slurm")
+
+
+# --- Devices -------------------------------------------------------------------------------------------------------
+
+
+def seats(*gpus: str, local: bool = True, backend: str = "") -> list[Seat]:
+    """Ranks in order: each with its machine and the GPUs that it sees, as `a:01`."""
+    made: list[Seat] = []
+    for one in gpus:
+        machine, _, seen = one.partition(":")
+        number = [seat.machine for seat in made].count(machine)
+        made.append(Seat(machine, number if local else None, tuple(machine + gpu for gpu in seen), backend))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "backend"),
+    [
+        (seats("a:012", "a:012", "a:012", "b:01"), [0, 1, 2, 0], "nccl"),  # rank 3 modulo 2 GPUs would be 1
+        (seats("a:01", "a:01", "b:01", "b:01"), [0, 1, 0, 1], "nccl"),
+        (seats("a:0123", "b:0123", "a:0123", "b:0123"), [0, 0, 1, 1], "nccl"),  # every other machine
+        (seats("a:01", "a:01", "b:01", "b:01", local=False), [0, 1, 0, 1], "nccl"),
+        (seats("a:0", "a:1", "b:0", "b:1"), [0, 0, 0, 0], "nccl"),  # SLURM has given each its own
+        (seats("a:01", "a:01", "a:23", "a:23"), [0, 1, 0, 1], "nccl"),
+        (seats("a:0", "a:0"), [0, 0], "gloo"),  # shared
+        (seats("a:01", "a:01", "a:01"), [0, 1, 0], "gloo"),
+        (seats("a:", "a:"), [None, None], "gloo"),
+        (seats("a:0", "b:"), [0, None], "gloo"),  # one machine has none
+    ],
+)
+def test_a_rank_gets_the_gpu_of_its_local_rank_and_all_of_them_one_backend(
+    given: list[Seat], expected: list[int | None], backend: str
+) -> None:
+    """Seed 4 (mmcv dist_utils): `rank % num_gpus` instead of the local rank. Seed 5: nccl on GPUs, else gloo."""
+    assert choose_gpus(given) == expected and choose_backend(given) == backend
+
+
+def test_nccl_is_refused_where_ranks_have_no_gpu_of_their_own() -> None:
+    """Seed 4 (mmcv dist_utils): zero GPUs divide by zero."""
+    with pytest.raises(
+        UsageError, match=r"needs a GPU for every rank, and ranks 0 and 2 would share; pass backend='gloo'"
+    ):
+        choose_backend(seats("a:01", "a:01", "a:01", backend="nccl"))
+    with pytest.raises(
+        UsageError, match=r"needs a GPU for every rank, and ranks 1 and 2 have none; pass backend='gloo'"
+    ):
+        choose_backend(seats("a:0", "b:", "b:", backend="nccl"))
+    assert choose_backend(seats("a:0", "a:0", backend="gloo")) == "gloo"
+    assert choose_backend(seats("a:0", "b:0", backend="cpu:gloo,cuda:nccl")) == "cpu:gloo,cuda:nccl"
+
+
+def test_local_ranks_are_counted_where_the_launcher_does_not_say_them() -> None:
+    assert local_ranks(seats("a:", "b:", "a:", "b:", local=False)) == [0, 0, 1, 1]
+
+
+# --- SLURM ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place for a program of this name, and no other."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "scontrol"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("rack[1-3,7]-gpu[01-16],login", "rack1-gpu01"),
+        ("node[003,005-010]", "node003"),
+        ("a.cluster.org,b", "a.cluster.org"),
+        ("single", "single"),
+        ("n[001-4", ""),
+        ("n[]", ""),
+        ("", ""),
+        ("a b", ""),
+    ],
+)
+def test_the_first_host_can_be_read_without_scontrol(scontrol: Path, nodes: str, first: str) -> None:
+    """Seed 4 (mmcv dist_utils): slurm resolves the first host with scontrol; here also where there is none."""
+    if first:
+        assert slurm.first_host(nodes) == first
+        return
+    with pytest.raises(UsageError, match=r"cannot be told \(scontrol is not installed here\); export MASTER_ADDR"):
+        slurm.first_host(nodes)
+
+
+def test_scontrol_has_the_last_word_and_its_complaint_is_told(scontrol: Path) -> None:
+    scontrol.write_text("#!/bin/sh\necho first-of-$3\necho second\n")
+    scontrol.chmod(0o755)
+    assert slurm.first_host("x1") == "first-of-x1"
+    scontrol.write_text("#!/bin/sh\necho no configuration >&2\nexit 1\n")
+    assert slurm.first_host("x[1-2]") == "x1"
+    with pytest.raises(UsageError, match=r"'x\[' cannot be told \(scontrol: no configuration\)"):
+        slurm.first_host("x[")
+
+
+def test_each_step_has_a_port_of_its_own_below_those_of_clients() -> None:
+    steps = [slurm.port_of(f"{job} {step}") for job in range(1000, 1090) for step in range(100)]
+    assert len(set(steps)) == len(steps) and min(steps) >= 20_000 and max(steps) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("layout", "node", "tasks"),
+    [("2(x3),1", "3", 1), ("2(x3),1", "2", 2), ("4", "0", 4), ("4", "1", None), ("", "0", None), ("4", "", None)],
+)
+def test_the_tasks_of_a_node_are_read_from_slurms_layout(layout: str, node: str, tasks: int | None) -> None:
+    assert slurm.tasks_of_node(layout, node) == tasks

@@ -8,7 +8,9 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
+import ddpcheck.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
+from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,8 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 
     def run(source: str, *arguments: str, apart: bool = False) -> pytest.RunResult:
         pytester.makepyfile(source)
+        if "-n" in arguments:  # for the servers of its workers
+            monkeypatch.setenv(ONLY_WHAT_IS_ASKED_FOR, "1")
         # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
         command = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", *arguments)
         if apart:
@@ -180,8 +184,7 @@ def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) ->
 
         def test_broken(ddp_world):
             ddp_world.check(recipe(unused=True), steps=1)
-        """,
-        apart=True,
+        """
     )
     done.assert_outcomes(passed=1, failed=1)
     done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*"])

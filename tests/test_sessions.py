@@ -183,7 +183,6 @@ def test_a_rank_explains_as_much_as_pytest_does(inner: Inner, pytester: pytest.P
 LIVE = """
 import os, sys, time
 import pytest
-import torch.distributed as dist
 
 def talk(rank, test):
     print(f"{test}: first of {rank}")
@@ -194,6 +193,7 @@ def talk(rank, test):
     sys.stdout.write(f"{test}: last of {rank}, heard {os.path.exists(f'heard of {test}')}")
 
 def on_ranks():
+    import torch.distributed as dist
     talk(dist.get_rank(), "fixture")
 
 @pytest.mark.ddp

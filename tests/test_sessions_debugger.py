@@ -82,10 +82,10 @@ def test_a_failure_is_looked_at_where_it_happened(tmp_path: Path) -> None:
 BREAKPOINTS = """
 import os, time
 import pytest
-import torch.distributed as dist
 
 @pytest.mark.ddp(timeout=2)
 def test_one(rank):
+    import torch.distributed as dist
     secret = 40 + rank
     if rank == 1:
         breakpoint()
@@ -95,11 +95,13 @@ def test_one(rank):
 
 @pytest.mark.ddp(timeout=1)
 def test_both(rank):
+    import torch.distributed as dist
     secret = 50 + rank
     breakpoint()
     dist.barrier()
 
 def on_ranks():
+    import torch.distributed as dist
     secret = 60 + dist.get_rank()
     if dist.get_rank() == 0:
         import pdb; pdb.set_trace()
@@ -111,6 +113,7 @@ def test_fixture(ddp_world):
 @pytest.mark.ddp(reuse="module")
 @pytest.mark.parametrize("number", [1, 2])
 def test_shared(rank, number):
+    import torch.distributed as dist
     secret = 70 + rank
     if rank == 0:
         breakpoint()

@@ -113,9 +113,9 @@ def test_nothing_is_left_of_a_session_that_ends_in_a_hang(trial: Trial, tmp_path
 MANY = """
 import os, time
 import pytest
-import torch, torch.distributed as dist
 
 def work():
+    import torch, torch.distributed as dist  # here: pytest itself can do without, and starts the sooner
     total = torch.ones(1)
     dist.all_reduce(total)
     return int(total)

@@ -75,6 +75,13 @@ def test_a_parameter_that_no_operation_reads_is_named_in_the_first_backward_pass
     assert model.findings[0].location.path.endswith("test_watching.py")
 
 
+def test_what_is_raised_does_not_show_how_it_was_found():
+    model = CheckedDistributedDataParallel(Net())
+    with pytest.raises(FindingsError) as raised:
+        train(model, 1, way=lambda step: "short")
+    assert sum("ddpcheck/watching" in str(entry.path) for entry in raised.traceback) == 1
+
+
 def test_a_detached_path_is_told_with_its_line():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError, match=r"cut by detach\(\) at .*test_watching.py"):
@@ -289,6 +296,44 @@ def test_a_no_sync_that_is_never_entered_is_told_with_its_line():
         train(model, 1)
     assert [finding.code for finding in told] == ["DDP502"]
     assert told[0].location.path.endswith("test_watching.py")
+
+
+def test_a_no_sync_around_the_backward_pass_alone_is_told():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    for _ in range(3):
+        loss = model(torch.randn(3, 4)).sum()
+        with model.no_sync():
+            loss.backward()
+    assert [finding.code for finding in told] == ["DDP502"]
+
+
+@pytest.mark.parametrize(("code", "way"), [("DDP502", "no_sync"), ("DDP501", "inner module")])
+def test_an_optimizer_that_only_gets_gradients_of_its_own_rank_is_told(code, way):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    with model.no_sync() if way == "no_sync" else contextlib.nullcontext():
+        train(model if way == "no_sync" else model.module, 5)
+    assert [finding.code for finding in told] == [code]
+
+
+def test_a_cast_after_wrapping_that_loses_the_hooks_of_ddp_is_told():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    model.double().float()
+    train(model, 2)
+    assert [finding.code for finding in told] == ["DDP503"]
+
+
+def test_derivatives_inside_of_the_forward_pass_are_no_gradients_of_the_step():
+    class Adapting(Net):
+        def forward(self, x, way="whole"):
+            inner = super().forward(x).square().mean()
+            (slope,) = torch.autograd.grad(inner, self.head.weight, create_graph=True)
+            return super().forward(x) + (self.head.weight - 0.1 * slope).sum()
+
+    with silent() as wrap:
+        train(wrap(Adapting()), 5)
 
 
 # Healthy programs of many kinds, on which nothing may be said
@@ -560,7 +605,7 @@ def test_a_deep_graph_is_no_trouble():
 
         def forward(self, x, way="whole"):
             x = self.layer(x)
-            for _ in range(60_000):
+            for _ in range(30_000):
                 x = x + 1e-9
             return x
 
@@ -674,6 +719,53 @@ def test_compare_can_be_called_at_any_time(rank):
         with torch.no_grad():
             model.module.head.bias.add_(rank)
         assert [finding.code for finding in watch.compare()] == ["DDP306"]
+
+
+# What is private to torch, and what stands in for it
+
+
+@pytest.mark.parametrize("lacking", ["will_be_reached", "at_end_of_backward"])
+@pytest.mark.parametrize("way", ["short", "detached", "whole"])
+def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank, lacking, way):
+    from ddpcheck.watching import rounds
+
+    def run():
+        torch.manual_seed(0)
+        model = CheckedDistributedDataParallel(Net(), on_finding=lambda finding: None)
+        train(model, 4, way=lambda step: way if rank == 1 and step == 2 else "whole")
+        return found(model), [f.evidence for f in model.findings], [p.tolist() for p in model.parameters()]
+
+    with_them = run()
+    monkeypatch.setattr(rounds, lacking, lambda *_: None)
+    assert run() == with_them
+    assert [code for code, *_ in with_them[0]] == ([] if way == "whole" else ["DDP104"])
+
+
+def test_a_parameter_that_forward_sets_from_its_own_batch_is_told_as_that(rank):
+    class Initialising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.centre = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+            self.done = False
+
+        def forward(self, x, way="whole"):
+            if not self.done:
+                self.centre.data.copy_(x.mean(0))
+                self.done = True
+            return self.layer(x - self.centre)
+
+    told = []
+    train(CheckedDistributedDataParallel(Initialising(), check_consistency=1, on_finding=told.append), 4)
+    assert [(finding.code, finding.subjects) for finding in told] == [("DDP515", ("centre",))]
+
+
+def test_what_a_fault_leads_to_is_not_told_beside_it():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_consistency=1, check_parity_every=1, on_finding=told.append)
+    model.module.extra = nn.Linear(2, 2)
+    model.module.register_forward_hook(lambda module, _inputs, out: module.extra(out))
+    train(model, 6)
+    assert [finding.code for finding in told] == ["DDP503"]
 
 
 # Attaching and leaving

@@ -1,7 +1,7 @@
 """Who started this process: torchrun, `mpirun` or `srun`, read from what they leave in the environment. Pure.
 
 Nothing is guessed. An environment that says half of it (`RANK` without `WORLD_SIZE`) is no launch for `detect`;
-`require` says what is missing, for those who have asked for the ranks of a launcher.
+`require` says what is missing, for those who have asked for the ranks of a launcher (rule DDP603).
 
 This module is light. Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of
 Open MPI, section "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddpcheck.errors import UsageError
+from ddpcheck.launched import slurm
 from ddpcheck.worlds.wire import NO_LAUNCH
 
 
@@ -26,23 +27,27 @@ class Launch:
         launcher: Its name, for messages.
         rank: Of this process.
         world_size: How many processes it has started.
-        local_rank: Among those of this machine.
+        local_rank: Among those of this machine; `None` where it did not say.
         local_world_size: How many of them are on this machine; `None` where it did not say.
         job: What no other job on this machine has, and all ranks of this one do; empty where nothing tells.
         address: Of the machine that rank 0 is on, empty where it is not known.
         port: Which is free there, 0 where it is not known.
         agent: Whether the launcher itself keeps a store at that address.
+        nodes: Of SLURM: the machines, as a compressed list of hosts, that of rank 0 first.
+        node: Of SLURM: the one of this process.
     """
 
     launcher: str
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None
     local_world_size: int | None
     job: str
     address: str
     port: int
     agent: bool = False
+    nodes: str = ""
+    node: str = ""
 
     @property
     def one_machine(self) -> bool:
@@ -90,7 +95,19 @@ _MPICH = _Names(
 _SLURM = _Names(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
 )
-_PLAIN = _Names("the environment", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
+BY_HAND = "the environment"
+"""Stands for a launcher where somebody has set the variables."""
+_PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
+
+
+# What callers ask for by name, in the words of `mmcv` and `mmengine`.
+LAUNCHERS = {"pytorch": (_TORCHRUN, _PLAIN), "mpi": (_OPEN_MPI, _MPICH), "slurm": (_SLURM,)}
+
+_ASK = {
+    "pytorch": "start this with torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+    "mpi": "start this with mpirun or mpiexec",
+    "slurm": "start this with srun",
+}
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
@@ -103,12 +120,18 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
     return found if isinstance(found, Launch) and found.world_size > 1 else None
 
 
-def require(environ: Mapping[str, str] = os.environ) -> Launch:
+def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> Launch:
     """Return what the launcher of this process has said, also where it started one process only.
+
+    Args:
+        environ: Variables.
+        launcher: The only one to listen to, a key of `LAUNCHERS`; default: the innermost one that has spoken.
 
     Raises:
         UsageError: No launcher has started this process, or its variables are incomplete or make no sense.
     """
+    if launcher is not None:
+        return _require_one(environ, launcher)
     found = _read(environ)
     if isinstance(found, Launch):
         return found
@@ -119,26 +142,55 @@ def require(environ: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
+def _require_one(environ: Mapping[str, str], launcher: str) -> Launch:
+    spoken = _spoken(environ)
+    for names in spoken:
+        if names in LAUNCHERS[launcher]:
+            return _launch(names, environ)
+    if launcher == "slurm" and "SLURM_JOB_ID" in environ:
+        why = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
+    elif spoken:
+        why = f"it is {spoken[0].launcher} that has started this process"
+    else:
+        missing = {"pytorch": "RANK", "mpi": "OMPI_COMM_WORLD_RANK or PMI_RANK", "slurm": "SLURM_JOB_ID"}[launcher]
+        why = f"there is no {missing} in the environment"
+    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; {_ASK[launcher]}.")
+
+
 def _read(environ: Mapping[str, str]) -> Launch | str | None:
     """The launch, or what is wrong with it in a sentence, or nothing."""
     if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
         return None
-    if "TORCHELASTIC_RUN_ID" in environ:
-        names = _TORCHRUN
-    elif _OPEN_MPI.rank in environ:
-        names = _OPEN_MPI
-    elif _MPICH.rank in environ:
-        names = _MPICH
-    elif "SLURM_STEP_ID" in environ and _SLURM.world_size in environ and "SLURM_PTY_PORT" not in environ:
-        names = _SLURM  # a batch script has no number of tasks of a step; an interactive step has a terminal
-    elif "RANK" in environ or "WORLD_SIZE" in environ:
-        names = _PLAIN
-    else:
+    names = next(iter(_spoken(environ)), None)
+    if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # a terminal: an interactive step
         return None
     try:
         return _launch(names, environ)
     except UsageError as error:
         return str(error)
+
+
+def _spoken(environ: Mapping[str, str]) -> list[_Names]:
+    """The launchers whose variables are there, the one that has started this process itself first."""
+    there = {
+        _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
+        _OPEN_MPI: _OPEN_MPI.rank in environ,
+        _MPICH: _MPICH.rank in environ,
+        _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has none of a step
+        _PLAIN: "RANK" in environ or "WORLD_SIZE" in environ,
+    }
+    spoken = [names for names, said in there.items() if said]
+    if there[_MPICH] and there[_SLURM] and _same_rank(environ):  # `srun --mpi=pmi2` speaks for itself, and says more
+        spoken.remove(_SLURM)
+        spoken.insert(spoken.index(_MPICH), _SLURM)
+    return spoken
+
+
+def _same_rank(environ: Mapping[str, str]) -> bool:
+    return all(
+        environ.get(mine) == environ.get(other)
+        for mine, other in ((_MPICH.rank, _SLURM.rank), (_MPICH.world_size, _SLURM.world_size))
+    )
 
 
 def _launch(names: _Names, environ: Mapping[str, str]) -> Launch:
@@ -152,22 +204,33 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> Launch:
     here = next((name for name in names.local_rank if name in environ), None)
     among = next((name for name in names.local_world_size if name in environ), None)
     local_world_size = _number(environ, among, names) if among else None
-    if names is _SLURM and "1" in (environ.get("SLURM_STEP_NUM_NODES"), environ.get("SLURM_JOB_NUM_NODES")):
-        local_world_size = world_size
+    nodes = node = ""
+    if names is _SLURM:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
+        node = environ.get("SLURMD_NODENAME", "")
+        if "1" in (environ.get("SLURM_STEP_NUM_NODES"), environ.get("SLURM_JOB_NUM_NODES")):
+            local_world_size = world_size
+        else:
+            local_world_size = slurm.tasks_of_node(
+                environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "")
+            )
     address = environ.get("MASTER_ADDR", "")
-    port = _number(environ, "MASTER_PORT", names) if address else 0
+    needed = address and names is not _SLURM  # whose port is made of the number of the job
+    port = _number(environ, "MASTER_PORT", names) if needed or "MASTER_PORT" in environ else 0
     if not address and names in (_TORCHRUN, _PLAIN):
         raise UsageError(f"{_said(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
     return Launch(
         names.launcher,
         rank,
         world_size,
-        _number(environ, here, names) if here else rank,
+        _number(environ, here, names) if here else None,
         local_world_size,
         " ".join(environ[name] for name in names.job if name in environ),
         address,
         port,
-        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        nodes,
+        node,
     )
 
 

@@ -280,16 +280,16 @@ class Run:
 
 @contextlib.contextmanager
 def _environment(context: ranks.RankContext, session: Session) -> Iterator[None]:
-    """What code under test reads from the environment of a rank, and what keeps gloo to this machine."""
+    """What code under test reads from the environment of a rank, and what gloo talks through."""
     launch = session.launch
     values = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_RANK": str(session.local_rank),
         "LOCAL_WORLD_SIZE": str(min(launch.local_world_size or context.world_size, context.world_size)),
     }
-    if session.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and (loopback := ranks.loopback()):
-        values["GLOO_SOCKET_IFNAME"] = loopback
+    if session.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+        values["GLOO_SOCKET_IFNAME"] = session.interface
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError, HangError, RankError
 from ddpcheck.launched.board import StoreGoneError, open_board
-from ddpcheck.launched.detection import Launch
+from ddpcheck.launched.detection import BY_HAND, Launch
+from ddpcheck.launched.interface import gloo_interface, route
 from ddpcheck.launched.peers import BEAT, Peer, Peers, how_it_ended, this_machine
 from ddpcheck.worlds.failures import agreeing, name_ranks
 from ddpcheck.worlds.wire import NO_LAUNCH
@@ -38,6 +39,7 @@ _LATER = 0.01
 _IDLE = 0.25  # seconds between looks of the watching thread when nothing runs
 _BUSY = 0.02  # and while something does
 _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
+_FORSAKEN = 5.0  # to come to an end without a launcher
 
 
 class Session:
@@ -47,6 +49,8 @@ class Session:
         launch: What the launcher said.
         rank: Of this process.
         world_size: How many there are.
+        local_rank: Among the ranks of this machine.
+        interface: Of the network, that gloo must be told of; empty where it finds one by itself.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -69,6 +73,8 @@ class Session:
         self.gone: dict[int, tuple[str, int | None]] = {}
         self.terminated: float | None = None
         self._owner = os.getpid()
+        self._parent = os.getppid()
+        self._forsaken: float | None = None
         self._label = "the start"
         self._epoch = 0
         self._step = 0
@@ -84,21 +90,24 @@ class Session:
         offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
         try:
             self.board, self._met = open_board(launch, timeout)
-            me = (Peer(this_machine(), os.getpid()), offered)
+            own, master = route(*self.board.address)
+            me = (Peer(this_machine(), os.getpid()), offered, master)
             said = self.meet("the start of the session", pickle.dumps(me), timeout=timeout)
         except BaseException:
             shutil.rmtree(offered, ignore_errors=True)
             raise
         finally:
             self._met()  # whoever is not there yet has no time left
-        peers: dict[int, tuple[Peer, str]] = {rank: pickle.loads(data) for rank, data in enumerate(said)}
-        here = [rank for rank, (peer, _) in peers.items() if peer.machine == me[0].machine]
+        peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(said)}
+        here = [rank for rank, (peer, *_) in peers.items() if peer.machine == me[0].machine]
         self.one_machine = len(here) == self.world_size
+        self.interface = gloo_interface(self.one_machine, own, [one[2] for one in peers.values()])
         self._first_here = min(here) == self.rank
+        self.local_rank = here.index(self.rank) if launch.local_rank is None else launch.local_rank
         if not self._first_here:
             os.rmdir(offered)
         self.directory = Path(peers[min(here)][1])
-        self._peers = Peers(self.rank, {rank: peer for rank, (peer, _) in peers.items()})
+        self._peers = Peers(self.rank, {rank: peer for rank, (peer, *_) in peers.items()})
         if not launch.agent and self.rank:
             self.board.kept = self._peers.lookout(0)
         self._stop = False
@@ -302,6 +311,7 @@ class Session:
         assert self._peers is not None
         count, beat = 0, 0.0
         while not self._stop:
+            self._mind_launcher()
             try:
                 for rank, code in self._peers.wait(_IDLE if self._task is None else _BUSY).items():
                     if self.gone.get(rank) is None and not self._said_farewell(rank):
@@ -318,6 +328,17 @@ class Session:
             except Exception as error:  # a bug of ddpcheck: nobody could be freed any more, so say it
                 self._break(f"the thread that watches them failed on rank {self.rank}: {error!r}.")
                 raise
+
+    def _mind_launcher(self) -> None:
+        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
+        if self.launch.launcher == BY_HAND or os.getppid() == self._parent:
+            return
+        if self._forsaken is None:
+            self._forsaken = self.terminated = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif time.monotonic() > self._forsaken + _FORSAKEN:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os._exit(128 + signal.SIGTERM)
 
     def _beat(self, rank: int) -> int:
         return int(self.board.get(f"beat/{rank}")) if self.board.has(f"beat/{rank}") else 0

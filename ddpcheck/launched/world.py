@@ -75,7 +75,7 @@ class LaunchedWorld:
         self._takes_part = session.rank < size
         self._device = ("cpu", False)
         if self._takes_part:
-            self._device = ranks.choose_device(device, backend, launch.local_rank, local_world_size)
+            self._device = ranks.choose_device(device, backend, session.local_rank, local_world_size)
         self.session = session
         self.world_size = size
         self.backend = backend

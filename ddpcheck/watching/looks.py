@@ -18,7 +18,7 @@ from ddpcheck.gather.compare import against_average, dense, norm
 from ddpcheck.gather.construction import hook_loss
 from ddpcheck.gather.describe import describe, fingerprint, fingerprints
 from ddpcheck.gather.wrapping import living_wrappers
-from ddpcheck.graph import named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.graph import gradient_node, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
 from ddpcheck.locate import making_of
 from ddpcheck.paths import swallower
@@ -39,6 +39,7 @@ class Look:
         arrivals: How often a gradient came to a parameter.
         lost: Parameters to which backward came without one, with the Functions that may have swallowed it.
         unregistered: Leaves that receive gradient, that the module holds, and that are no parameters of it.
+        late: Parameters that the forward pass has made.
         reentrant: Whether a re-entrant checkpoint stood in the graph.
         keeps: Whether this rank's own gradients are kept.
         local: These: what `.grad` held before, and what came.
@@ -48,12 +49,14 @@ class Look:
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
         self.unregistered: tuple[Unregistered, ...] = ()
+        self.late: dict[str, Unregistered] = {}
         self.reentrant = False
         self.local: Gradients = {}
         self._module = module
         self._parameters = parameters
         self.keeps = keeps
         self._swallowed: set[str] = set()
+        self._before = {name for name, _ in module.named_parameters()}
         self._roots: list[Any] = []
         self._handles: list[Any] = []
         self.renew()
@@ -62,14 +65,15 @@ class Look:
         """Hang hooks on the parameters that require grad now."""
         for handle in self._handles:
             handle.remove()
-        self._handles = [
-            parameter.register_hook(self._arrival(name))
+        self._handles = [  # on the node, which torch.autograd.grad does not run; on the tensor it would be heard, too
+            gradient_node(parameter).register_prehook(self._arrival(name))
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
 
     def _arrival(self, name: str) -> Any:
-        def arrived(gradient: torch.Tensor | None) -> None:
+        def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            (gradient,) = gradients
             if gradient is None:
                 self._swallowed.add(name)
                 return
@@ -97,6 +101,11 @@ class Look:
         walk = walk_graph(tensors)
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
+        self.late |= {
+            name: Unregistered(name, tuple(parameter.shape), making_of(self._module, name), late=True)
+            for name, parameter in self._module.named_parameters()
+            if name not in self._before
+        }
         known = {id(parameter) for parameter in self._module.parameters()}
         strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
         if strange:

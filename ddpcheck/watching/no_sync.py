@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ddpcheck.evidence import LoopEvent
 from ddpcheck.locate import user_location
 
 _DDP: Any = nn.parallel.DistributedDataParallel
@@ -58,9 +57,3 @@ class _Noted(contextlib.ContextDecorator):
     def __exit__(self, *error: Any) -> Any:
         self._note("leave no_sync")
         return self._inner.__exit__(*error)
-
-
-def is_useless(events: Sequence[LoopEvent]) -> bool:
-    """Whether `no_sync` was called since the last round more often than it was entered."""
-    called = sum(event.kind == "no_sync" for event in events)
-    return called > sum(event.kind == "enter no_sync" for event in events)

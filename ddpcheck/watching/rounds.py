@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddpcheck.errors import FindingsError
 from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_be_reached
 from ddpcheck.nests import iter_leaves
 from ddpcheck.watching.snapshot import Snapshot
@@ -38,6 +40,9 @@ class Listener(Protocol):
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned `output`, with these tensors in it."""
 
+    def unsynchronised(self) -> None:
+        """A forward is about to run after which DDP does not average."""
+
     def starting(self, number: int) -> None:
         """The first gradient of a backward pass has arrived at what the forward returned."""
 
@@ -51,7 +56,7 @@ class Listener(Protocol):
         """The gradients of the round are averaged, without those `absent`."""
 
 
-class _Hook:
+class StaysBehind:
     """A method as a hook that stays behind when the module it hangs on is pickled or copied."""
 
     def __init__(self, method: Any) -> None:
@@ -67,12 +72,20 @@ class _Hook:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call `method`; the compiler of a wrapper leaves the call as it is, and compiles what is before and after it."""
-    method(*args, **kwargs)
+    _plainly(method, *args, **kwargs)
+
+
+def _plainly(method: Any, *args: Any, **kwargs: Any) -> None:
+    """Call `method`; what it has found is raised without the frames in which it was found."""
+    try:
+        method(*args, **kwargs)
+    except FindingsError as error:
+        raise error.with_traceback(None) from None
 
 
 def is_ours(hook: object) -> bool:
     """Whether a hook of a module was put there to follow its rounds."""
-    return isinstance(hook, _Hook)
+    return isinstance(hook, StaysBehind)
 
 
 def _nothing_hook() -> Any:
@@ -108,7 +121,7 @@ class Rounds:
         self._expected: set[int] | None = None  # under static_graph, what took part in the first round
         self._everything = range(len(self.names))
         self._left: set[int] = set()
-        self._prepared = self._in_backward = self._bypassing = False
+        self._prepared = self._in_backward = self._bypassing = self._unqueued = False
         self._roots: deque[list[Any]] = deque(maxlen=_FORWARDS_KEPT)
         self._arrived: set[int] = set()
         self._reached: list[bool] = []
@@ -117,9 +130,14 @@ class Rounds:
         self._temporary: list[Any] = []
         self._commit_handle: Any = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether backward passes of the round have been, and may still come."""
+        return bool(self._waiting) or self._unqueued
+
     def attach(self) -> None:
         """Begin to look."""
-        before, after = _Hook(self._before_forward), _Hook(self._after_forward)
+        before, after = StaysBehind(self._before_forward), StaysBehind(self._after_forward)
         self._handles = [
             self._wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             self._wrapper.register_forward_hook(after),
@@ -137,14 +155,16 @@ class Rounds:
     # Forward
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        self._in_backward = False  # also where the last backward pass has raised
-        if self._waiting:
+        if self._waiting or self._unqueued:
             self._commit()
+        self._in_backward = False  # also where the last backward pass has raised
         if not self._prepared:
             self._roots.clear()
         if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
             self._begin()
             self.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
+        elif torch.is_grad_enabled():
+            self._listener.unsynchronised()
 
     def _begin(self) -> None:
         if len(self._left) in (0, len(self._everything)):  # no backward pass has been part of the round yet
@@ -169,7 +189,7 @@ class Rounds:
         self._prepared = True
         self._listener.passed(self.number, tensors, output)
         self._roots.append([tensor.grad_fn for tensor in tensors])
-        hook = _Hook(self._on_gradient)
+        hook = StaysBehind(self._on_gradient)
         for tensor in tensors:
             tensor.register_hook(hook)
 
@@ -178,20 +198,23 @@ class Rounds:
     def _on_gradient(self, _gradient: torch.Tensor) -> None:
         if self._in_backward:
             return
-        self._in_backward = at_end_of_backward(self._at_end)
-        if not self._in_backward:
-            return
+        self._in_backward = True
+        self._unqueued = not at_end_of_backward(partial(_plainly, self._at_end))
+        if self._unqueued:
+            self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
-        self._bypassing = not any(self._reached)  # torch.autograd.grad, of something else than parameters
-        if self._bypassing:
-            return
-        self._listener.starting(self.number)
         if all(self._reached):
+            self._bypassing = False
+            self._listener.starting(self.number)
             return
         self._reached = [
             reached or bool(parameter.requires_grad and self._has_moved(index))
             for index, (reached, parameter) in enumerate(zip(self._reached, self.parameters, strict=True))
         ]
+        self._bypassing = not any(self._reached)  # torch.autograd.grad, of something else than parameters
+        if self._bypassing:
+            return
+        self._listener.starting(self.number)
         self._arrived.clear()
         for index, reached in enumerate(self._reached):
             if not reached and self.parameters[index].requires_grad:
@@ -248,8 +271,7 @@ class Rounds:
         self._arrived.clear()
         self._waiting = [index for index in self._waiting if index in self._left]
         if self._waiting:
-            if self._commit_handle is None:
-                self._commit_handle = register_optimizer_step_pre_hook(_Hook(self._commit))
+            self._await_commit()
         elif self._lacking():
             self._complete()
         else:
@@ -257,10 +279,12 @@ class Rounds:
 
     def _after_reduction(self, more: int) -> None:
         """DDP ends its reduction in a callback, too: come after it."""
-        if more:
-            at_end_of_backward(lambda: self._after_reduction(more - 1))
-        else:
+        if not (more and at_end_of_backward(partial(_plainly, self._after_reduction, more - 1))):
             self._finish()
+
+    def _await_commit(self) -> None:
+        if self._commit_handle is None:
+            self._commit_handle = register_optimizer_step_pre_hook(StaysBehind(self._commit))
 
     def _lacking(self) -> set[int]:
         """What DDP waits for, and will not get."""
@@ -272,14 +296,18 @@ class Rounds:
 
     def _commit(self, *_optimizer: Any) -> None:
         """No further backward pass will come: an optimizer steps, or the next forward begins."""
-        self._waiting = []
         if self._commit_handle is not None:
             self._commit_handle.remove()
             self._commit_handle = None
-        if self._lacking():
-            self._complete()
-        else:
-            self._finish()
+        if self._unqueued:  # the end of the backward pass could not be heard
+            self._unqueued = False
+            self._at_end()
+        if self._waiting:
+            self._waiting = []
+            if self._lacking():
+                self._complete()
+            else:
+                self._finish()
 
     def _complete(self) -> None:
         lacking = sorted(self._lacking())

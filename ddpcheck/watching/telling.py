@@ -11,7 +11,7 @@ from typing import Literal
 
 from ddpcheck.errors import FindingsError, UsageError
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.watching.verdict import cause_of
+from ddpcheck.watching.verdict import cause_of, follows_from
 from ddpcheck.wording import spelled, spelled_steps
 
 OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
@@ -86,9 +86,11 @@ class Teller:
             FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
         """
         new: list[Finding] = []
-        for finding in sorted(findings, key=Finding.sort_key):
+        findings = sorted(findings, key=Finding.sort_key)
+        causes = [*self.findings, *findings]
+        for finding in findings:
             cause = cause_of(finding)
-            if cause not in self._told:
+            if cause not in self._told and not follows_from(finding, causes):
                 self._told.add(cause)
                 new.append(finding)
         self.findings += new

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from ddpcheck.anomalous import judge_parameters
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
-from ddpcheck.evidence import DdpStepEvidence, GradientState, PathEnd, StepEvidence, WrapperFacts
-from ddpcheck.findings import Finding
+from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, WrapperFacts
+from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_loop
 from ddpcheck.parity import Circumstances
 from ddpcheck.program import judge_changes
@@ -32,6 +32,7 @@ class Watched:
         trainable: The parameters that it synchronises, in their order.
         broadcasts_buffers: Whether it gives every rank rank 0's buffers before a forward.
         wrapper_class: What it is.
+        began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
     """
 
     names: Names = field(default_factory=Names)
@@ -39,6 +40,7 @@ class Watched:
     trainable: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
     wrapper_class: str = ""
+    began_alike: bool = False
 
 
 _MOST_STEPS = 8
@@ -58,7 +60,7 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
     seen = tuple(sorted({step for account in accounts for step in account.absences}))
     findings = [
         replace(finding, steps=seen)
-        if finding.code in _ALWAYS and not finding.steps and not watched.wrapper.tolerates_unused
+        if finding.code in _ABSENT and not finding.steps and not (watched.wrapper.tolerates_unused and settled)
         else finding
         for finding in found
         if settled or finding.code != "DDP109"
@@ -71,7 +73,27 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
     return findings + judge_normalisation([account.micro_batches for account in accounts])
 
 
-_ALWAYS = ("DDP101", "DDP102", "DDP103")
+def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:
+    """Findings on what the loop did in one round in which gradients were averaged as they ought to be."""
+    return judge_loop([DdpStepEvidence(0, 0, events=tuple(events))], unequal=False)
+
+
+def judge_alone(watched: Watched, rank: int, step: int, *, forwards: int) -> list[Finding]:
+    """DDP501 or 502, as one rank sees it: the optimizer steps, again and again, on gradients that nobody has averaged.
+
+    Args:
+        watched: What is known from the start.
+        rank: This one.
+        step: How many synchronised backward passes came before.
+        forwards: How often the wrapper's forward ran in the last of these steps, each time under `no_sync`.
+    """
+    if forwards:
+        return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
+    known = Circumstances(names=watched.names, wrapper=watched.wrapper, world_size=1)
+    return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], known)
+
+
+_ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
 
 
 def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], *, settled: bool) -> list[StepEvidence]:
@@ -129,7 +151,11 @@ def judge_stock(stock: Sequence[Stock], watched: Watched, step: int, *, after_ba
     found = judge_descriptions([item.description for item in stock])
     gradients = judge_reducer(values, known)
     told = {subject for finding in found for subject in finding.subjects}
-    if step == 0 and after_backward:
+    if step == 0 and after_backward and watched.began_alike:  # forward or backward has changed them
+        start = []
+        changed = [replace(item, computed_with=item.parameters, parameters={}) for item in values]
+        state = judge_state(changed, known, gradients_differ=True)
+    elif step == 0 and after_backward:
         start = judge_values_after_wrapping([item.parameters for item in values], [{} for _ in values])
         state = judge_state([replace(item, parameters={}) for item in values], known, gradients_differ=True)
     else:  # what is there is what the optimizer's last step has left
@@ -153,3 +179,17 @@ def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
     if finding.code in ("DDP104", "DDP105", "DDP513"):
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
     return finding.code, frozenset(subjects)
+
+
+_CONSEQUENCES = frozenset({"DDP208", "DDP301", "DDP302", "DDP303", "DDP306"})
+_OF_THE_LOOP = frozenset({"DDP501", "DDP502", "DDP509"})
+
+
+def follows_from(finding: Finding, told: Iterable[Finding]) -> bool:
+    """Whether `finding` is what comes of another one: gradients and values that differ since they are not averaged."""
+    if finding.code not in _CONSEQUENCES and finding.code != "DDP515":
+        return False
+    others = [other for other in told if other.code not in _CONSEQUENCES and other != finding]
+    errors = [other for other in others if other.severity is Severity.ERROR]
+    subjects = {subject for other in errors for subject in other.subjects}
+    return subjects.issuperset(finding.subjects) or any(other.code in _OF_THE_LOOP for other in errors)

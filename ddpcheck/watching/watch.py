@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.errors import UsageError
 from ddpcheck.evidence import LoopEvent, PathEnd
@@ -23,14 +24,15 @@ from ddpcheck.watching.account import Account
 from ddpcheck.watching.board import Board
 from ddpcheck.watching.looks import Look, differences_from_average, is_look, take_stock, zero_gradients
 from ddpcheck.watching.micro_batches import MicroBatches
-from ddpcheck.watching.rounds import Rounds, differentiable_tensors
+from ddpcheck.watching.rounds import Rounds, StaysBehind, differentiable_tensors
 from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
-from ddpcheck.watching.verdict import Watched, judge_accounts, judge_stock
+from ddpcheck.watching.verdict import Watched, judge_accounts, judge_alone, judge_events, judge_stock
 from ddpcheck.wording import Names
 
 _SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
 _ZERO_FROM = 4  # the round from which a gradient that was always zero is told
 _EVENTS_KEPT = 64
+_STEPS_ALONE = 3  # steps on gradients that nobody has averaged before that is told
 
 
 def watch(
@@ -116,6 +118,7 @@ class Watch:
         on_finding: OnFinding = "raise",
         timeout: float = 60.0,
         already_told: Sequence[Finding] = (),
+        began_alike: bool = False,
     ) -> None:
         everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
         for name, value in everies.items():
@@ -131,19 +134,21 @@ class Watch:
         self._teller.take_as_told(already_told)
         self._rounds = Rounds(self._wrapper, self)
         self._seen = {name: SeenParameter.of(p) for name, p in self._module.named_parameters()}
-        self._watched = self._describe()
+        self._watched = replace(self._describe(), began_alike=began_alike)
         self._look: Look | None = None
         self._micro_batches = MicroBatches(self._rounds.parameters) if check_normalisation else None
         self._absences: dict[int, tuple[str, ...]] = {}
         self._never = set(self._rounds.names)
         self._sometimes: set[str] = set()
+        self._late: set[str] = set()
         self._known_missing: set[str] = set()
         self._zero: set[str] | None = None
         self._start: dict[str, int] = {}
-        self._output_type = ""
-        self._events: list[LoopEvent] = []
+        self._events: list[LoopEvent] = []  # of this round
+        self._last_round: list[LoopEvent] = []
+        self._rounds_at_step = self._unsynchronised = self._steps_alone = 0
+        self._step_handle = register_optimizer_step_pre_hook(StaysBehind(self._before_step))
         self._strange: tuple[LoopEvent, ...] = ()
-        self._round_over = False
         self._comparisons = 0
         self._rounds.attach()
         no_sync.listen(self._wrapper, self._note)
@@ -160,6 +165,7 @@ class Watch:
         """Leave the wrapper as it was; may be called again."""
         self._rounds.detach()
         no_sync.forget(self._wrapper)
+        self._step_handle.remove()
         if self._micro_batches is not None:
             self._micro_batches.close()
         if self._look is not None:
@@ -211,8 +217,6 @@ class Watch:
 
     def beginning(self, number: int) -> None:
         """A forward of a round is about to run, and no backward pass has."""
-        if self._round_over:
-            self._events, self._round_over = [], False
         keeps = self._is_due(self._parity_every, number)
         if self._look is not None:
             self._look.renew()
@@ -230,9 +234,15 @@ class Watch:
         self._note("forward", synchronises=True)
         if self._look is not None:
             self._look.passed(tensors)
-            if number == 0 and self._watched.wrapper.tolerates_unused:
-                visible, opaque = visible_tensors([output])
-                self._output_type = opaque if not visible else ""
+        if number == 0 and self._detects and self._watched.wrapper.tolerates_unused:
+            visible, opaque = visible_tensors([output])
+            if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
+                account = Account(self._board.rank, number, output_type=opaque)
+                self._teller.tell(judge_accounts([account], self._watched, settled=False))
+
+    def unsynchronised(self) -> None:
+        """A forward runs after which DDP does not average."""
+        self._unsynchronised += 1
 
     def starting(self, number: int) -> None:
         """A backward pass begins."""
@@ -253,7 +263,6 @@ class Watch:
 
     def finished(self, number: int, absent: frozenset[str]) -> None:
         """The gradients of a round are averaged."""
-        self._round_over = True
         if self._micro_batches is not None:
             self._micro_batches.finished()
         look, self._look = self._look, None
@@ -264,8 +273,9 @@ class Watch:
         new = absent - self._known_missing
         if new and self._detects and not self._watched.wrapper.find_unused_parameters:
             self._absences[number] = tuple(name for name in self._rounds.names if name in new)
-        if no_sync.is_useless(self._events):
+        if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
             self._tell_events(number + 1)
+        self._last_round, self._events = self._events, []
         findings: list[Finding] = []
         if self._meets(number) or self._board.has_word(number):
             findings += self._meet(number, look)
@@ -312,14 +322,18 @@ class Watch:
             ends=self._ends(missing - self._known_missing),
             lost={} if look is None else look.lost,
             zero=self._always_zero(number, look),
-            unregistered=() if look is None else look.unregistered,
+            unregistered=() if look is None else (*look.unregistered, *look.late.values()),
             arrivals={} if look is None else {name: n for name, n in look.arrivals.items() if n > 1 and look.reentrant},
             reentrant=look is not None and look.reentrant,
-            output_type=self._output_type,
-            changes=changes(self._seen, self._module) if look is not None else {},
+            changes={} if look is None else self._changes(look),
             events=self._strange,
             micro_batches=micro_batches,
         )
+
+    def _changes(self, look: Look) -> dict[str, str]:
+        """What has happened to parameters since wrapping, but for those that forward has made."""
+        self._late |= look.late.keys()
+        return {name: how for name, how in changes(self._seen, self._module).items() if name not in self._late}
 
     def _ends(self, missing: set[str]) -> dict[str, PathEnd]:
         """Why parameters are missing: this costs a forward pass, once for each of them."""
@@ -334,7 +348,7 @@ class Watch:
         if look is None or not self._detects:
             return ()
         parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        zero = zero_gradients(parameters) - look.lost.keys()
+        zero = zero_gradients(parameters) - look.lost.keys() - self._sometimes  # what is missing gets zeros
         self._zero = zero if self._zero is None else self._zero & zero
         if not self._zero:
             return ()
@@ -346,17 +360,18 @@ class Watch:
 
     def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
         """Put side by side what the ranks hold, in full only where it differs."""
-        parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        mine = take_stock(self._wrapper, self._board.rank, number, parameters if after_backward else {})
-        digests = self._board.gather(f"digest/{self._comparisons}", digest_of(mine))
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
+        mine = take_stock(self._wrapper, self._board.rank, number, trained)
+        key = f"{self._comparisons}"
+        self._comparisons += 1
+        alike = len(set(self._board.gather(f"digest/{key}", digest_of(mine)))) == 1
         if self._board.open and look is not None and look.keeps:  # everyone is here
             differences = differences_from_average(look.local, self._wrapper, self._rounds.names)
             mine = replace(mine, values=replace(mine.values, against_local=differences))
-            digests = self._board.gather(f"parity/{self._comparisons}", [digests, any(d.bad for d in differences)])
-        self._comparisons += 1
-        if len({repr(digest) for digest in digests}) == 1 and not mine.is_bad:
+            alike &= not any(self._board.gather(f"parity/{key}", mine.is_bad))
+        if alike:
             return []
-        stock = self._board.gather(f"stock/{self._comparisons}", mine)
+        stock = self._board.gather(f"stock/{key}", mine)
         return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward))
 
     def _located(self, findings: Iterable[Finding]) -> list[Finding]:
@@ -368,12 +383,24 @@ class Watch:
             for finding in findings
         ]
 
+    def _before_step(self, optimizer: Any, *_arguments: Any) -> None:
+        """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
+        rounds, self._rounds_at_step = self._rounds.number - self._rounds_at_step, self._rounds.number
+        forwards, self._unsynchronised = self._unsynchronised, 0
+        ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
+        if rounds or self._rounds.under_way or not ours:
+            self._steps_alone = 0
+        elif any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            self._steps_alone += 1
+            if self._steps_alone == _STEPS_ALONE:
+                self._teller.tell(judge_alone(self._watched, self._board.rank, self.step, forwards=forwards))
+
     # Events
 
     def _tell_events(self, number: int) -> None:
         """Have the ranks meet for what the loop has just done."""
         if not self._strange:
-            self._strange = tuple(self._events)
+            self._strange = (*self._last_round, *self._events)
             self._board.post(number)
 
     def _note(self, kind: str, *, where: str = "", synchronises: bool = False) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from ddpcheck.errors import UsageError
+from ddpcheck.errors import ChoiceError, UsageError
 from ddpcheck.worlds import wire
 
 MAX_WORLD_SIZE = 1024
@@ -28,7 +28,7 @@ def check_count(name: str, value: object, most: int) -> None:
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Refuse what is not among the choices."""
     if value not in choices:
-        raise UsageError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+        raise ChoiceError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_seconds(name: str, value: object) -> None:

@@ -110,7 +110,7 @@ class Server:
         what is imported here, and large pages make a fork and an exit several times as fast.
         """
         if not self._broken:
-            for name in preloading.DDP:
+            for name in () if os.environ.get(preloading.ONLY_WHAT_IS_ASKED_FOR) else preloading.DDP:
                 preloading.import_named(name)  # where it fails, the rank that needs it will say so better
                 yield True
             gc.collect()
@@ -262,6 +262,7 @@ class Server:
                 os.close(fd)
             return
         forked = []
+        sys.path_importer_cache.clear()  # every rank does, and to free what is shared with us costs it milliseconds
         for index, fd in enumerate(fds):
             rank = world.forked
             try:

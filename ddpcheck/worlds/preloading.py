@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 import tempfile
 
 DDP = (
     "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
     "torch.utils.checkpoint",
     "torch.utils.data",
+    "torch.utils.serialization",  # the first torch.save or torch.load of a process imports it
     "ddpcheck.recipe",
     "ddpcheck.graph",
     "ddpcheck.locate",
@@ -29,10 +31,15 @@ The fork server imports it by itself when it has time. Ranks that need it at onc
 they are not forked before, and do not import it each on its own.
 """
 
+ONLY_WHAT_IS_ASKED_FOR = "_DDPCHECK_NO_PRELOAD"
+"""Variable with which a fork server imports nothing by itself: for our tests of sessions that do without DDP."""
+
 
 def import_named(name: str) -> str:
     """Import the module `name`; returns why that cannot be done in a sentence, empty where it can."""
     try:
+        if sys.modules.get(name) is not None:
+            return ""
         if name == "torch._dynamo" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             _import_dynamo()
         else:

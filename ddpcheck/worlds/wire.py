@@ -68,6 +68,10 @@ class RankConfig:
     threads: int
     surroundings: Surroundings
     preload: tuple[str, ...] = ()
+    local_rank: int | None = None  # among those of its machine; `None`: all are on one
+    local_world_size: int | None = None
+    sharing: tuple[int, int] | None = None  # its number among the ranks that see the same GPUs, and how many those are
+    store: tuple[str, int] | None = None  # where the ranks of several machines meet; `None`: in a file
 
 
 def pack(message: object) -> bytes:
@@ -198,6 +202,8 @@ def importable(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
         return True  # built in, or cloudpickle knows better
+    if name.startswith(_OURS) and file.startswith(_HOME):
+        return True  # without a look into every folder of the path, which each rank would have to take anew
     key = (name, file, tuple(sys.path))
     known = _importable_cache.get(key)
     if known is None:
@@ -205,6 +211,8 @@ def importable(module: types.ModuleType) -> bool:
     return known
 
 
+_OURS = __name__.partition(".")[0] + "."
+_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _importable_cache: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 
 

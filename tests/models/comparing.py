@@ -9,7 +9,18 @@ from ddpcheck.findings import Finding, Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.oracle import Truth
 
-PRELOAD = ("transformers.modeling_utils",)  # what every architecture imports
+PRELOAD = (  # what most architectures import; otherwise every rank of every check does
+    "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.masking_utils",
+    "transformers.generation.utils",
+    "transformers.processing_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.auto.video_processing_auto",
+    "transformers.models.encoder_decoder",
+    "tests.models.catalogue",
+)
 SOMETIMES = ("DDP104", "DDP105")  # which of the two depends on what was drawn in a few steps
 NEVER = ("DDP101", "DDP102", "DDP103", "DDP108")
 
