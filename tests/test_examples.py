@@ -32,7 +32,7 @@ EXAMPLES = {
     "language_model/layers_in_a_list.py": (1, "DDP106", ["blocks"]),
     "language_model/token_count_loss.py": (1, "DDP305", ["count"]),
 }
-ELSEWHERE = ("pytest/", "transformers/", "accelerate/")  # test_pytest_examples.py, and the tests of the same names
+ELSEWHERE = ("pytest/", "training_loop/", "transformers/", "accelerate/")  # by tests of their own
 
 
 @pytest.fixture(autouse=True)

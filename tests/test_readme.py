@@ -5,7 +5,7 @@ import pytest
 from tests.readme import ROOT, blocks, comparable, shown
 
 MATRICES = [block for block in blocks() if block[0] == "matrix"]
-ELSEWHERE = ("pytest", "transformers", "accelerate")  # their examples are shown in docs/
+ELSEWHERE = ("pytest", "training_loop", "transformers", "accelerate")  # their examples are shown in docs/
 
 
 @pytest.mark.parametrize(("kind", "target", "text"), MATRICES, ids=[target for _, target, _ in MATRICES])
