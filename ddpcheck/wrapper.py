@@ -48,6 +48,8 @@ class CheckedDistributedDataParallel(_DDP):
             aborts on some differences; a number above 1 repeats the comparison, with parameters, buffers and
             gradients, every so many synchronised backward passes.
         check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
+        check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
+            say): DDP514, 305.
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
         check_timeout: Seconds to wait for the other ranks in a comparison.
@@ -69,6 +71,7 @@ class CheckedDistributedDataParallel(_DDP):
         detect_anomalous_params: bool = True,
         check_consistency: bool | int = True,
         check_parity_every: int = 0,
+        check_normalisation: bool = True,
         on_finding: OnFinding = "raise",
         check_timeout: float = 60.0,
         **kwargs: Any,
@@ -83,6 +86,7 @@ class CheckedDistributedDataParallel(_DDP):
             "detect_anomalous_params": detect_anomalous_params,
             "check_consistency_every": every,
             "check_parity_every": check_parity_every,
+            "check_normalisation": check_normalisation,
             "on_finding": checked_choice(on_finding),
             "timeout": check_timeout,
         }

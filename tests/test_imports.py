@@ -54,6 +54,7 @@ LIGHT = """
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
     ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
+    ddpcheck.watching.normalisation
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
     ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm ddpcheck.launched.interface
     ddpcheck.launched.loopback ddpcheck.launched.meeting ddpcheck.launched.leading ddpcheck.launched.following

@@ -209,12 +209,17 @@ def forward(self, x):
         code="DDP514",
         name="accumulation-scale",
         severity=ERROR,
-        summary="Accumulated gradients are not scaled by the number of micro-steps.",
+        summary="Accumulated gradients are not scaled by the number of micro-steps, or of what is in each.",
         why=(
             "backward adds up. Without division the step grows with the number of micro-steps; with a division that "
-            "does not match the last, shorter accumulation it is too small."
+            "does not match the last, shorter accumulation it is too small. A mean over micro-batches that hold "
+            "unequal numbers of tokens is a mean of means: tokens of the shorter ones count more. (huggingface/"
+            "transformers#34191 mended this in one trainer.)"
         ),
-        fix="Divide each micro-step's loss by the number of micro-steps of this accumulation.",
+        fix=(
+            "Divide each micro-step's loss by the number of micro-steps of this accumulation; where they hold unequal "
+            "numbers of tokens, divide sums over tokens by the number of tokens in all of them."
+        ),
         example="""\
 for part in batch.split(4):
     loss(ddp, part).backward()           # right: (loss(ddp, part) / len(batch.split(4))).backward()

@@ -17,6 +17,31 @@ def is_look(number: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward and backward, and the weight that its loss gives each target that it counts.
+
+    Attributes:
+        index: Of the optimizer step that it is accumulated for.
+        step: How many synchronised backward passes came before.
+        head: Where it was measured: what forward returned may hold several.
+        position: In the optimizer step, on this rank.
+        sequences: How many sequences the targets are of, if they are.
+        counted: The number of targets (tokens, pixels, samples) that count in the loss.
+        weight: Of each, up to a constant; 0 where they have not all the same, or the loss is no cross entropy.
+        rows: The number of targets, with those that do not count.
+    """
+
+    index: int
+    step: int
+    head: str
+    position: int
+    sequences: int
+    counted: float
+    weight: float
+    rows: float
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """What one rank has seen since the ranks last met.
 
@@ -35,6 +60,7 @@ class Account:
         output_type: The class of what forward returned where DDP finds no tensor in it, else empty.
         changes: What has happened to parameters since they were wrapped, in a word.
         events: Of the loop, where they tell of something.
+        micro_batches: Of the last optimizer steps that were looked at.
     """
 
     rank: int
@@ -51,6 +77,7 @@ class Account:
     output_type: str = ""
     changes: Mapping[str, str] = field(default_factory=dict)
     events: tuple[LoopEvent, ...] = ()
+    micro_batches: tuple[MicroBatch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

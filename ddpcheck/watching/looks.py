@@ -18,6 +18,7 @@ from ddpcheck.evidence import DdpStepEvidence, Difference, PathEnd, Unregistered
 from ddpcheck.gather.compare import against_average, dense, norm
 from ddpcheck.gather.construction import hook_loss
 from ddpcheck.gather.describe import describe, fingerprint, fingerprints
+from ddpcheck.gather.wrapping import living_wrappers
 from ddpcheck.graph import gradient_node, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
 from ddpcheck.locate import making_of
@@ -115,8 +116,8 @@ class Look:
     def close(self) -> None:
         """Take the hooks off; what came without a gradient, and never with one, was lost.
 
-        Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own around
-        what forward returns; outputs that are not in the loss come back through it as None, and nothing is lost there.
+        Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own
+        around what forward returns; outputs that are not in the loss come back through it as None: nothing is lost.
         """
         for handle in self._handles:
             handle.remove()
@@ -138,11 +139,7 @@ _SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
 
 def _parameters_of_other_wrappers(module: nn.Module) -> set[int]:
     """Parameters that another `DistributedDataParallel` of this process synchronises: looked for where it matters."""
-    import gc
-
-    ddp = nn.parallel.DistributedDataParallel
-    things = [thing for thing in gc.get_objects() if issubclass(type(thing), ddp)]  # a dead proxy has no __class__
-    others = [thing for thing in things if thing.module is not module]
+    others = [wrapper for wrapper in living_wrappers() if wrapper.module is not module]
     return {id(parameter) for other in others for parameter in other.module.parameters()}
 
 

@@ -34,6 +34,9 @@ class Listener(Protocol):
     def beginning(self, number: int) -> None:
         """A forward of a round is about to run, and no backward pass has."""
 
+    def returned(self, number: int, output: Any) -> None:
+        """A forward with gradients has returned `output`, in a round or under `no_sync`."""
+
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned `output`, with these tensors in it."""
 
@@ -49,8 +52,8 @@ class Listener(Protocol):
     def unpaired(self, number: int) -> None:
         """A backward pass has ended that follows no forward of its own."""
 
-    def finished(self, number: int, absent: frozenset[str]) -> None:
-        """The gradients of the round are averaged, without those `absent`."""
+    def finished(self, number: int, absent: frozenset[str], lacking: frozenset[str]) -> None:
+        """The gradients of the round are averaged, without those `absent`; DDP has waited for those `lacking`."""
 
 
 class StaysBehind:
@@ -149,11 +152,6 @@ class Rounds:
         self._roots.clear()
         self.snapshot = None
 
-    def had_no_part(self, names: frozenset[str]) -> None:
-        """Under `static_graph`, what had no part in the first round is not waited for in later ones."""
-        if self._expected is not None:
-            self._expected -= {index for index, name in enumerate(self.names) if name in names}
-
     # Forward
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -173,12 +171,15 @@ class Rounds:
             self._listener.beginning(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
-            self._expect(output)
+        if torch.is_grad_enabled():
+            self._listener.returned(self.number, output)
+            if wrapper.require_backward_grad_sync:
+                self._expect(output)
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
         self.snapshot = None
+        self._listener.returned(self.number, loss)
         if torch.is_grad_enabled() and self._wrapper.require_backward_grad_sync:
             self._begin()
             self._expect(loss)
@@ -330,12 +331,15 @@ class Rounds:
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
 
     def _finish(self) -> None:
-        number, left = self.number, self._left
+        number, left, lacking = self.number, self._left, self._lacking()
         if self._expected is None:
             self._expected = set(self._everything) - left
         self.number += 1
         self._left, self._prepared = set(), False
-        self._listener.finished(number, frozenset(self.names[index] for index in left))
+        self._listener.finished(number, self._names_of(left), self._names_of(lacking))
+
+    def _names_of(self, indices: Iterable[int]) -> frozenset[str]:
+        return frozenset(self.names[index] for index in indices)
 
 
 def differentiable_tensors(output: Any) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from ddpcheck.parity import Circumstances
 from ddpcheck.program import judge_changes
 from ddpcheck.reducer import judge_reducer, judge_state
 from ddpcheck.watching.account import Account, Stock, is_look
+from ddpcheck.watching.normalisation import judge_normalisation
 from ddpcheck.wording import Names
 
 
@@ -72,7 +73,7 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
     if any(account.events for account in accounts):
         loop = [DdpStepEvidence(account.rank, account.step, events=account.events) for account in accounts]
         findings += judge_loop(loop, unequal=True)
-    return findings
+    return findings + judge_normalisation([account.micro_batches for account in accounts])
 
 
 def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:

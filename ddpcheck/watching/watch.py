@@ -18,13 +18,14 @@ from ddpcheck.evidence import LoopEvent, PathEnd
 from ddpcheck.findings import Finding, Report
 from ddpcheck.gather.describe import digest_of, fingerprint
 from ddpcheck.gather.stepping import visible_tensors
-from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of
+from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of, living_wrappers
 from ddpcheck.graph import all_names, named_parameters
 from ddpcheck.locate import making_of, user_location
 from ddpcheck.watching import no_sync
 from ddpcheck.watching.account import Account, is_look
 from ddpcheck.watching.board import Board
 from ddpcheck.watching.looks import Look, differences_from_average, take_stock, zero_gradients
+from ddpcheck.watching.micro_batches import MicroBatches
 from ddpcheck.watching.rounds import Rounds, StaysBehind, differentiable_tensors
 from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
 from ddpcheck.watching.verdict import Watched, judge_accounts, judge_alone, judge_events, judge_stock
@@ -42,13 +43,14 @@ def watch(
     detect_anomalous_params: bool = True,
     check_consistency_every: int = 0,
     check_parity_every: int = 0,
+    check_normalisation: bool = True,
     on_finding: OnFinding = "raise",
     timeout: float = 60.0,
 ) -> Watch:
     """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
 
     Args:
-        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say).
+        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one.
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
             before a rank hangs on one. A step that misses a parameter goes on with a gradient of zeros for it, as
             under `find_unused_parameters`.
@@ -56,6 +58,8 @@ def watch(
             synchronised backward passes (DDP2xx, 301, 306); 0 for never.
         check_parity_every: Every so many, average the ranks' own gradients once more by an all-reduce of ddpcheck's,
             and compare the result with what the reducer has left in `.grad` (DDP302, 303); 0 for never.
+        check_normalisation: Measure, in optimizer steps 0, 1, 2, 4, 8 ..., what weight the cross entropy of each target
+            (token, say) has in the step, and find means of means over unequal micro-batches or ranks (DDP514, 305).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both, on the first rank of the group; a function is called with each `Finding` on
             every rank. Each cause is told once.
@@ -72,26 +76,29 @@ def watch(
         detect_anomalous_params=detect_anomalous_params,
         check_consistency_every=check_consistency_every,
         check_parity_every=check_parity_every,
+        check_normalisation=check_normalisation,
         on_finding=on_finding,
         timeout=timeout,
     )
 
 
 def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """The one `DistributedDataParallel` that `module` is or holds.
+    """The one `DistributedDataParallel` that `module` is or holds, or that has been made around it.
 
     Raises:
         UsageError: There is none, or there are several.
     """
     ddp = nn.parallel.DistributedDataParallel
-    inside = [part for part in module.modules() if isinstance(part, ddp)] if isinstance(module, nn.Module) else []
-    if len(inside) != 1:
-        many = f"{len(inside)} of them" if inside else "none"
+    found = [part for part in module.modules() if isinstance(part, ddp)] if isinstance(module, nn.Module) else []
+    if not found:
+        found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
+    if len(found) != 1:
+        many = f"{len(found)} of them" if found else "none"
         raise UsageError(
-            f"watch needs a DistributedDataParallel, or a module that holds one; there is {many} in "
-            f"{type(module).__name__}"
+            "watch needs a DistributedDataParallel, or a module that holds one or is in one; there is "
+            f"{many} for {type(module).__name__}"
         )
-    return inside[0]
+    return found[0]
 
 
 class Watch:
@@ -110,6 +117,7 @@ class Watch:
         detect_anomalous_params: bool = True,
         check_consistency_every: int = 0,
         check_parity_every: int = 0,
+        check_normalisation: bool = True,
         on_finding: OnFinding = "raise",
         timeout: float = 60.0,
         already_told: Sequence[Finding] = (),
@@ -131,6 +139,7 @@ class Watch:
         self._seen = {name: SeenParameter.of(p) for name, p in self._module.named_parameters()}
         self._watched = replace(self._describe(), began_alike=began_alike)
         self._look: Look | None = None
+        self._micro_batches = MicroBatches(self._rounds.parameters) if check_normalisation else None
         self._absences: dict[int, tuple[str, ...]] = {}
         self._never = set(self._rounds.names)
         self._sometimes: set[str] = set()
@@ -162,6 +171,8 @@ class Watch:
         self._rounds.detach()
         no_sync.forget(self._wrapper)
         self._step_handle.remove()
+        if self._micro_batches is not None:
+            self._micro_batches.close()
         if self._look is not None:
             self._look.close()
             self._look = None
@@ -225,9 +236,14 @@ class Watch:
         keeps = self._is_due(self._parity_every, number)
         if self._look is not None:
             self._look.renew()
-        elif self._looks(number) or keeps:
+        elif (self._detects and self._meets(number)) or keeps:
             parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
             self._look = Look(self._module, parameters, keeps=keeps)
+
+    def returned(self, number: int, output: Any) -> None:
+        """A forward with gradients has returned, in a round or under `no_sync`."""
+        if self._micro_batches is not None:
+            self._micro_batches.returned(number, output)
 
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned."""
@@ -261,25 +277,26 @@ class Watch:
         self._note("backward", where=str(where) if where else "")
         self._tell_events(number)
 
-    def finished(self, number: int, absent: frozenset[str]) -> None:
+    def finished(self, number: int, absent: frozenset[str], lacking: frozenset[str]) -> None:
         """The gradients of a round are averaged."""
+        if self._micro_batches is not None:
+            self._micro_batches.finished()
         look, self._look = self._look, None
         if look is not None:
             look.close()
-            if self._watched.wrapper.tolerates_unused:  # a Function of DDP's hides it from the engine
-                absent = look.absent
-                if number == 0:
-                    self._rounds.had_no_part(absent)
-            self._never &= absent
-            self._sometimes |= absent
-        new = absent - self._known_missing
-        if new and self._detects and not self._watched.wrapper.find_unused_parameters:
+            if self._watched.wrapper.static_graph and number == 0:  # DDP takes them for used, and will wait for them
+                lacking |= look.absent - absent
+            self._never &= look.absent
+            self._sometimes |= look.absent
+        self._sometimes |= lacking
+        new = lacking - self._known_missing
+        if new and self._detects:
             self._absences[number] = tuple(name for name in self._rounds.names if name in new)
         if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
             self._tell_events(number + 1)
         self._last_round, self._events = self._events, []
         findings: list[Finding] = []
-        if self._looks(number) or self._board.has_word(number):
+        if self._meets(number) or self._board.has_word(number):
             findings += self._meet(number, look)
         if self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number):
             findings += self._compare(number, look)
@@ -291,8 +308,8 @@ class Watch:
     def _is_due(self, every: int, number: int) -> bool:
         return bool(every) and number % every == 0 and not self._joins()
 
-    def _looks(self, number: int) -> bool:
-        return self._detects and is_look(number) and not self._joins()
+    def _meets(self, number: int) -> bool:
+        return (self._detects or self._micro_batches is not None) and is_look(number) and not self._joins()
 
     def _joins(self) -> bool:
         """Whether ranks may be gone that have no more batches: then nobody is asked for anything."""
@@ -309,8 +326,9 @@ class Watch:
         return self._located(found)
 
     def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
+        micro_batches = () if self._micro_batches is None else self._micro_batches.told()
         if not self._detects:
-            return Account(self._board.rank, number, events=self._strange)
+            return Account(self._board.rank, number, events=self._strange, micro_batches=micro_batches)
         missing = {name for names in self._absences.values() for name in names}
         if settled and self._watched.wrapper.tolerates_unused:
             missing |= self._never
@@ -328,6 +346,7 @@ class Watch:
             reentrant=look is not None and look.reentrant,
             changes={} if look is None else self._changes(look),
             events=self._strange,
+            micro_batches=micro_batches,
         )
 
     def _changes(self, look: Look) -> dict[str, str]:

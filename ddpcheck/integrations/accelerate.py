@@ -1,0 +1,77 @@
+"""accelerate: watching the `DistributedDataParallel` of a loop around an `Accelerator`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from ddpcheck.errors import UsageError
+from ddpcheck.findings import Finding
+from ddpcheck.watching.watch import Watch, find_wrapper
+
+
+def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> AcceleratorWatch:
+    """Watch a training loop around `accelerator`, from here to `close`, or for a `with` block; every rank has to.
+
+    Micro-batches under `accelerator.accumulate` belong to the optimizer step that they are accumulated for. In a run
+    of one process there is nothing to watch, and the loop runs as it is.
+
+    Args:
+        accelerator: That of the loop.
+        model: As `accelerator.prepare` has returned it, or as it was given.
+        **options: Of `ddpcheck.watch`: `on_finding`, `check_consistency_every`, ...
+
+    Returns:
+        The watch, which is a context manager.
+
+    Raises:
+        UsageError: There are several processes and the model is not in a `DistributedDataParallel`, which `prepare`
+            wraps it in, or an option is none of its choices.
+    """
+    if accelerator.num_processes == 1:
+        return AcceleratorWatch(None)
+    try:
+        wrapper = find_wrapper(model)
+    except UsageError as error:
+        kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+        raise UsageError(
+            f"{error}; accelerator.prepare makes it where the distributed type, here {kind}, is DDP"
+        ) from None
+    return AcceleratorWatch(Watch(wrapper, **options))
+
+
+class AcceleratorWatch:
+    """What `watch` returns."""
+
+    def __init__(self, watch: Watch | None) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> AcceleratorWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that has been found so far, the same on every rank."""
+        return () if self._watch is None else self._watch.findings
+
+    @property
+    def step(self) -> int:
+        """The number of synchronised backward passes that have ended."""
+        return 0 if self._watch is None else self._watch.step
+
+    def compare(self) -> list[Finding]:
+        """Compare modules, parameters and buffers of the ranks now, as `ddpcheck.Watch.compare` does."""
+        return [] if self._watch is None else self._watch.compare()
+
+    def close(self) -> None:
+        """Leave the model as it was; may be called again."""
+        if self._watch is not None:
+            self._watch.close()

@@ -1,0 +1,102 @@
+"""transformers: a callback that watches the `DistributedDataParallel` of a `Trainer` while it trains."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ddpcheck.errors import UsageError
+from ddpcheck.findings import Finding
+from ddpcheck.watching.telling import OnFinding, checked_choice
+from ddpcheck.watching.watch import Watch, find_wrapper
+
+
+class DdpCheckCallback(TrainerCallback):
+    """Finds what is wrong under `DistributedDataParallel` in a run of the `Trainer` of transformers.
+
+    `Trainer(..., callbacks=[DdpCheckCallback()])` is all; in a run of one process it does nothing. Steps are the
+    trainer's, counted from 0 where `train` begins.
+
+    Args:
+        detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
+            with cause, ranks and steps, in the step in which they are missing.
+        check_consistency: Compare parameters and buffers of the ranks where training begins, at the end of each epoch
+            and where a checkpoint is saved (DDP306, DDP214), by fingerprints.
+        check_consistency_every: Compare them, and gradients, every so many steps too; 0 for never.
+        check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
+        check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of tokens (DDP514,
+            DDP305): a `compute_loss` that ignores `num_items_in_batch`, a model that does, or
+            `average_tokens_across_devices=False`.
+        on_finding: "raise" raises `FindingsError` for errors out of `Trainer.train`, on all ranks in the same step, and
+            warns of the rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
+        timeout: Seconds to wait for the other ranks in a comparison.
+
+    Raises:
+        UsageError: An argument is none of its choices.
+    """
+
+    def __init__(
+        self,
+        *,
+        detect_anomalous_params: bool = True,
+        check_consistency: bool = True,
+        check_consistency_every: int = 0,
+        check_parity_every: int = 0,
+        check_normalisation: bool = True,
+        on_finding: OnFinding = "raise",
+        timeout: float = 60.0,
+    ) -> None:
+        self._compares = check_consistency
+        self._settings: dict[str, Any] = {
+            "detect_anomalous_params": detect_anomalous_params,
+            "check_consistency_every": check_consistency_every,
+            "check_parity_every": check_parity_every,
+            "check_normalisation": check_normalisation,
+            "on_finding": checked_choice(on_finding),
+            "timeout": timeout,
+        }
+        self._watch: Watch | None = None
+        self._found: tuple[Finding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that has been found in this call of `train`, or in the last one; the same on every rank."""
+        return self._found if self._watch is None else self._watch.findings
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
+    ) -> None:
+        """The model has just been wrapped, unless it was before: attach."""
+        self._detach()
+        self._found = ()
+        try:
+            wrapper = find_wrapper(known["model"])
+        except UsageError as error:
+            if args.world_size > 1:
+                warnings.warn(f"DdpCheckCallback: {error}; nothing is checked", stacklevel=2)
+            return
+        self._watch = Watch(wrapper, **self._settings)
+        self._compare()
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
+        """Compare what the ranks hold."""
+        self._compare()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
+        """Compare what the ranks hold: it is rank 0's that has been saved."""
+        self._compare()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
+        """Detach."""
+        self._detach()
+
+    def _compare(self) -> None:
+        if self._watch is not None and self._compares:
+            self._watch.compare()
+
+    def _detach(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._found, self._watch = self._watch.findings, None
