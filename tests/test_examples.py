@@ -32,6 +32,7 @@ EXAMPLES = {
     "language_model/layers_in_a_list.py": (1, "DDP106", ["blocks"]),
     "language_model/token_count_loss.py": (1, "DDP305", ["count"]),
 }
+# Examples that have tests and pages of their own.
 ELSEWHERE = (
     "pytest/",
     "training_loop/",
@@ -39,7 +40,7 @@ ELSEWHERE = (
     "accelerate/",
     "lightning/",
     "mmengine/",
-)  # by tests of their own
+)
 
 
 @pytest.fixture(autouse=True)

@@ -305,7 +305,10 @@ def test_a_healthy_run_raises_and_says_nothing(ddp_world, tmp_path, name):
 @pytest.mark.parametrize("flexible", [False, True], ids=["Runner", "FlexibleRunner with DDPStrategy"])
 @pytest.mark.parametrize("checked", [False, True], ids=["plain wrapper", "checked wrapper"])
 def test_statistics_of_one_rank_in_the_checkpoint_are_told(ddp_world, tmp_path, flexible, checked):
-    """Seed 3, broadcast_buffers=False plus unsynchronised BatchNorm: the checkpoint keeps rank 0's statistics."""
+    """Seed 3, broadcast_buffers=False plus unsynchronised BatchNorm: the checkpoint keeps rank 0's statistics.
+
+    And seed 1, one rank writes a checkpoint file.
+    """
 
     def run(folder, wrapper, flexible):
         from tests import mmruns
@@ -385,7 +388,10 @@ def test_what_differs_before_training_is_told(ddp_world, tmp_path):
 
 
 def test_setting_a_run_up(ddp_world, tmp_path):
-    """Seed 3, initialises the process group once, wraps unless wrapped already, takes the user's own wrapper class."""
+    """Seed 3, initialises the process group once, wraps unless wrapped already, takes the user's own wrapper class.
+
+    And seed 3, an unknown kind of SyncBatchNorm is an error that names the choices.
+    """
 
     def run(folder):
         from tests import mmruns

@@ -5,6 +5,7 @@ import pytest
 from tests.readme import ROOT, blocks, comparable, shown
 
 MATRICES = [block for block in blocks() if block[0] == "matrix"]
+# Examples that have tests and pages of their own.
 ELSEWHERE = (
     "pytest",
     "training_loop",
@@ -12,7 +13,7 @@ ELSEWHERE = (
     "accelerate",
     "lightning",
     "mmengine",
-)  # their examples are shown in docs/
+)
 
 
 @pytest.mark.parametrize(("kind", "target", "text"), MATRICES, ids=[target for _, target, _ in MATRICES])

@@ -251,11 +251,14 @@ def test_an_output_that_never_reaches_the_loss_is_told_under_find_unused_paramet
     assert found(model) == [("DDP102", SPARE, (), ())]
 
 
-def test_a_static_graph_may_leave_an_output_out_of_the_loss():
+def test_a_static_graph_does_not_allow_for_an_output_that_is_not_in_the_loss():
     model = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding="warn")
     train(model, 10, way=lambda step: "both", loss=lambda out: out["main"].sum())
     assert [(code, subjects) for code, subjects, *_ in found(model)] == [("DDP102", SPARE)]
-    assert model.findings[0].severity is ddpcheck.Severity.WARNING
+    assert model.findings[0].severity is ddpcheck.Severity.ERROR  # plain DDP raises in the second step
+    unused = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding="warn")
+    train(unused, 10, way=lambda step: "short")
+    assert [(f.code, f.severity.value) for f in unused.findings] == [("DDP101", "warning")]
 
 
 def test_a_static_graph_that_changes_is_told():

@@ -59,13 +59,18 @@ class Look:
 
     def renew(self) -> None:
         """Hang hooks on the parameters that require grad now."""
-        for handle in self._handles:
-            handle.remove()
+        self.stop()
         self._handles = [  # on the node, which torch.autograd.grad does not run; on the tensor it would be heard, too
             gradient_node(parameter).register_prehook(self._arrival(name))
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
+
+    def stop(self) -> None:
+        """Take the hooks off: what comes from now on is not the loop's own."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _arrival(self, name: str) -> Any:
         def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -119,9 +124,7 @@ class Look:
         Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own
         around what forward returns; outputs that are not in the loss come back through it as None: nothing is lost.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.stop()
         roots, self._roots = self._roots, []
         for name in sorted(self._swallowed - self.arrivals.keys()):
             end = swallower(roots, self._parameters[name])

@@ -59,7 +59,10 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
         accounts = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in accounts]
     changed = {name for account in accounts for name in account.changes}
     evidence = _evidence(accounts, watched, changed, settled=settled)
-    found = judge_parameters(evidence, watched.wrapper, watched.names, ends_here=False)
+    wrapper = watched.wrapper
+    if accounts[0].step == 0:  # what DDP waits for after its first step under static_graph, it does not tolerate
+        wrapper = replace(wrapper, static_graph=False)
+    found = judge_parameters(evidence, wrapper, watched.names, ends_here=False)
     seen = tuple(sorted({step for account in accounts for step in account.absences}))
     findings = [
         replace(finding, steps=seen)

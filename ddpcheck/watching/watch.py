@@ -268,6 +268,8 @@ class Watch:
 
     def missing(self, number: int, names: Sequence[str]) -> None:
         """Parameters have no part in the round: have all ranks meet, unless that is known."""
+        if self._look is not None:
+            self._look.stop()
         if self._detects and not self._known_missing.issuperset(names):
             self._board.post(number)
 
