@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from ddpcheck.watching.snapshot import Snapshot
 _AFTER_REDUCTION = 2  # callbacks of callbacks: DDP queues the end of its reduction from one of them under static_graph
 _FORWARDS_KEPT = 2
 _DEPTH = 3
+_NOTHING: Set[int] = frozenset()
 
 
 class Listener(Protocol):
@@ -105,10 +106,11 @@ class Rounds:
         self._nodes = [gradient_node(p) for p in self.parameters]
         self._sparse = _sparse_tables(wrapper.module)
         self._tolerant = bool(wrapper.find_unused_parameters)
-        self._expected: set[int] | None = None  # under static_graph, what took part in the first round
-        self._everything = range(len(self.names))
-        self._left: set[int] = set()
+        self._expected: Set[int] | None = None  # under static_graph, what took part in the first round
+        self._everything: Set[int] = frozenset(range(len(self.names)))
+        self._left = _NOTHING
         self._prepared = self._in_backward = self._bypassing = self._unqueued = False
+        self._reaches_all = False
         self._roots: deque[list[Any]] = deque(maxlen=_FORWARDS_KEPT)
         self._arrived: set[int] = set()
         self._reached: list[bool] = []
@@ -155,7 +157,7 @@ class Rounds:
 
     def _begin(self) -> None:
         if len(self._left) in (0, len(self._everything)):  # no backward pass has been part of the round yet
-            self._left = set(self._everything)
+            self._left = self._everything
             self._listener.beginning(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
@@ -187,7 +189,8 @@ class Rounds:
         if self._unqueued:
             self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
-        if all(self._reached):
+        self._reaches_all = all(self._reached)
+        if self._reaches_all:
             self._bypassing = False
             self._listener.starting(self.number)
             return
@@ -251,9 +254,12 @@ class Rounds:
         if not self._prepared:
             self._listener.unpaired(self.number)
             return
-        self._left -= {index for index in self._everything if self._reached[index]} | self._arrived
+        if self._reaches_all:  # the healthy step, at no cost for each parameter
+            self._left, self._waiting = _NOTHING, []
+        else:
+            self._left -= {index for index, reached in enumerate(self._reached) if reached} | self._arrived
+            self._waiting = [index for index in self._waiting if index in self._left]
         self._arrived.clear()
-        self._waiting = [index for index in self._waiting if index in self._left]
         if self._waiting:
             self._await_commit()
         elif self._lacking():
@@ -270,12 +276,12 @@ class Rounds:
         if self._commit_handle is None:
             self._commit_handle = register_optimizer_step_pre_hook(StaysBehind(self._commit))
 
-    def _lacking(self) -> set[int]:
+    def _lacking(self) -> Set[int]:
         """What DDP waits for, and will not get."""
         if self._tolerant:
-            return set()
+            return _NOTHING
         if getattr(self._wrapper, "static_graph", False):
-            return self._left & self._expected if self._expected is not None else set()
+            return self._left & self._expected if self._expected is not None else _NOTHING
         return self._left
 
     def _commit(self, *_optimizer: Any) -> None:
@@ -310,9 +316,9 @@ class Rounds:
     def _finish(self) -> None:
         number, left = self.number, self._left
         if self._expected is None:
-            self._expected = set(self._everything) - left
+            self._expected = self._everything - left
         self.number += 1
-        self._left, self._prepared = set(), False
+        self._left, self._prepared = _NOTHING, False
         self._listener.finished(number, frozenset(self.names[index] for index in left))
 
 

@@ -367,8 +367,11 @@ class Watch:
         """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
         rounds, self._rounds_at_step = self._rounds.number - self._rounds_at_step, self._rounds.number
         forwards, self._unsynchronised = self._unsynchronised, 0
+        if rounds or self._rounds.under_way:  # the healthy step, at no cost for each parameter
+            self._steps_alone = 0
+            return
         ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
-        if rounds or self._rounds.under_way or not ours:
+        if not ours:
             self._steps_alone = 0
         elif any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             self._steps_alone += 1
