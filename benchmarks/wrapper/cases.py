@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SMALL_BATCH = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -17,6 +15,7 @@ class Case:
         title: What it is called in tables.
         tensors: The number of its parameters, as `nn.Module.parameters` counts.
         weights: The number of their elements, roughly.
+        samples: Of a batch in one rank: few, so that a step is short, which makes our part of it large.
         dtype: Of parameters and activations.
         quick: Whether it is part of a quick run.
     """
@@ -25,6 +24,7 @@ class Case:
     title: str
     tensors: int
     weights: float
+    samples: int = 8
     dtype: str = "float32"
     quick: bool = False
 
@@ -48,9 +48,10 @@ CASES = {
     case.key: case
     for case in (
         Case("few-1", "10 tensors, 1 M weights", 10, 1e6, quick=True),
+        Case("few-1-64", "the same, 64 samples", 10, 1e6, samples=64),
         Case("few-10", "10 tensors, 10 M weights", 10, 1e7),
         Case("few-100", "10 tensors, 100 M weights", 10, 1e8),
-        Case("few-1000", "10 tensors, 1,000 M weights, bfloat16", 10, 1e9, "bfloat16"),
+        Case("few-1000", "10 tensors, 1,000 M weights, bfloat16", 10, 1e9, dtype="bfloat16"),
         Case("many-1", "1,000 tensors, 1 M weights", 1000, 1e6, quick=True),
         Case("many-10", "1,000 tensors, 10 M weights", 1000, 1e7),
         Case("many-100", "1,000 tensors, 100 M weights", 1000, 1e8),

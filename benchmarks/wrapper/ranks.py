@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ddpcheck
-from benchmarks.wrapper.cases import SMALL_BATCH, Case
+from benchmarks.wrapper.cases import Case
 from ddpcheck.watching.rounds import Rounds, StaysBehind
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
@@ -58,13 +58,13 @@ def _model(case: Case) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, case.dtype)
     if case.is_transformer:
-        return Transformer(12, 384).to(dtype), torch.randn(SMALL_BATCH, 32, 384, dtype=dtype)
+        return Transformer(12, 384).to(dtype), torch.randn(case.samples, 32, 384, dtype=dtype)
     with torch.device("meta"):
         chain = Chain(case.tensors // 2, case.width).to(dtype)
     chain = chain.to_empty(device="cpu")
     for parameter in chain.parameters():
         parameter.data.uniform_(-1, 1).mul_(case.width**-1.5)  # small, so that a long chain does not overflow
-    return chain, torch.randn(SMALL_BATCH, case.width, dtype=dtype)
+    return chain, torch.randn(case.samples, case.width, dtype=dtype)
 
 
 class Loop:
@@ -123,8 +123,8 @@ def measure(case: Case, names: Sequence[str], seconds: float, least: int) -> dic
         least: The least number of turns; what `seconds` says gives way to it.
 
     Returns:
-        "samples": by alternative, a `Sample` a turn. "own": seconds in our own code a step, and "own_cpu". "first":
-        by repetition, the `Sample`s of plain and watched steps. "tensors" and "weights": what the model has.
+        "samples": by alternative, a `Sample` a turn. "own": a `Sample` a watched step, of our own code in it. "first": by
+        repetition, the `Sample`s of plain and watched steps. "tensors" and "weights": what the model has.
     """
     torch.set_num_threads(1)
     sys.setrecursionlimit(10**6)  # mmengine's detector calls itself for each node of the graph
@@ -189,21 +189,24 @@ def _timed(step: Callable[[], None]) -> Sample:
     return time.perf_counter() - wall, time.thread_time() - cpu
 
 
-def _own(step: Callable[[], None], hooks: Switch, count: int) -> list[float]:
-    """Seconds of wall time in our own code, for each of `count` watched steps."""
-    spent = depth = 0.0
+def _own(step: Callable[[], None], hooks: Switch, count: int) -> list[Sample]:
+    """What is spent in our own code, in each of `count` watched steps."""
+    wall = cpu = 0.0
+    inside = False
     found = []
 
     def clocked(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal spent, depth
-            if depth:
+            nonlocal wall, cpu, inside
+            if inside:
                 return original(*args, **kwargs)
-            depth, began = 1, time.perf_counter()
+            inside = True
+            began, began_cpu = time.perf_counter(), time.thread_time()
             try:
                 return original(*args, **kwargs)
             finally:
-                spent, depth = spent + time.perf_counter() - began, 0
+                wall, cpu = wall + time.perf_counter() - began, cpu + time.thread_time() - began_cpu
+                inside = False
 
         return call
 
@@ -214,9 +217,9 @@ def _own(step: Callable[[], None], hooks: Switch, count: int) -> list[float]:
     try:
         with hooks():
             for _ in range(count):
-                spent = 0.0
+                wall = cpu = 0.0
                 _timed(step)
-                found.append(spent)
+                found.append((wall, cpu))
     finally:
         for (owner, name), original in zip(doors, originals, strict=True):
             setattr(owner, name, original)

@@ -21,7 +21,6 @@ from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_b
 from ddpcheck.nests import iter_leaves
 from ddpcheck.watching.snapshot import Snapshot
 
-_AFTER_REDUCTION = 2  # callbacks of callbacks: DDP queues the end of its reduction from one of them under static_graph
 _FORWARDS_KEPT = 2
 _DEPTH = 3
 _NOTHING: Set[int] = frozenset()
@@ -59,7 +58,10 @@ class StaysBehind:
         self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        _not_compiled(self.method, args, kwargs)
+        if torch.compiler.is_compiling():
+            _not_compiled(self.method, args, kwargs)
+        else:  # to ask costs less than to go through what the compiler leaves alone
+            self.method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_hook, ()
@@ -106,6 +108,7 @@ class Rounds:
         self._nodes = [gradient_node(p) for p in self.parameters]
         self._sparse = _sparse_tables(wrapper.module)
         self._tolerant = bool(wrapper.find_unused_parameters)
+        self._hook = StaysBehind(self._on_gradient)
         self._expected: Set[int] | None = None  # under static_graph, what took part in the first round
         self._everything: Set[int] = frozenset(range(len(self.names)))
         self._left = _NOTHING
@@ -175,9 +178,8 @@ class Rounds:
         self._prepared = True
         self._listener.passed(self.number, tensors, output)
         self._roots.append([tensor.grad_fn for tensor in tensors])
-        hook = StaysBehind(self._on_gradient)
         for tensor in tensors:
-            tensor.register_hook(hook)
+            tensor.register_hook(self._hook)
 
     # Backward
 
@@ -265,10 +267,10 @@ class Rounds:
         elif self._lacking():
             self._complete()
         else:
-            self._after_reduction(_AFTER_REDUCTION)
+            self._after_reduction(2 if self._is_static() else 1)
 
     def _after_reduction(self, more: int) -> None:
-        """DDP ends its reduction in a callback, too: come after it."""
+        """DDP ends its reduction in a callback, under static_graph in one of a callback: come after it."""
         if not (more and at_end_of_backward(lambda: self._after_reduction(more - 1))):
             self._finish()
 
@@ -276,11 +278,14 @@ class Rounds:
         if self._commit_handle is None:
             self._commit_handle = register_optimizer_step_pre_hook(StaysBehind(self._commit))
 
+    def _is_static(self) -> bool:
+        return bool(getattr(self._wrapper, "static_graph", False))  # which can be set after wrapping
+
     def _lacking(self) -> Set[int]:
         """What DDP waits for, and will not get."""
         if self._tolerant:
             return _NOTHING
-        if getattr(self._wrapper, "static_graph", False):
+        if self._is_static():
             return self._left & self._expected if self._expected is not None else _NOTHING
         return self._left
 
@@ -324,6 +329,8 @@ class Rounds:
 
 def differentiable_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors in what a forward returned through which a gradient can come; objects are looked into."""
+    if isinstance(output, torch.Tensor):  # as a rule: no need to look into it
+        return [] if output.grad_fn is None else [output]
     found: list[torch.Tensor] = []
     pending = [(output, 0)]
     while pending:
