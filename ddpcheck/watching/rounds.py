@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,9 +23,9 @@ from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_b
 from ddpcheck.nests import iter_leaves
 from ddpcheck.watching.snapshot import Snapshot
 
-_AFTER_REDUCTION = 2  # callbacks of callbacks: DDP queues the end of its reduction from one of them under static_graph
 _FORWARDS_KEPT = 2
 _DEPTH = 3
+_NOTHING: Set[int] = frozenset()
 
 
 class Listener(Protocol):
@@ -63,7 +63,10 @@ class StaysBehind:
         self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        _not_compiled(self.method, args, kwargs)
+        if torch.compiler.is_compiling():
+            _not_compiled(self.method, args, kwargs)
+        else:  # to ask costs less than to go through what the compiler leaves alone
+            self.method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_hook, ()
@@ -118,10 +121,12 @@ class Rounds:
         self._nodes = [gradient_node(p) for p in self.parameters]
         self._sparse = _sparse_tables(wrapper.module)
         self._tolerant = bool(wrapper.find_unused_parameters)
-        self._expected: set[int] | None = None  # under static_graph, what took part in the first round
-        self._everything = range(len(self.names))
-        self._left: set[int] = set()
+        self._hook = StaysBehind(self._on_gradient)
+        self._expected: Set[int] | None = None  # under static_graph, what took part in the first round
+        self._everything: Set[int] = frozenset(range(len(self.names)))
+        self._left = _NOTHING
         self._prepared = self._in_backward = self._bypassing = self._unqueued = False
+        self._reaches_all = False
         self._roots: deque[list[Any]] = deque(maxlen=_FORWARDS_KEPT)
         self._arrived: set[int] = set()
         self._reached: list[bool] = []
@@ -167,7 +172,7 @@ class Rounds:
 
     def _begin(self) -> None:
         if len(self._left) in (0, len(self._everything)):  # no backward pass has been part of the round yet
-            self._left = set(self._everything)
+            self._left = self._everything
             self._listener.beginning(self.number)
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
@@ -191,9 +196,8 @@ class Rounds:
         self._prepared = True
         self._listener.passed(self.number, tensors, output)
         self._roots.append([tensor.grad_fn for tensor in tensors])
-        hook = StaysBehind(self._on_gradient)
         for tensor in tensors:
-            tensor.register_hook(hook)
+            tensor.register_hook(self._hook)
 
     def settle(self) -> None:
         """No further backward pass will come."""
@@ -210,7 +214,8 @@ class Rounds:
         if self._unqueued:
             self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
-        if all(self._reached):
+        self._reaches_all = all(self._reached)
+        if self._reaches_all:
             self._bypassing = False
             self._listener.starting(self.number)
             return
@@ -274,18 +279,21 @@ class Rounds:
         if not self._prepared:
             self._listener.unpaired(self.number)
             return
-        self._left -= {index for index in self._everything if self._reached[index]} | self._arrived
+        if self._reaches_all:  # the healthy step, at no cost for each parameter
+            self._left, self._waiting = _NOTHING, []
+        else:
+            self._left -= {index for index, reached in enumerate(self._reached) if reached} | self._arrived
+            self._waiting = [index for index in self._waiting if index in self._left]
         self._arrived.clear()
-        self._waiting = [index for index in self._waiting if index in self._left]
         if self._waiting:
             self._await_commit()
         elif self._lacking():
             self._complete()
         else:
-            self._after_reduction(_AFTER_REDUCTION)
+            self._after_reduction(2 if self._is_static() else 1)
 
     def _after_reduction(self, more: int) -> None:
-        """DDP ends its reduction in a callback, too: come after it."""
+        """DDP ends its reduction in a callback, under static_graph in one of a callback: come after it."""
         if not (more and at_end_of_backward(StaysBehind(partial(self._after_reduction, more - 1)))):
             self._finish()
 
@@ -293,12 +301,15 @@ class Rounds:
         if self._commit_handle is None:
             self._commit_handle = register_optimizer_step_pre_hook(StaysBehind(self._commit))
 
-    def _lacking(self) -> set[int]:
+    def _is_static(self) -> bool:
+        return bool(getattr(self._wrapper, "static_graph", False))  # which can be set after wrapping
+
+    def _lacking(self) -> Set[int]:
         """What DDP waits for, and will not get."""
         if self._tolerant:
-            return set()
-        if getattr(self._wrapper, "static_graph", False):
-            return self._left & self._expected if self._expected is not None else set()
+            return _NOTHING
+        if self._is_static():
+            return self._left & self._expected if self._expected is not None else _NOTHING
         return self._left
 
     def _commit(self, *_optimizer: Any) -> None:
@@ -333,9 +344,9 @@ class Rounds:
     def _finish(self) -> None:
         number, left, lacking = self.number, self._left, self._lacking()
         if self._expected is None:
-            self._expected = set(self._everything) - left
+            self._expected = self._everything - left
         self.number += 1
-        self._left, self._prepared = set(), False
+        self._left, self._prepared = _NOTHING, False
         self._listener.finished(number, self._names_of(left), self._names_of(lacking))
 
     def _names_of(self, indices: Iterable[int]) -> frozenset[str]:
@@ -344,6 +355,8 @@ class Rounds:
 
 def differentiable_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors in what a forward returned through which a gradient can come; objects are looked into."""
+    if isinstance(output, torch.Tensor):  # as a rule: no need to look into it
+        return [] if output.grad_fn is None else [output]
     found: list[torch.Tensor] = []
     pending = [(output, 0)]
     while pending:

@@ -53,9 +53,11 @@ class Snapshot:
             states["random"] = random.getstate()
             if "numpy" in sys.modules:
                 states["numpy"] = sys.modules["numpy"].random.get_state()
-        kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(arguments, named, vars(module).get("forward"), states, autocast)
+        autocast: tuple[tuple[str, torch.dtype], ...] = ()
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                autocast += ((kind, torch.get_autocast_dtype(kind)),)
+        return cls(arguments, named, module.__dict__.get("forward"), states, autocast)
 
     def explain(
         self,

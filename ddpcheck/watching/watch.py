@@ -34,6 +34,7 @@ from ddpcheck.wording import Names
 _SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
 _ZERO_FROM = 4  # the round from which a gradient that was always zero is told
 _EVENTS_KEPT = 64
+_FORWARD, _BACKWARD = LoopEvent("forward", synchronises=True), LoopEvent("backward")
 _STEPS_ALONE = 3  # steps on gradients that nobody has averaged before that is told
 
 
@@ -247,7 +248,7 @@ class Watch:
 
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned."""
-        self._note("forward", synchronises=True)
+        self._keep(_FORWARD)
         if self._look is not None:
             self._look.passed(tensors)
         if number == 0 and self._detects and self._watched.wrapper.tolerates_unused:
@@ -262,7 +263,7 @@ class Watch:
 
     def starting(self, number: int) -> None:
         """A backward pass begins."""
-        self._note("backward")
+        self._keep(_BACKWARD)
         if self._look is not None:
             self._look.starting()
 
@@ -303,7 +304,8 @@ class Watch:
         if self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number):
             findings += self._compare(number, look)
         self._rounds.snapshot = None
-        self._teller.tell(findings)
+        if findings:
+            self._teller.tell(findings)
 
     # Meeting
 
@@ -412,8 +414,11 @@ class Watch:
         rounds = self._rounds.number - self._rounds_at_step.get(optimizer, 0)
         self._rounds_at_step[optimizer] = self._rounds.number
         forwards, self._unsynchronised = self._unsynchronised, 0
+        if rounds or self._rounds.under_way:  # the healthy step, at no cost for each parameter
+            self._steps_alone = 0
+            return
         ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
-        if rounds or self._rounds.under_way or not ours:
+        if not ours:
             self._steps_alone = 0
         elif any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             self._steps_alone += 1
@@ -428,9 +433,13 @@ class Watch:
             self._strange = (*self._last_round, *self._events)
             self._board.post(number)
 
-    def _note(self, kind: str, *, where: str = "", synchronises: bool = False) -> None:
-        self._events.append(LoopEvent(kind, location=where, synchronises=synchronises))
-        del self._events[:-_EVENTS_KEPT]
+    def _note(self, kind: str, *, where: str = "") -> None:
+        self._keep(LoopEvent(kind, location=where))
+
+    def _keep(self, event: LoopEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > _EVENTS_KEPT:
+            del self._events[0]
 
     def _describe(self) -> Watched:
         names = {id(p): name for name, p in self._module.named_parameters()}
