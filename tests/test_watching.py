@@ -79,7 +79,7 @@ def test_what_is_raised_does_not_show_how_it_was_found():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError) as raised:
         train(model, 1, way=lambda step: "short")
-    assert sum("ddpcheck/watching" in str(entry.path) for entry in raised.traceback) <= 3
+    assert sum("ddpcheck/watching" in str(entry.path) for entry in raised.traceback) == 1
 
 
 def test_a_detached_path_is_told_with_its_line():
@@ -787,6 +787,24 @@ def test_what_a_fault_leads_to_is_not_told_beside_it():
 
 
 # Attaching and leaving
+
+
+def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(rank):
+    model = nn.parallel.DistributedDataParallel(Net())
+    told = []
+    with ddpcheck.watch(model, on_finding=told.append):
+        train(model, 36, way=lambda step: "short" if rank == 1 and step == 34 else "whole")
+        assert told == []
+    assert [(f.code, f.steps) for f in told] == ([("DDP105", (34,))] if rank else [])
+
+
+def test_ranks_that_do_not_come_to_a_meeting_are_named_and_hold_up_nobody_for_long(rank):
+    model = nn.parallel.DistributedDataParallel(Net())
+    with (
+        pytest.warns(UserWarning, match="rank 1 did not answer within 0.5 s") if rank == 0 else contextlib.nullcontext()
+    ):
+        with ddpcheck.watch(model, timeout=0.5) if rank == 0 else contextlib.nullcontext():
+            train(model, 4)
 
 
 def test_watch_attaches_to_a_plain_wrapper_and_leaves_it_as_it_was():

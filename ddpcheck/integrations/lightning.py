@@ -100,7 +100,7 @@ class DdpCheckCallback(pl.Callback):
         self._watch = Watch(
             wrapper, on_finding=self._on_finding, timeout=self._timeout, already_told=self._told, **settings
         )
-        self._watch.around_replay = lambda: _unheard(trainer, pl_module)
+        self._watch.replay_inside(lambda: _unheard(trainer, pl_module))
         self._compare()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
@@ -134,16 +134,19 @@ class DdpCheckCallback(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Detach."""
-        self._detach()
+        self._detach(failing=False)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Detach: who handles the exception may save a checkpoint, on this rank alone."""
-        self._detach()
+        self._detach(failing=True)
 
-    def _detach(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._told, self._watch = list(self._watch.findings), None
+    def _detach(self, *, failing: bool) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            try:
+                watch.close(failing=failing)
+            finally:
+                self._told = list(watch.findings)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpcheck.exchange import SilentRanksError, StoreExchange, default_store
+from ddpcheck.wording import spelled
 
 _ALWAYS_FOR = 32
 _THEN_EVERY = 16
@@ -75,6 +77,11 @@ class Board:
             found = [pickle.loads(data) for data in self._exchange.gather(key, pickle.dumps(value))]
         except SilentRanksError as error:
             self.silent = error.ranks
+            warnings.warn(
+                f"ddpcheck: {spelled(error.ranks)} did not answer within {self._exchange.timeout:g} s; from here on "
+                f"rank {self.rank} judges by itself",
+                stacklevel=2,
+            )
             return [value]
         self._forget(key)
         return found

@@ -63,10 +63,13 @@ class StaysBehind:
         self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            _not_compiled(self.method, args, kwargs)
-        else:  # to ask costs less than to go through what the compiler leaves alone
-            self.method(*args, **kwargs)
+        try:
+            if torch.compiler.is_compiling():
+                _not_compiled(self.method, args, kwargs)
+            else:  # to ask costs less than to go through what the compiler leaves alone
+                self.method(*args, **kwargs)
+        except FindingsError as error:  # where it was found is nothing to a reader
+            raise error.with_traceback(None) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_hook, ()
@@ -75,15 +78,7 @@ class StaysBehind:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call `method`; who compiles the wrapper, or the whole step, leaves it as it is and compiles what is around."""
-    _plainly(method, *args, **kwargs)
-
-
-def _plainly(method: Any, *args: Any, **kwargs: Any) -> None:
-    """Call `method`; what it has found is raised without the frames in which it was found."""
-    try:
-        method(*args, **kwargs)
-    except FindingsError as error:
-        raise error.with_traceback(None) from None
+    method(*args, **kwargs)
 
 
 def is_ours(hook: object) -> bool:

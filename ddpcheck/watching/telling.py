@@ -73,11 +73,14 @@ class Teller:
         speaks: Whether this rank shows warnings; the others have the same findings, and keep quiet.
     """
 
-    def __init__(self, on_finding: OnFinding, *, speaks: bool) -> None:
+    def __init__(
+        self, on_finding: OnFinding, *, speaks: bool, locate: Callable[[Finding], Finding] = lambda finding: finding
+    ) -> None:
         self.findings: list[Finding] = []
         self.speaks = speaks
         self._on_finding = on_finding
         self._told: set[object] = set()
+        self._locate = locate
 
     def take_as_told(self, findings: Sequence[Finding]) -> None:
         """Note findings that somebody else has told."""
@@ -97,7 +100,7 @@ class Teller:
             cause = cause_of(finding)
             if cause not in self._told and not follows_from(finding, causes):
                 self._told.add(cause)
-                new.append(finding)
+                new.append(self._locate(finding))
         self.findings += new
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -14,25 +14,25 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.errors import UsageError
-from ddpcheck.evidence import LoopEvent, PathEnd
+from ddpcheck.evidence import LoopEvent
 from ddpcheck.findings import Finding, Report
-from ddpcheck.gather.describe import digest_of, fingerprint
+from ddpcheck.gather.describe import digest_of
 from ddpcheck.gather.stepping import visible_tensors
-from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of, living_wrappers
-from ddpcheck.graph import all_names, named_parameters
+from ddpcheck.gather.wrapping import broadcasts_buffers, facts_of, living_wrappers
+from ddpcheck.graph import all_names
 from ddpcheck.locate import making_of, user_location
 from ddpcheck.watching import no_sync
 from ddpcheck.watching.account import Account, is_look
 from ddpcheck.watching.board import Board
-from ddpcheck.watching.looks import Look, differences_from_average, take_stock, zero_gradients
+from ddpcheck.watching.ledger import Ledger
+from ddpcheck.watching.looks import Look, differences_from_average, take_stock
 from ddpcheck.watching.micro_batches import MicroBatches
-from ddpcheck.watching.rounds import Rounds, StaysBehind, differentiable_tensors
+from ddpcheck.watching.rounds import Rounds, StaysBehind
 from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
 from ddpcheck.watching.verdict import Watched, judge_accounts, judge_alone, judge_events, judge_stock
 from ddpcheck.wording import Names
 
 _SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
-_ZERO_FROM = 4  # the round from which a gradient that was always zero is told
 _EVENTS_KEPT = 64
 _FORWARD, _BACKWARD = LoopEvent("forward", synchronises=True), LoopEvent("backward")
 _STEPS_ALONE = 3  # steps on gradients that nobody has averaged before that is told
@@ -108,7 +108,6 @@ class Watch:
     Attributes:
         findings: All that has been found so far, the same on every rank.
         step: The number of synchronised backward passes that have ended.
-        around_replay: Makes the context in which a forward pass is run again to say why a parameter is missing.
     """
 
     def __init__(
@@ -134,20 +133,15 @@ class Watch:
         self._consistency_every = check_consistency_every
         self._parity_every = check_parity_every
         self._board = Board(self._wrapper.process_group, timeout)
-        self._teller = Teller(checked_choice(on_finding), speaks=self._board.rank == self._board.ranks[0])
+        speaks = self._board.rank == self._board.ranks[0]
+        self._teller = Teller(checked_choice(on_finding), speaks=speaks, locate=self._locate)
         self._teller.take_as_told(already_told)
         self._rounds = Rounds(self._wrapper, self)
-        self._seen = {name: SeenParameter.of(p) for name, p in self._module.named_parameters()}
+        self._parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
         self._watched = replace(self._describe(), began_alike=began_alike)
         self._look: Look | None = None
         self._micro_batches = MicroBatches(self._rounds.parameters) if check_normalisation else None
-        self._absences: dict[int, tuple[str, ...]] = {}
-        self._never = set(self._rounds.names)
-        self._sometimes: set[str] = set()
-        self._late: set[str] = set()
-        self._known_missing: set[str] = set()
-        self._zero: set[str] | None = None
-        self._start: dict[str, int] = {}
+        self._ledger = Ledger(self._module, self._parameters, self._watched.wrapper)
         self._events: list[LoopEvent] = []  # of this round
         self._last_round: list[LoopEvent] = []
         self._rounds_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -155,7 +149,6 @@ class Watch:
         self._step_handle = register_optimizer_step_pre_hook(StaysBehind(self._before_step))
         self._strange: tuple[LoopEvent, ...] = ()
         self._comparisons = 0
-        self.around_replay: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._rounds.attach()
         no_sync.listen(self._wrapper, self._note)
 
@@ -165,10 +158,26 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failing=error is not None)
 
-    def close(self) -> None:
-        """Leave the wrapper as it was; may be called again."""
+    def close(self, *, failing: bool = False) -> None:
+        """Leave the wrapper as it was; may be called again.
+
+        What this rank alone knows by then, of the last steps, is told as far as it can tell: the others are not asked.
+
+        Args:
+            failing: Whether the loop has ended in an exception of its own, which is what counts; nothing is told then.
+
+        Raises:
+            FindingsError: There is an error among that, and errors are to be raised.
+        """
+        self._detach()
+        if self._ledger.unheard and not failing:
+            account = self._ledger.account(self._board.rank, self.step, None, None, settled=False)
+            self._ledger.hear([account])
+            self._teller.tell(judge_accounts([account], self._watched, settled=False))
+
+    def _detach(self) -> None:
         self._rounds.detach()
         no_sync.forget(self._wrapper)
         self._step_handle.remove()
@@ -201,6 +210,10 @@ class Watch:
             FindingsError: There is an error among them, and errors are to be raised.
         """
         self._teller.tell(findings)
+
+    def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Have a forward pass that is run again, to say why a parameter is missing, run inside of `context()`."""
+        self._ledger.around_replay = context
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what the forward has returned: for frameworks that call backward inside of it."""
@@ -238,8 +251,7 @@ class Watch:
         if self._look is not None:
             self._look.renew()
         elif (self._detects and self._meets(number)) or keeps:
-            parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-            self._look = Look(self._module, parameters, keeps=keeps)
+            self._look = Look(self._module, self._parameters, keeps=keeps)
 
     def returned(self, number: int, output: Any) -> None:
         """A forward with gradients has returned, in a round or under `no_sync`."""
@@ -271,7 +283,7 @@ class Watch:
         """Parameters have no part in the round: have all ranks meet, unless that is known."""
         if self._look is not None:
             self._look.stop()
-        if self._detects and not self._known_missing.issuperset(names):
+        if self._detects and not self._ledger.is_heard(names):
             self._board.post(number)
 
     def unpaired(self, number: int) -> None:
@@ -287,14 +299,8 @@ class Watch:
         look, self._look = self._look, None
         if look is not None:
             look.close()
-            if self._watched.wrapper.static_graph and number == 0:  # DDP takes them for used, and will wait for them
-                lacking |= look.absent - absent
-            self._never &= look.absent
-            self._sometimes |= look.absent
-        self._sometimes |= lacking
-        new = lacking - self._known_missing
-        if new and self._detects:
-            self._absences[number] = tuple(name for name in self._rounds.names if name in new)
+        if self._detects:
+            self._ledger.enter(number, look, absent, lacking)
         if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
             self._tell_events(number + 1)
         self._last_round, self._events = self._events, []
@@ -324,63 +330,17 @@ class Watch:
         settled = number in _SETTLED
         mine = self._account(number, look, settled=settled)
         accounts: list[Account] = self._board.gather(f"account/{number}", mine)
-        self._absences, self._strange = {}, ()
-        self._known_missing |= {name for account in accounts for names in account.absences.values() for name in names}
-        found = judge_accounts(accounts, self._watched, settled=settled)
-        return self._located(found)
+        self._strange = ()
+        self._ledger.hear(accounts)
+        return judge_accounts(accounts, self._watched, settled=settled)
 
     def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
-        micro_batches = () if self._micro_batches is None else self._micro_batches.told()
-        if not self._detects:
-            return Account(self._board.rank, number, events=self._strange, micro_batches=micro_batches)
-        missing = {name for names in self._absences.values() for name in names}
-        if settled and self._watched.wrapper.tolerates_unused:
-            missing |= self._never
-        return Account(
-            rank=self._board.rank,
-            step=number,
-            absences=dict(self._absences),
-            never=tuple(name for name in self._rounds.names if name in self._never),
-            sometimes=tuple(name for name in self._rounds.names if name in self._sometimes),
-            ends=self._ends(missing - self._known_missing),
-            lost={} if look is None else look.lost,
-            zero=self._always_zero(number, look),
-            unregistered=() if look is None else (*look.unregistered, *look.late.values()),
-            arrivals={} if look is None else {name: n for name, n in look.arrivals.items() if n > 1 and look.reentrant},
-            reentrant=look is not None and look.reentrant,
-            changes={} if look is None else self._changes(look),
-            events=self._strange,
-            micro_batches=micro_batches,
-        )
-
-    def _changes(self, look: Look) -> dict[str, str]:
-        """What has happened to parameters since wrapping, but for those that forward has made."""
-        self._late |= look.late.keys()
-        return {name: how for name, how in changes(self._seen, self._module).items() if name not in self._late}
-
-    def _ends(self, missing: set[str]) -> dict[str, PathEnd]:
-        """Why parameters are missing: this costs a forward pass, once for each of them."""
-        snapshot = self._rounds.snapshot
-        parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
-        if not parameters or snapshot is None:
-            return {}
-        return snapshot.explain(self._module, parameters, differentiable_tensors, self.around_replay)
-
-    def _always_zero(self, number: int, look: Look | None) -> tuple[str, ...]:
-        """The parameters whose gradient was zero in every look, once parameters have moved in between."""
-        if look is None or not self._detects:
-            return ()
-        parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        nothing = zero_gradients(parameters) | look.lost.keys() | self._sometimes  # what is missing gets zeros
-        zero = nothing - look.lost.keys() - self._sometimes
-        self._zero = zero if self._zero is None else self._zero & zero
-        if not self._zero:
-            return ()
-        moving = [name for name in parameters if name not in nothing][:1]
-        now = {name: fingerprint(parameters[name]) for name in moving}
-        self._start = self._start or now
-        moved = any(self._start.get(name) != value for name, value in now.items())
-        return tuple(name for name in parameters if name in self._zero) if number >= _ZERO_FROM and moved else ()
+        account = Account(self._board.rank, number)
+        if self._detects:
+            snapshot = self._rounds.snapshot
+            account = self._ledger.account(self._board.rank, number, look, snapshot, settled=settled)
+        told = () if self._micro_batches is None else self._micro_batches.told()
+        return replace(account, events=self._strange, micro_batches=told)
 
     def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
         """Put side by side what the ranks hold, in full only where it differs."""
@@ -398,16 +358,13 @@ class Watch:
         if alike:
             return []
         stock = self._board.gather(f"stock/{key}", mine)
-        return self._located(judge_stock(stock, self._watched, number, after_backward=after_backward, first=first))
+        return judge_stock(stock, self._watched, number, after_backward=after_backward, first=first)
 
-    def _located(self, findings: Iterable[Finding]) -> list[Finding]:
-        """With the lines that make their first subject."""
-        return [
-            finding
-            if finding.location or not finding.subjects
-            else replace(finding, location=making_of(self._module, finding.subjects[0]))
-            for finding in findings
-        ]
+    def _locate(self, finding: Finding) -> Finding:
+        """With the line that makes its first subject."""
+        if finding.location or not finding.subjects:
+            return finding
+        return replace(finding, location=making_of(self._module, finding.subjects[0]))
 
     def _before_step(self, optimizer: Any, *_arguments: Any) -> None:
         """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
