@@ -173,6 +173,8 @@ def making_of(module: nn.Module, name: str) -> Location | None:
 def _assignment_in(source: type | str, name: str, owner: str) -> Location | None:
     """The assignment of `owner.name` in a class, or of `name` at the top of a file."""
     try:
+        if not is_user_file(source if isinstance(source, str) else inspect.getfile(source)):
+            return None
         if isinstance(source, str):
             path, first, text = source, 1, "".join(linecache.getlines(source))
         else:
@@ -185,7 +187,7 @@ def _assignment_in(source: type | str, name: str, owner: str) -> Location | None
     for node in ast.walk(tree) if owner else tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if wanted in map(ast.unparse, targets) and is_user_file(path):
+            if wanted in map(ast.unparse, targets):
                 return Location(relative_path(path), node.lineno + first - 1)
     return None
 

@@ -21,7 +21,6 @@ from ddpcheck.gather.describe import describe, fingerprint, fingerprints
 from ddpcheck.gather.wrapping import living_wrappers
 from ddpcheck.graph import gradient_node, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
-from ddpcheck.locate import making_of
 from ddpcheck.paths import swallower
 from ddpcheck.watching.account import Stock
 
@@ -103,7 +102,7 @@ class Look:
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
         self.late |= {
-            name: Unregistered(name, tuple(parameter.shape), making_of(self._module, name), late=True)
+            name: Unregistered(name, tuple(parameter.shape), late=True)
             for name, parameter in self._module.named_parameters()
             if name not in self._before
         }
@@ -113,7 +112,7 @@ class Look:
             held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}
             others = _parameters_of_other_wrappers(self._module)
             self.unregistered = tuple(
-                Unregistered(held[id(leaf)], tuple(leaf.shape), making_of(self._module, held[id(leaf)]))
+                Unregistered(held[id(leaf)], tuple(leaf.shape))
                 for leaf in strange
                 if id(leaf) in held and id(leaf) not in others
             )
