@@ -48,7 +48,8 @@ class Measured:
     def seconds(self, name: str, clock: int) -> list[float]:
         """Of each turn: the wall time of the rank that took longest, or the mean processor time."""
         join = max if clock == WALL else statistics.fmean
-        return [join(one[clock] for one in turn) for turn in zip(*(r["samples"][name] for r in self.ranks), strict=True)]
+        turns = zip(*(rank["samples"][name] for rank in self.ranks), strict=True)
+        return [join(one[clock] for one in turn) for turn in turns]
 
     def step(self, clock: int) -> float:
         """Seconds of a step of plain DDP."""

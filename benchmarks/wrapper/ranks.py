@@ -123,8 +123,8 @@ def measure(case: Case, names: Sequence[str], seconds: float, least: int) -> dic
         least: The least number of turns; what `seconds` says gives way to it.
 
     Returns:
-        "samples": by alternative, a `Sample` a turn. "own": a `Sample` a watched step, of our own code in it. "first": by
-        repetition, the `Sample`s of plain and watched steps. "tensors" and "weights": what the model has.
+        "samples": by alternative, a `Sample` a turn. "own": a `Sample` a watched step, of our own code in it. "first":
+        by repetition, the `Sample`s of plain and watched steps. "tensors" and "weights": what the model has.
     """
     torch.set_num_threads(1)
     sys.setrecursionlimit(10**6)  # mmengine's detector calls itself for each node of the graph
