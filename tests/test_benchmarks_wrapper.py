@@ -10,8 +10,8 @@ import pytest
 if not sys.platform.startswith("linux"):
     pytest.skip("the benchmark needs Linux", allow_module_level=True)
 
-from benchmarks.wrapper.figures import CPU, WALL, Measured, Record, estimate  # noqa: E402
-from benchmarks.wrapper.table import for_page, for_terminal  # noqa: E402
+from benchmarks.wrapper.figures import CPU, WALL, Measured, Record, estimate
+from benchmarks.wrapper.table import for_page, for_terminal
 
 ROOT = Path(__file__).parents[1]
 

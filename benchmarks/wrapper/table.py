@@ -76,14 +76,15 @@ _MEANING = """
   around each, and one transformer encoder. Each rank has one thread.
 - **Turns.** In each turn every alternative makes one step, in a random order that is the same on both ranks, after a
   barrier. Percentages compare with the plain step of the same turn, so that other load meets all alike. The wall time
-  of a step is that of the slower rank. Medians over {turns} turns; the interval, by order statistics, holds the true median
-  in 95 of 100 runs.
+  of a step is that of the slower rank. Medians over {turns} turns; the interval, by order statistics, holds the true
+  median in 95 of 100 runs.
 - **checked** is the same wrapper, in the same memory, as the plain one: its hooks are put on for the step and taken off
   after it. mmengine's detector runs after the optimizer's step, as in its `train_step`, on that wrapper, too.
   `find_unused_parameters` needs another wrapper, so **again** is a second plain one: what copies differ in by
   themselves.
 - **own code** is the processor time that a step spends in ddpcheck, measured in place, with the questions that it asks
-  torch; what torch takes to call a hook is not in it. Where a step takes seconds, this is what tells: the clocks of whole steps vary by more.
+  torch; what torch takes to call a hook is not in it. Where a step takes seconds, this is what tells: the clocks of
+  whole steps vary by more.
 - **Steady state** is what all columns but one show: a question to the autograd engine in each step, and one to the
   store every 16th. **first 32** are the first 32 rounds of a new watch: there the store is asked after each, and rounds
   0, 1, 2, 4, 8 and 16 are looked at thoroughly, with a hook on each parameter and a walk of the graph. Later looks, at
