@@ -20,7 +20,7 @@ from ddpcheck import World
 from ddpcheck.errors import DdpcheckError
 
 _RANKS = 2
-_SPARE = 1.25  # times what models and gradients need
+_SPARE = 2  # times what models and gradients need
 _DEADLINE = 3000.0
 
 

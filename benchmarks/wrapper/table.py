@@ -48,7 +48,7 @@ def _cells(one: Measured) -> tuple[str, ...]:
         _percent(one.extra("checked", CPU), interval=False),
         f"{one.own(CPU) * 1e6:.0f}",
         f"{100 * one.own(CPU) / one.step(WALL):.2g} %",
-        f"{one.first(WALL):+.1f} %",
+        "-" if one.first(WALL) is None else f"{one.first(WALL):+.1f} %",
         *(_percent(one.extra(name, WALL)) for name in ("unused", "mmengine", "second")),
     )
 
