@@ -24,6 +24,7 @@ from ddpcheck.errors import (
 )
 from ddpcheck.evidence import Built, LocalStep, PathEnd, Wrapped
 from ddpcheck.findings import Report, ReportError, Severity
+from ddpcheck.harness import Hosts
 from ddpcheck.lockstep import (
     judge_collectives,
     judge_packing,
@@ -51,8 +52,12 @@ def check(
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
+    hosts: Hosts | None = None,
 ) -> Report:
     """Check a recipe on `world_size` real ranks with the real DDP reducer.
+
+    The ranks are new processes, also in a program that a launcher has started: there each process that calls this makes
+    a check of its own. It is the command line that runs on the ranks of a launcher.
 
     Args:
         target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which is loaded on the ranks and not here.
@@ -66,6 +71,7 @@ def check(
         select: Codes, prefixes or names of the rules to report; default: all.
         ignore: Those not to report.
         progress: Called with a few words at the beginning of each phase.
+        hosts: Processes that a launcher has started, which start the ranks instead; see `World`.
 
     Returns:
         The report. A target that fails, or hangs, is in `Report.error`; what was found before is not lost.
@@ -82,8 +88,9 @@ def check(
         timeout=timeout,
         seed=seed,
         preload=preload,
+        hosts=hosts,
     )
-    outcome = CheckRun(target, asked, progress=progress or (lambda _text: None)).run()
+    outcome = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
     return outcome.report(select=select, ignore=ignore)
 
 
@@ -97,6 +104,7 @@ def ask(
     timeout: float,
     seed: int,
     preload: Sequence[str],
+    hosts: Hosts | None = None,
 ) -> Asked:
     """What was asked for, with the defaults that depend on the machine filled in.
 
@@ -112,21 +120,23 @@ def ask(
     return Asked(
         target=target if isinstance(target, str) else "recipe",
         world_size=world_size,
-        backend=backend or _default_backend(device, world_size),
+        backend=backend or _default_backend(device, world_size if hosts is None else hosts.sharing),
         device=device,
         steps=steps,
         seed=seed,
         timeout=timeout,
         preload=tuple(preload),
+        launcher=hosts.launcher if hosts is not None else None,
     )
 
 
-def _default_backend(device: str, world_size: int) -> str:
+def _default_backend(device: str, sharing: int) -> str:
+    """That of a device which so many ranks share."""
     if device != "cuda":
         return "gloo"
     import torch
 
-    return "nccl" if isinstance(world_size, int) and 0 < world_size <= torch.cuda.device_count() else "gloo"
+    return "nccl" if isinstance(sharing, int) and 0 < sharing <= torch.cuda.device_count() else "gloo"
 
 
 class CheckRun(Conduct):

@@ -13,13 +13,14 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self, TextIO
+from typing import TYPE_CHECKING, NoReturn, Self, TextIO
 
 from ddpcheck import __version__
-from ddpcheck.config import load_settings
-from ddpcheck.errors import EXIT_CLEAN, EXIT_USAGE, DdpcheckError, UsageError
+from ddpcheck.config import Settings, load_settings
+from ddpcheck.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
 from ddpcheck.matrix import Matrix, is_matrix
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
@@ -27,11 +28,16 @@ from ddpcheck.render.layout import lay_out, picture_format
 from ddpcheck.repro import command_for, demonstration_for, prepare, write_reproduction
 from ddpcheck.rules import FAMILIES, RULES, Rule, matching_rules
 
+if TYPE_CHECKING:
+    from ddpcheck.harness import Hosts
+    from ddpcheck.launched import Launch
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 EPILOG = """\
 exit codes: 0 clean; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
-3 the target could not be imported, built or run; 4 a hang or a deadline.
+3 the target could not be imported, built or run; 4 a hang or a deadline. Where torchrun, mpirun or srun has started
+several, rank 0 has this exit code and the others 0.
 """
 
 TARGET_HELP = """\
@@ -92,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(command=run)
         return made
 
-    report = command("report", _report, "check a recipe on real processes and print a report")
+    report = command("report", _on_ranks(_report), "check a recipe on real processes and print a report")
     what = _add_target(report)
     rules = "rules by code, prefix or name; comma separated or repeated"
     what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
@@ -112,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         "what ddpcheck wrote there before, and nothing else",
     )
 
-    graph = command("graph", _graph, "check a recipe and draw its loss's graph, with anomalous parameters in colour")
+    graph = command(
+        "graph", _on_ranks(_graph), "check a recipe and draw its loss's graph, with anomalous parameters in colour"
+    )
     how = _add_target(graph)
     how.add_argument("--detail", default="auto", metavar="NAME", help="operations, modules or auto (by size; default)")
     how.add_argument(
@@ -142,6 +150,11 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     what.add_argument("--device", metavar="NAME", help="cpu or cuda (default cpu)")
     what.add_argument("--timeout", metavar="SECONDS", help="after which a run counts as a hang (default 30)")
     what.add_argument("--seed", metavar="N", help="of all random numbers (default 0)")
+    what.add_argument(
+        "--launcher",
+        metavar="WHEN",
+        help="whether to run on ranks that torchrun, mpirun or srun has started: auto (default), on or off",
+    )
     modules = "modules that every rank needs, imported once before ranks are forked; comma separated or repeated"
     what.add_argument("--preload", metavar="MODULES", action="append", help=modules)
     return what
@@ -162,10 +175,23 @@ _RUN = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload"
 _ASKED = (*_RUN, "select", "ignore")
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Hosts | None) -> Settings:
+    """Those that matter for a command, with the number of ranks that there are."""
+    settings = load_settings({name: getattr(arguments, name) for name in (*names, "launcher")})
+    if hosts is None:
+        return settings
+    if arguments.world_size is not None and settings.world_size != hosts.world_size:
+        raise UsageError(
+            f"--world-size {settings.world_size}, but {hosts.launcher} has started {hosts.world_size} ranks; leave it "
+            f"out, or have {hosts.launcher} start as many"
+        )
+    return replace(settings, world_size=hosts.world_size)
+
+
+def _report(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
     if arguments.matrix:
-        return _matrix(arguments)
-    settings = load_settings({name: getattr(arguments, name) for name in (*_ASKED, "fail_on")})
+        return _matrix(arguments, hosts)
+    settings = _settings(arguments, (*_ASKED, "fail_on"), hosts)
     with (
         _Output(arguments) as output,
         _Reproduction(arguments.repro) as reproduction,
@@ -173,28 +199,30 @@ def _report(arguments: argparse.Namespace) -> int:
     ):
         from ddpcheck.check import check  # the rest of the house, only when there is work to do
 
-        report = check(arguments.target, progress=progress, **{name: getattr(settings, name) for name in _ASKED})
+        asked = {name: getattr(settings, name) for name in _ASKED}
+        report = check(arguments.target, progress=progress, hosts=hosts, **asked)
         progress.clear()
         output.show(report)
         reproduction.write(report, arguments.target, progress)
     return report.exit_code(settings.fail_on)
 
 
-def _matrix(arguments: argparse.Namespace) -> int:
+def _matrix(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
     if arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
-    settings = load_settings({name: getattr(arguments, name) for name in (*_ASKED, "fail_on")})
+    settings = _settings(arguments, (*_ASKED, "fail_on"), hosts)
     with _Output(arguments, MATRIX_FORMATS) as output, _Progress(sys.stderr) as progress:
         from ddpcheck.sweep import check_matrix
 
-        matrix = check_matrix(arguments.target, progress=progress, **{name: getattr(settings, name) for name in _ASKED})
+        asked = {name: getattr(settings, name) for name in _ASKED}
+        matrix = check_matrix(arguments.target, progress=progress, hosts=hosts, **asked)
         progress.clear()
         output.show(matrix)
     return matrix.exit_code(settings.fail_on)
 
 
-def _graph(arguments: argparse.Namespace) -> int:
-    settings = load_settings({name: getattr(arguments, name) for name in _RUN})
+def _graph(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
+    settings = _settings(arguments, _RUN, hosts)
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
     with _File(path) as file, _Progress(sys.stderr) as progress:
@@ -206,6 +234,7 @@ def _graph(arguments: argparse.Namespace) -> int:
             arguments.target,
             detail=arguments.detail,
             progress=progress,
+            hosts=hosts,
             **{name: getattr(settings, name) for name in _RUN},
         )
         progress("laying out the picture")
@@ -219,6 +248,66 @@ def _graph(arguments: argparse.Namespace) -> int:
         where = f", written to {path}" if path is not None else ""
         print(f"ddpcheck: {summary(picture, marks)}{where}", file=sys.stderr)
     return EXIT_CLEAN
+
+
+# --- Under a launcher ------------------------------------------------------------------------------------------------
+
+_LAST_WORDS = 2.0  # seconds that rank 0 has for a report after SIGTERM; the others wait a little longer for it
+_WITHOUT_LEADER = 3.0
+
+
+def _on_ranks(run: Callable[[argparse.Namespace, Hosts | None], int]) -> Callable[[argparse.Namespace], int]:
+    """The command on the ranks that a launcher has started, if one has: rank 0 runs it, and the others follow."""
+
+    def command(arguments: argparse.Namespace) -> int:
+        launch = _launch(arguments)
+        if launch is None:
+            return run(arguments, None)
+        if launch.rank:
+            return _follow(launch)
+        from ddpcheck.launched import Ending, Leader, explain_exit
+
+        code, sentence = EXIT_USAGE, ""
+        with Ending(launch, _LAST_WORDS), Leader(launch) as hosts:
+            try:
+                code = run(arguments, hosts)
+                sentence = "ddpcheck has not crashed: this is what it says of the target, in the report"
+            except DdpcheckError as error:
+                code, sentence = error.exit_code, f"ddpcheck: error: {error}"
+                raise
+            finally:
+                explain_exit(code, sentence)
+        return code
+
+    return command
+
+
+def _launch(arguments: argparse.Namespace) -> Launch | None:
+    """What the launcher has said, `None` for ranks of our own."""
+    try:
+        launcher = load_settings({"launcher": arguments.launcher}).launcher
+    except DdpcheckError:
+        launcher = "auto"  # rank 0 will say what is wrong
+    if launcher == "off":
+        return None
+    from ddpcheck.launched import detect, require
+
+    return require() if launcher == "on" else detect()
+
+
+def _follow(launch: Launch) -> int:
+    """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
+    from ddpcheck.launched import Ending, follow
+
+    try:
+        with Ending(launch, _WITHOUT_LEADER):
+            if follow(launch):
+                return EXIT_CLEAN
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED  # rank 0 is told the same
+    if launch.rank == 1:  # one is enough
+        _complain("rank 0 was lost before it could write the report; its launcher knows how")
+    return EXIT_TARGET
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -270,6 +359,11 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, like every other error of ours."""
 
     def error(self, message: str) -> NoReturn:
+        from ddpcheck.launched import BY_HAND, detect
+
+        launch = detect()
+        if launch is not None and launch.rank and launch.launcher != BY_HAND:
+            raise SystemExit(EXIT_CLEAN)  # rank 0 has been given the same, and says so
         _complain(f"{message} (see `{self.prog} --help`)")
         raise SystemExit(EXIT_USAGE)
 

@@ -26,7 +26,7 @@ from ddpcheck.errors import (
 )
 from ddpcheck.evidence import Call
 from ddpcheck.findings import Finding, Location, ReportError
-from ddpcheck.harness import Pending, World
+from ddpcheck.harness import Hosts, Pending, World
 from ddpcheck.lockstep import DeadlockWatch, judge_empty_shards, judge_failure
 from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.worlds import preloading
@@ -63,10 +63,13 @@ class OptionsStopped(Stopped):
 class Conduct:
     """A world of ranks and a single process at work on a target, and the `Outcome` that comes of it."""
 
-    def __init__(self, target: Recipe | str, asked: Asked, *, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: Recipe | str, asked: Asked, *, progress: Callable[[str], None], hosts: Hosts | None = None
+    ) -> None:
         self.target = target
         self.asked = asked
         self.progress = progress
+        self.hosts = hosts
         self.outcome = Outcome(asked)
         self._alone_in_group = False
         self._single_hang = ""
@@ -90,6 +93,7 @@ class Conduct:
             preload=(*preloading.DDP, *WHAT_RANKS_CALL, *self.asked.preload),
             hash_seeds=group,
             watch=DeadlockWatch() if group else None,
+            hosts=self.hosts if group else None,
         )
 
     # Ranks

@@ -39,8 +39,8 @@ class Settings:
         preload: Modules that are imported once, before ranks are forked.
         threads: That torch may use in each rank of a test; `None` shares out the cores.
         reuse: Of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module.
-        launcher: Whether tests use the ranks that torchrun or mpirun has started: "auto" where some need ranks, "on"
-            always, "off" never.
+        launcher: Whether tests, reports and pictures use the ranks that torchrun, mpirun or srun has started: "auto"
+            where there are several, and some test needs ranks, "on" always, "off" never.
     """
 
     world_size: int = 2

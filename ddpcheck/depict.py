@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddpcheck.check import check
 from ddpcheck.errors import EXIT_HANG, EXIT_TARGET, DdpcheckError, HangError, RankError, TargetError, UsageError
 from ddpcheck.findings import Finding, Report
-from ddpcheck.harness import World
+from ddpcheck.harness import Hosts, World
 from ddpcheck.lockstep import DeadlockWatch
 from ddpcheck.picture import Detail, Mark, Picture
 from ddpcheck.wording import spelled, spelled_steps
@@ -52,6 +52,7 @@ def depict(
     seed: int = 0,
     preload: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _text: None,
+    hosts: Hosts | None = None,
 ) -> tuple[Report, Picture, tuple[Mark, ...]]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step.
 
@@ -66,6 +67,7 @@ def depict(
         seed: Of all random numbers.
         preload: Modules that are imported once, before ranks are forked; see `World`.
         progress: Called with a few words at the beginning of each phase.
+        hosts: Processes that a launcher has started.
 
     Returns:
         The report of the check, the picture, and the parameters to mark in it.
@@ -88,6 +90,7 @@ def depict(
         seed=seed,
         preload=preload,
         progress=progress,
+        hosts=hosts,
     )
     if report.error is not None:
         kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
@@ -95,7 +98,12 @@ def depict(
     progress("following the loss's graph")
     codes = {finding.code for finding in report.findings}
     with World(
-        world_size, backend=str(report.world["backend"]), device=device, timeout=timeout, watch=DeadlockWatch()
+        world_size,
+        backend=str(report.world["backend"]),
+        device=device,
+        timeout=timeout,
+        watch=DeadlockWatch(),
+        hosts=hosts,
     ) as world:
         try:
             picture = _gather(world, report, target, seed, detail, lazy="DDP110" in codes)

@@ -28,9 +28,10 @@ from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import allowed, processes, wire
 from ddpcheck.worlds.crew import Crew
 from ddpcheck.worlds.pending import Pending, Watch
+from ddpcheck.worlds.processes import Hosts
 from ddpcheck.worlds.rewriting import rewritten_modules
 
-__all__ = ["Pending", "Watch", "World"]
+__all__ = ["Hosts", "Pending", "Watch", "World"]
 
 
 class World:
@@ -64,6 +65,7 @@ class World:
         hash_seeds: bool = False,
         watch: Watch | None = None,
         ahead: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
         """Start the ranks, without waiting for them.
 
@@ -85,6 +87,7 @@ class World:
                 those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
                 counted.
             ahead: Whether nobody needs the ranks yet. They may then start late, and have more in them: see `adopt`.
+            hosts: Processes that a launcher has started, each of which starts one rank; see `ddpcheck.launched.Leader`.
 
         Raises:
             UsageError: When an argument makes no sense.
@@ -98,6 +101,11 @@ class World:
             )
         if threads is not None:
             allowed.check_count("threads", threads, allowed.MAX_WORLD_SIZE)
+        if hosts is not None and world_size != hosts.world_size:
+            raise UsageError(
+                f"world_size={world_size}, but {hosts.launcher} has started {hosts.world_size} ranks; use all of them, "
+                "or run this without a launcher."
+            )
         self.world_size = world_size
         self.backend = backend
         self.device = device
@@ -115,12 +123,18 @@ class World:
         self._outputs: dict[int, str] = {}
         self._luggage: dict[int, bytes] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
-        self._crew = Crew(self.directory)
+        self._crew = Crew(self.directory, one_machine=hosts is None or hosts.one_machine)
         self.closed = False
         _open_worlds.add(self)
         try:
             seeds = processes.hash_seeds(world_size, own=hash_seeds)
-            self._crew.start(self._config(), self.start_method, seeds, ahead)
+            configs = [self._config(rank) for rank in range(world_size)]
+            own: processes.Starter = processes.ForkLaunch if self.start_method == "fork" else processes.SpawnLaunch
+            starters = [own] * world_size
+            if hosts is not None:
+                configs = [hosts.settle(config) for config in configs]
+                starters = [hosts.starter(rank, own) for rank in range(world_size)]
+            self._crew.start(configs, starters, seeds, ahead)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -222,9 +236,9 @@ class World:
         if self.failed:  # found by done() just now
             raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
 
-    def _config(self) -> wire.RankConfig:
+    def _config(self, rank: int) -> wire.RankConfig:
         return wire.RankConfig(
-            rank=0,
+            rank=rank,
             world_size=self.world_size,
             backend=self.backend,
             device=self.device,

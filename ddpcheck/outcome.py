@@ -59,6 +59,7 @@ class Asked:
     seed: int
     timeout: float
     preload: tuple[str, ...] = ()
+    launcher: str | None = None  # who has started the processes that the ranks belong to
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +396,7 @@ class Outcome:
                 "steps": asked.steps,
                 "seed": asked.seed,
                 "timeout": asked.timeout,
+                **({"launcher": asked.launcher} if asked.launcher is not None else {}),
                 "notes": list(dict.fromkeys(self.notes)),
             },
             checks=tuple(map(self._result, _HEADINGS)),

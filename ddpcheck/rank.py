@@ -311,7 +311,7 @@ def _set_up(config: wire.RankConfig) -> None:
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
-    device, shared = choose_device(config.device, config.backend, config.rank, config.world_size)
+    device, shared = choose_device(config.device, config.backend, *(config.sharing or _place_on_machine(config)))
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
         _join(config, "store")
@@ -339,14 +339,15 @@ def _open_slots(path: Path) -> mmap.mmap:
 def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
     """Take over the parent's environment, directory and import path, as a process that it started would."""
     environment = dict(surroundings.environment)
+    local_rank, local_world_size = _place_on_machine(config)
     environment.update(
         RANK=str(config.rank),
         WORLD_SIZE=str(config.world_size),
-        LOCAL_RANK=str(config.rank),
-        LOCAL_WORLD_SIZE=str(config.world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size),
     )
     environment[wire.NO_LAUNCH] = "0"
-    if "GLOO_SOCKET_IFNAME" not in environment and (interface := loopback()):
+    if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
         environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
@@ -370,6 +371,12 @@ def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
 
 
+def _place_on_machine(config: wire.RankConfig) -> tuple[int, int]:
+    """The number of a rank among those of its machine, and how many these are."""
+    here = config.rank if config.local_rank is None else config.local_rank
+    return here, config.local_world_size or config.world_size
+
+
 def seed() -> None:
     """Seed every generator anew, or what a rank has from a fork, or torch's default, is the same on all of them."""
     random.seed()
@@ -388,7 +395,7 @@ def loopback() -> str:
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
-    """Return the device of a rank of this machine, and whether it is shared, and make it current.
+    """Return the device of a rank among those that see the same GPUs, and whether it is shared, and make it current.
 
     Raises:
         UsageError: There is no GPU, or not one a rank where the backend needs that.
@@ -414,11 +421,16 @@ def choose_device(device: str, backend: str, rank: int, world_size: int) -> tupl
 
 def _join(config: wire.RankConfig, store: str) -> None:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
+    from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+    meeting: Store
+    if config.store is None:
+        meeting = FileStore(os.path.join(config.directory, store), config.world_size)
+    else:
+        meeting = PrefixStore(store, TCPStore(*config.store, None, False, timedelta(minutes=2), False))
     dist.init_process_group(
         config.backend,
-        store=FileStore(os.path.join(config.directory, store), config.world_size),
+        store=meeting,
         rank=config.rank,
         world_size=config.world_size,
         timeout=timedelta(days=1),  # the parent's clock is the one that counts

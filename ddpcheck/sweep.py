@@ -21,6 +21,7 @@ from ddpcheck.check import CheckRun, ask
 from ddpcheck.conduct import OptionsStopped, Stopped, on_rank
 from ddpcheck.errors import EXIT_HANG, RankError
 from ddpcheck.findings import Location, ReportError, Severity
+from ddpcheck.harness import Hosts
 from ddpcheck.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.trials import DEFAULTS, ModelFacts, Options, Trial, first_trials, further_trials
@@ -48,6 +49,7 @@ def check_matrix(
     ignore: Sequence[str] = (),
     step_times: bool = True,
     progress: Callable[[str], None] | None = None,
+    hosts: Hosts | None = None,
 ) -> Matrix:
     """Run a recipe under the sensible combinations of the options of the installed `DistributedDataParallel`.
 
@@ -67,6 +69,7 @@ def check_matrix(
         ignore: Those that may not.
         step_times: Whether to measure how long a step takes under each row that is right.
         progress: Called with a few words at the beginning of each phase.
+        hosts: As for `ddpcheck.check`.
 
     Returns:
         The matrix. A target that fails, or hangs, whatever the options are, is in `Matrix.error`.
@@ -83,8 +86,9 @@ def check_matrix(
         timeout=timeout,
         seed=seed,
         preload=preload,
+        hosts=hosts,
     )
-    sweep = _Sweep(target, asked, select=select, ignore=ignore, progress=progress or (lambda _text: None))
+    sweep = _Sweep(target, asked, select=select, ignore=ignore, progress=progress or (lambda _text: None), hosts=hosts)
     return sweep.matrix(step_times=step_times)
 
 
@@ -102,8 +106,9 @@ class _Sweep(CheckRun):
         select: Sequence[str],
         ignore: Sequence[str],
         progress: Callable[[str], None],
+        hosts: Hosts | None,
     ) -> None:
-        super().__init__(target, asked, progress=progress)
+        super().__init__(target, asked, progress=progress, hosts=hosts)
         self._rules = {"select": select, "ignore": ignore}
         self._references: dict[bool, Outcome] = {}  # by whether the wrapper broadcasts buffers
         self._kept: set[bool] = set()  # those whose steps are on the ranks of this world

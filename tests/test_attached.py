@@ -521,6 +521,39 @@ def test_a_rank_that_dies_fails_the_test_and_the_others_say_so_and_stop(
     assert done.seconds < 90
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Path) -> None:
+    command = list(LAUNCHERS[launcher])
+    if launcher == "mpirun":
+        if shutil.which("mpirun") is None:
+            pytest.skip("mpirun is not installed")
+        command[1:1] = ["--allow-run-as-root"] * (os.getuid() == 0)
+    source = HEAD + (
+        "@pytest.mark.ddp(timeout=300)\ndef test_hangs(rank):\n    import torch, torch.distributed as dist\n"
+        "    open(f'there{rank}', 'w')\n    time.sleep(300) if rank else dist.all_reduce(torch.ones(1))\n"
+    )
+    innerpytest.write(tmp_path, test_it=source)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    program = [*command, "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
+    with (tmp_path / "said").open("w") as said:
+        started = subprocess.Popen(program, cwd=tmp_path, env=clean_environment(temporary), stdout=said, stderr=said)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("there*"))) < 2:
+        assert time.monotonic() < deadline, (tmp_path / "said").read_text()
+        time.sleep(0.05)
+    ours = psutil.Process(started.pid).children(recursive=True)
+    assert len(ours) >= 2
+    started.kill()
+    started.wait()
+    left = psutil.wait_procs(ours, timeout=15)[1]
+    for each in left:
+        each.kill()
+    assert left == []
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("ddpcheck")] == []
+
+
 # --- Without starting a launcher -----------------------------------------------------------------------------------
 
 TORCHRUN = {

@@ -55,8 +55,9 @@ LIGHT = """
     ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
     ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
     ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
-    ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm
-    ddpcheck.launched.interface
+    ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm ddpcheck.launched.interface
+    ddpcheck.launched.loopback ddpcheck.launched.meeting ddpcheck.launched.leading ddpcheck.launched.following
+    ddpcheck.launched.ending
 """.split()
 
 

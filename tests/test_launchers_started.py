@@ -349,6 +349,18 @@ def test_tests_run_on_the_ranks_of_srun_on_two_nodes(
     run_inner_tests(tmp_path, two_slurm, *nodes[0].prefix, "srun", "-n", "2", "-N", "2", *apart)
 
 
+def test_a_report_is_made_on_the_ranks_of_srun(tmp_path: Path, one_slurm: dict[str, str]) -> None:
+    """Seed 4 (mmcv dist_utils): the harness attaches to a world that srun has started; rank 0 writes the one report."""
+    target = "examples/faults/parameters/unused_on_one_rank.py:broken"
+    report = tmp_path / "report.json"
+    command = ["srun", "-n", "2", sys.executable, "-m", "ddpcheck", "report", target, "--output", str(report)]
+    environment = {**clean_environment(tmp_path), **one_slurm}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (finding,) = json.loads(report.read_text())["findings"]
+    assert (finding["code"], finding["ranks"]) == ("DDP104", [1])
+
+
 @pytest.mark.parametrize("layout", ["node[1-2]", "a,b", "rack[2-3,7]-gpu[01-16],login", "n[08,10]", "x[009-011]"])
 def test_the_first_host_of_a_list_is_what_scontrol_says(one_slurm: dict[str, str], layout: str) -> None:
     done = subprocess.run(

@@ -9,11 +9,8 @@ This module is light: it imports torch only when a board is opened.
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import socket
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError, UsageError
-from ddpcheck.launched import slurm
+from ddpcheck.launched import loopback, slurm
 from ddpcheck.launched.detection import Launch
 
 if TYPE_CHECKING:
@@ -136,7 +133,7 @@ def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tupl
     met: Callable[[], None] = _nothing
     launch = _placed(launch, as_told)
     if launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told:
-        path = _meeting_point(launch.job)
+        path = loopback.meeting_point(launch.job)
         if launch.rank == 0:
             store, reopen = _keep_on_loopback(path, timeout)
             met = lambda: path.unlink(missing_ok=True)  # noqa: E731
@@ -214,12 +211,7 @@ def _at_address(launch: Launch, timeout: float) -> tuple[Store, Callable[[], Sto
         ) from error
 
 
-# --- On one machine: a file tells the port of a store that listens on the loopback interface only --------------------
-
-
-def _meeting_point(job: str) -> Path:
-    name = hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:20]
-    return Path(tempfile.gettempdir()) / f"ddpcheck-meet-{name}"
+# --- On one machine --------------------------------------------------------------------------------------------------
 
 
 def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], Store]]:
@@ -228,21 +220,14 @@ def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], S
     store = _connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
     token = secrets.token_hex(16)
     store.set("ddpcheck/token", token)
-    fd, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(f"{port} {token}")
-        os.replace(draft, path)
-    except OSError as error:
-        Path(draft).unlink(missing_ok=True)
-        raise DdpcheckError(f"{path}, where the ranks meet, cannot be written: {error.strerror or error}.") from error
+    loopback.publish(path, port, token)
     return store, lambda: _connect("127.0.0.1", port, timeout)
 
 
 def _find_on_loopback(path: Path, launch: Launch, deadline: float) -> tuple[Store, Callable[[], Store]]:
     while (left := deadline - time.monotonic()) > 0:
-        port, token = _read_meeting_point(path)
-        if port and _answers(port):  # a job that was killed may have left its file
+        port, token = loopback.look_up(path)
+        if port and loopback.answers(port):
             store = _connect("127.0.0.1", port, min(left, 10.0))
             if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
                 return store, partial(_connect, "127.0.0.1", port, 10.0)
@@ -251,24 +236,3 @@ def _find_on_loopback(path: Path, launch: Launch, deadline: float) -> tuple[Stor
         f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "
         "with the same temporary directory?"
     )
-
-
-def _read_meeting_point(path: Path) -> tuple[int, str]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return 0, ""
-    with os.fdopen(fd) as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
-            return 0, ""  # somebody else's
-        port, _, token = file.read(100).partition(" ")
-    return (int(port), token) if port.isdigit() else (0, "")
-
-
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True

@@ -95,7 +95,9 @@ _MPICH = _Names(
 _SLURM = _Names(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
 )
-_PLAIN = _Names("the environment", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
+BY_HAND = "the environment"
+"""Stands for a launcher where somebody has set the variables."""
+_PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
 
 
 # What callers ask for by name, in the words of `mmcv` and `mmengine`.

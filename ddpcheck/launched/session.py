@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError, HangError, RankError
 from ddpcheck.launched.board import StoreGoneError, open_board
-from ddpcheck.launched.detection import Launch
+from ddpcheck.launched.detection import BY_HAND, Launch
 from ddpcheck.launched.interface import gloo_interface, route
 from ddpcheck.launched.peers import BEAT, Peer, Peers, how_it_ended, this_machine
 from ddpcheck.worlds.failures import agreeing, name_ranks
@@ -39,6 +39,7 @@ _LATER = 0.01
 _IDLE = 0.25  # seconds between looks of the watching thread when nothing runs
 _BUSY = 0.02  # and while something does
 _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
+_FORSAKEN = 5.0  # to come to an end without a launcher
 
 
 class Session:
@@ -72,6 +73,8 @@ class Session:
         self.gone: dict[int, tuple[str, int | None]] = {}
         self.terminated: float | None = None
         self._owner = os.getpid()
+        self._parent = os.getppid()
+        self._forsaken: float | None = None
         self._label = "the start"
         self._epoch = 0
         self._step = 0
@@ -308,6 +311,7 @@ class Session:
         assert self._peers is not None
         count, beat = 0, 0.0
         while not self._stop:
+            self._mind_launcher()
             try:
                 for rank, code in self._peers.wait(_IDLE if self._task is None else _BUSY).items():
                     if self.gone.get(rank) is None and not self._said_farewell(rank):
@@ -324,6 +328,17 @@ class Session:
             except Exception as error:  # a bug of ddpcheck: nobody could be freed any more, so say it
                 self._break(f"the thread that watches them failed on rank {self.rank}: {error!r}.")
                 raise
+
+    def _mind_launcher(self) -> None:
+        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
+        if self.launch.launcher == BY_HAND or os.getppid() == self._parent:
+            return
+        if self._forsaken is None:
+            self._forsaken = self.terminated = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif time.monotonic() > self._forsaken + _FORSAKEN:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os._exit(128 + signal.SIGTERM)
 
     def _beat(self, rank: int) -> int:
         return int(self.board.get(f"beat/{rank}")) if self.board.has(f"beat/{rank}") else 0

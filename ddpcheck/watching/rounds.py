@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddpcheck.errors import FindingsError
 from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_be_reached
 from ddpcheck.nests import iter_leaves
 from ddpcheck.watching.snapshot import Snapshot
@@ -61,7 +63,7 @@ class StaysBehind:
         if torch.compiler.is_compiling():
             _not_compiled(self.method, args, kwargs)
         else:  # to ask costs less than to go through what the compiler leaves alone
-            self.method(*args, **kwargs)
+            _plainly(self.method, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_hook, ()
@@ -70,7 +72,15 @@ class StaysBehind:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call `method`; the compiler of a wrapper leaves the call as it is, and compiles what is before and after it."""
-    method(*args, **kwargs)
+    _plainly(method, *args, **kwargs)
+
+
+def _plainly(method: Any, *args: Any, **kwargs: Any) -> None:
+    """Call `method`; what it has found is raised without the frames in which it was found."""
+    try:
+        method(*args, **kwargs)
+    except FindingsError as error:
+        raise error.with_traceback(None) from None
 
 
 def is_ours(hook: object) -> bool:
@@ -187,7 +197,7 @@ class Rounds:
         if self._in_backward:
             return
         self._in_backward = True
-        self._unqueued = not at_end_of_backward(self._at_end)
+        self._unqueued = not at_end_of_backward(partial(_plainly, self._at_end))
         if self._unqueued:
             self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
@@ -271,7 +281,7 @@ class Rounds:
 
     def _after_reduction(self, more: int) -> None:
         """DDP ends its reduction in a callback, under static_graph in one of a callback: come after it."""
-        if not (more and at_end_of_backward(lambda: self._after_reduction(more - 1))):
+        if not (more and at_end_of_backward(partial(_plainly, self._after_reduction, more - 1))):
             self._finish()
 
     def _await_commit(self) -> None:

@@ -59,7 +59,7 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
     seen = tuple(sorted({step for account in accounts for step in account.absences}))
     findings = [
         replace(finding, steps=seen)
-        if finding.code in _ALWAYS and not finding.steps and not watched.wrapper.tolerates_unused
+        if finding.code in _ABSENT and not finding.steps and not (watched.wrapper.tolerates_unused and settled)
         else finding
         for finding in found
         if settled or finding.code != "DDP109"
@@ -92,7 +92,7 @@ def judge_alone(watched: Watched, rank: int, step: int, *, forwards: int) -> lis
     return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], known)
 
 
-_ALWAYS = ("DDP101", "DDP102", "DDP103")
+_ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
 
 
 def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], *, settled: bool) -> list[StepEvidence]:

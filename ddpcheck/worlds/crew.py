@@ -12,13 +12,14 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ddpcheck.worlds import processes, wire
 
 _LAST_WORDS = 0.5  # for a stack to be dumped
+_FROM_AFAR = 2.0  # and to come here from another machine
 _DEATH = 2.0  # for processes to end, told or killed
 _POLL = 0.01  # where processes have to be asked whether they have ended
 
@@ -34,7 +35,7 @@ class Rank:
     pid: int | None = None
     ready: float | None = None
     connected: bool = True
-    ended: tuple[int, float] | None = None  # exit code, when
+    ended: tuple[int | None, float] | None = None  # exit code where it is known, when
     answer: tuple[str, Any] | None = None  # to the run under way
     failing: Any = None  # what it has told of its failure before its answer
 
@@ -49,26 +50,32 @@ class Crew:
         born: When they were asked to become ready, by `time.monotonic()`.
         trouble: Why no rank can go on, empty while they can.
         refused: Whether that is because of what the world was asked to be.
+        one_machine: Whether the processes of the ranks can be seen from here.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, one_machine: bool = True) -> None:
         self.ranks: list[Rank] = []
         self.run = 0
         self.renewals = 0
         self.born = time.monotonic()
         self.trouble = ""
         self.refused = False
+        self.one_machine = one_machine
         self._directory = directory
-        self._launches: list[processes.ForkLaunch | processes.SpawnLaunch] = []  # one for each hash seed
-        self._launch_of: dict[int, processes.ForkLaunch | processes.SpawnLaunch] = {}  # by rank
+        self._launches: list[processes.Launch] = []  # one for each hash seed and way of starting
+        self._launch_of: dict[int, processes.Launch] = {}  # by rank
         self._selector = selectors.DefaultSelector()
         self._sent_off = False
         self._asked = False
 
     def start(
-        self, config: wire.RankConfig, method: Literal["fork", "spawn"], hash_seeds: Sequence[str], ahead: bool
+        self,
+        configs: Sequence[wire.RankConfig],
+        starters: Sequence[processes.Starter],
+        hash_seeds: Sequence[str],
+        ahead: bool,
     ) -> None:
-        """Start the processes, each with its hash seed, and tell each what it is, without waiting for them.
+        """Start the processes, each in its way with its hash seed, and tell each what it is, without waiting for them.
 
         Where they are made `ahead` of their use, they may start later than others that are not.
 
@@ -77,17 +84,17 @@ class Crew:
         """
         theirs = []
         try:
-            for number in range(config.world_size):
+            for config in configs:
                 ours, other = socket.socketpair()
                 theirs.append(other)
                 ours.setblocking(False)
-                rank = Rank(number, ours)
+                rank = Rank(config.rank, ours)
                 self.ranks.append(rank)
                 self._selector.register(ours, selectors.EVENT_READ, rank)
-            launch = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
-            for seed in dict.fromkeys(hash_seeds):
-                fds = {rank: end.fileno() for rank, end in enumerate(theirs) if hash_seeds[rank] == seed}
-                self._launches.append(launch(str(self._directory), fds, seed, config.preload, ahead))
+            ways = list(zip(starters, hash_seeds, strict=True))
+            for start, seed in dict.fromkeys(ways):
+                fds = {rank: end.fileno() for rank, end in enumerate(theirs) if ways[rank] == (start, seed)}
+                self._launches.append(start(str(self._directory), fds, seed, configs[0].preload, ahead))
                 self._launch_of.update(dict.fromkeys(fds, self._launches[-1]))
         finally:
             for other in theirs:
@@ -95,8 +102,8 @@ class Crew:
         for started in self._launches:
             if started.channel is not None:
                 self._selector.register(started.channel, selectors.EVENT_READ, None)
-        for rank in self.ranks:
-            self.post(rank, wire.pack(("config", replace(config, rank=rank.number))))
+        for rank, config in zip(self.ranks, configs, strict=True):
+            self.post(rank, wire.pack(("config", config)))
 
     @property
     def ready(self) -> bool:
@@ -230,7 +237,7 @@ class Crew:
         if not busy or not hasattr(signal, "SIGUSR1"):
             return dict.fromkeys(busy, "")
         self._signal(busy, signal.SIGUSR1)
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + (_LAST_WORDS if self.one_machine else _FROM_AFAR)
         sizes: dict[int, int] = {}
         steady: set[int] = set()
         while len(steady) < len(busy) and time.monotonic() < deadline:

@@ -218,9 +218,11 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
     )
 
 
-def died(rank: int, code: int, when: float, output: str = "") -> RankFailure:
+def died(rank: int, code: int | None, when: float, output: str = "") -> RankFailure:
     """Describe a rank whose process ended under it; `output` may hold what C++ said about it."""
-    if code < 0:
+    if code is None:
+        message = f"rank {rank} was lost: the process that the launcher had started for it has ended"
+    elif code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:

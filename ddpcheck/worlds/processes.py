@@ -60,7 +60,10 @@ _RANK_CODE = (
 )
 
 Event = tuple[Any, ...]
-"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`."""
+"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
+
+The code of an exit is `None` where the process that had started the rank was lost with it.
+"""
 
 
 class Launch(Protocol):
@@ -68,6 +71,10 @@ class Launch(Protocol):
 
     channel: socket.socket | None
     """Readable when there may be events; `None` when one has to ask from time to time."""
+
+    @property
+    def over(self) -> bool:
+        """Whether there will be no more events."""
 
     def events(self) -> list[Event]:
         """What has happened since the last call; does not wait."""
@@ -77,6 +84,36 @@ class Launch(Protocol):
 
     def close(self) -> None:
         """Let go of descriptors; the ranks must be dead."""
+
+
+class Starter(Protocol):
+    """Starts ranks: each finds its end of a socket pair at a descriptor, and its files in the directory."""
+
+    def __call__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+    ) -> Launch: ...
+
+
+class Hosts(Protocol):
+    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one.
+
+    Attributes:
+        world_size: How many there are.
+        launcher: Who started them.
+        one_machine: Whether all are on this machine.
+        sharing: How many see the GPUs that this one sees.
+    """
+
+    world_size: int
+    launcher: str
+    one_machine: bool
+    sharing: int
+
+    def settle(self, config: wire.RankConfig) -> wire.RankConfig:
+        """What the rank is told where it is, given what it would be told here."""
+
+    def starter(self, rank: int, own: Starter) -> Starter:
+        """What starts a rank; `own` is how that is done here."""
 
 
 def import_path() -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class Stillness:
 
     def __init__(self, crew: Crew, device: str) -> None:
         self._crew = crew
-        self._possible = sys.platform == "linux" and device == "cpu" and len(crew.ranks) > 1
+        self._possible = sys.platform == "linux" and device == "cpu" and len(crew.ranks) > 1 and crew.one_machine
         self._next = 0.0
         self.reset()
 

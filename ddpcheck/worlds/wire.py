@@ -68,6 +68,10 @@ class RankConfig:
     threads: int
     surroundings: Surroundings
     preload: tuple[str, ...] = ()
+    local_rank: int | None = None  # among those of its machine; `None`: all are on one
+    local_world_size: int | None = None
+    sharing: tuple[int, int] | None = None  # its number among the ranks that see the same GPUs, and how many those are
+    store: tuple[str, int] | None = None  # where the ranks of several machines meet; `None`: in a file
 
 
 def pack(message: object) -> bytes:
