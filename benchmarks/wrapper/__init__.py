@@ -1,1 +1,1 @@
-"""What a healthy step of `CheckedDistributedDataParallel` costs: beside plain DDP and others, in one process, in turns."""
+"""What a healthy step of `CheckedDistributedDataParallel` costs, beside plain DDP and others."""

@@ -48,7 +48,7 @@ CASES = {
     case.key: case
     for case in (
         Case("few-1", "10 tensors, 1 M weights", 10, 1e6, quick=True),
-        Case("few-1-64", "the same, 64 samples", 10, 1e6, samples=64),
+        Case("few-1-64", "10 tensors, 1 M weights, 64 samples", 10, 1e6, samples=64),
         Case("few-10", "10 tensors, 10 M weights", 10, 1e7),
         Case("few-100", "10 tensors, 100 M weights", 10, 1e8),
         Case("few-1000", "10 tensors, 1,000 M weights, bfloat16", 10, 1e9, dtype="bfloat16"),

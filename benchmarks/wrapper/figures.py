@@ -48,7 +48,8 @@ class Measured:
     def seconds(self, name: str, clock: int) -> list[float]:
         """Of each turn: the wall time of the rank that took longest, or the mean processor time."""
         join = max if clock == WALL else statistics.fmean
-        return [join(one[clock] for one in turn) for turn in zip(*(r["samples"][name] for r in self.ranks), strict=True)]
+        turns = zip(*(rank["samples"][name] for rank in self.ranks), strict=True)
+        return [join(one[clock] for one in turn) for turn in turns]
 
     def step(self, clock: int) -> float:
         """Seconds of a step of plain DDP."""
@@ -65,15 +66,18 @@ class Measured:
         """Seconds that a watched step spends in our own code: the mean over the ranks of the median over the steps."""
         return statistics.fmean(statistics.median(one[clock] for one in rank["own"]) for rank in self.ranks)
 
-    def first(self, clock: int) -> float:
-        """What the first rounds of a watch take longer than as many plain steps, in per cent: the median repetition."""
+    def first(self, clock: int) -> float | None:
+        """What the first rounds of a watch take longer than as many plain steps, in per cent: the median repetition.
+
+        `None` where a step takes too long for that many.
+        """
         found = []
         for repetition in zip(*(rank["first"] for rank in self.ranks), strict=True):
             spent = {
                 name: sum(one[clock] for rank in repetition for one in rank[name]) for name in ("plain", "checked")
             }
             found.append(100 * (spent["checked"] / spent["plain"] - 1))
-        return statistics.median(found)
+        return statistics.median(found) if found else None
 
     def verdict(self) -> str:
         """Whether the wall time of a step keeps to the limit, and to less than what `find_unused_parameters` takes."""

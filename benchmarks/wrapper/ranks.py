@@ -23,6 +23,7 @@ PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengi
 FIRST_ROUNDS = 32
 _AHEAD = 2**20 + 1  # a round that is far from the next thorough look
 _RATE = 1e-9
+_PATIENCE = 5  # times the seconds: beyond, the first rounds are left out
 
 Sample = tuple[float, float]
 """Seconds of wall time, and of the processor in the thread that trains."""
@@ -123,8 +124,8 @@ def measure(case: Case, names: Sequence[str], seconds: float, least: int) -> dic
         least: The least number of turns; what `seconds` says gives way to it.
 
     Returns:
-        "samples": by alternative, a `Sample` a turn. "own": a `Sample` a watched step, of our own code in it. "first": by
-        repetition, the `Sample`s of plain and watched steps. "tensors" and "weights": what the model has.
+        "samples": by alternative, a `Sample` a turn. "own": a `Sample` a watched step, of our own code in it. "first":
+        by repetition, the `Sample`s of plain and watched steps. "tensors" and "weights": what the model has.
     """
     torch.set_num_threads(1)
     sys.setrecursionlimit(10**6)  # mmengine's detector calls itself for each node of the graph
@@ -163,8 +164,8 @@ def measure(case: Case, names: Sequence[str], seconds: float, least: int) -> dic
             with contexts.get(name, contextlib.nullcontext)():
                 samples[name].append(_timed(steps[name]))
     share = for_one / len(steps)
-    own = _own(ours.step, hooks, _agreed(max(least, 16, min(400, int(seconds / 2 / share)))))
-    repetitions = _agreed(max(1, min(9, int(seconds / (2 * FIRST_ROUNDS * share)))))
+    own = _own(ours.step, hooks, _agreed(max(least, min(400, int(seconds / 2 / share)))))
+    repetitions = _agreed(min(9, int(_PATIENCE * seconds / (2 * FIRST_ROUNDS * share))))
     first = [_first(checked, ours.step) for _ in range(repetitions)]
     return {
         "samples": samples,
