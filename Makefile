@@ -56,9 +56,10 @@ steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under lo
 	$(BIN)/python -m tests.faultsuite.steady
 
 # Test harnesses of torch need a package that nothing else here does. For a look: `python -m benchmarks.harnesses --quick`.
-bench: $(READY) ## what a distributed test costs beside other harnesses, and docs/benchmarks.md; on an idle machine
+bench: $(READY) ## what a distributed test and a step of the wrapper cost beside others, into docs/; on an idle machine
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.harnesses --write
+	$(BIN)/python -m benchmarks.wrapper --write
 
 # A test holds docs/graph.dot to what ddpcheck draws; docs/graph.svg, laid out by Graphviz, is made of it.
 pictures: $(READY) ## draw the pictures of the documentation afresh; needs Graphviz

@@ -345,7 +345,7 @@ def detect_anomalous_params(
 
     Args:
         loss: A scalar tensor, or any nest of them.
-        model: The module, wrapped or not.
+        model: The module, wrapped or not; names are those of the bare module.
         replay: Computes the loss again. With it the cause is told (DDP101, 102 or 103) with the line where a path is
             cut; without it every missing parameter is reported as DDP101.
 
@@ -361,6 +361,8 @@ def detect_anomalous_params(
     from ddpcheck.nests import iter_tensors
     from ddpcheck.paths import Explainer
 
+    if hasattr(model, "reducer") and hasattr(model, "module"):
+        model = model.module  # type: ignore[assignment]
     losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]
     if not losses:
         raise UsageError("detect_anomalous_params: the loss has no tensor that requires grad; call it before backward")

@@ -318,6 +318,13 @@ def test_any_loop_can_ask_before_backward_and_keeps_its_graph() -> None:
     assert model.head.weight.grad is not None and model.extra.weight.grad is None
 
 
+@pytest.mark.ddp(world_size=1)
+def test_a_wrapped_model_is_spoken_of_by_the_names_of_the_bare_one() -> None:
+    model = nn.parallel.DistributedDataParallel(TwoHeads())
+    found = detect_anomalous_params(model(torch.ones(2, 3)).sum(), model)
+    assert found.missing == ("extra.weight", "extra.bias")
+
+
 def test_a_loop_in_which_all_is_well_gets_an_empty_answer() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     output = model(torch.ones(2, 3))
