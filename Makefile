@@ -75,7 +75,7 @@ test-gpu: ## the tests that need a CUDA device, with the torch of $(PYTHON)
 # runs from a temporary folder, at ports of its own, and is stopped again.
 test-launchers: $(READY) ## the tests of real launchers: torchrun, Open MPI and SLURM, on one node and on two
 	$(BIN)/python -m tests.launchers.install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m launchers tests/test_launchers_started.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m launchers $$(grep -l 'mark.launchers' tests/test_*.py)
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

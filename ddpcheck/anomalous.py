@@ -361,6 +361,8 @@ def detect_anomalous_params(
     from ddpcheck.nests import iter_tensors
     from ddpcheck.paths import Explainer
 
+    if not hasattr(model, "named_parameters"):
+        raise UsageError(f"detect_anomalous_params: model is an nn.Module, not {type(model).__name__}")
     if hasattr(model, "reducer") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]

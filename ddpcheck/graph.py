@@ -37,11 +37,17 @@ ENGINE_CAN_TELL = hasattr(torch._C, "_will_engine_execute_node")
 
 
 def will_be_reached(nodes: Sequence[Any]) -> list[bool] | None:
-    """Which `nodes` the backward pass that is running will execute; `None` where the engine cannot tell.
+    """Which `nodes`, of parameters, the backward pass that is running will execute; `None` where nobody can tell.
 
-    To be asked from a hook.
+    To be asked from a hook. Under `torch.autograd.grad` that is none of them: what is asked for is captured before its
+    node, and the engine refuses to speak of that.
     """
-    return list(map(torch._C._will_engine_execute_node, nodes)) if ENGINE_CAN_TELL else None
+    if not ENGINE_CAN_TELL:
+        return None
+    try:
+        return list(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return [False] * len(nodes)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,16 @@ from torch import nn
 from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.consistency import judge_descriptions
-from ddpcheck.errors import HangError, UsageError
+from ddpcheck.errors import FindingsError, HangError, UsageError
 from ddpcheck.exchange import SilentRanksError, StoreExchange
-from ddpcheck.findings import Finding
+from ddpcheck.findings import Finding, Severity
 from ddpcheck.gather.construction import constructor_options
 from ddpcheck.gather.describe import describe, digest_of
 from ddpcheck.launchers import get_dist_info
 from ddpcheck.nests import iter_tensors
 from ddpcheck.program import judge_options
 from ddpcheck.watching.rounds import is_ours
-from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
+from ddpcheck.watching.telling import OnFinding, Teller, as_text, check_numbers, checked_choice
 from ddpcheck.watching.watch import Watch
 from ddpcheck.wording import spelled
 
@@ -52,6 +52,7 @@ class CheckedDistributedDataParallel(_DDP):
             say): DDP514, 305.
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
+        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
         check_timeout: Seconds to wait for the other ranks in a comparison.
         **kwargs: Of `DistributedDataParallel`, by name.
 
@@ -73,6 +74,7 @@ class CheckedDistributedDataParallel(_DDP):
         check_parity_every: int = 0,
         check_normalisation: bool = True,
         on_finding: OnFinding = "raise",
+        ignore: Sequence[str] = (),
         check_timeout: float = 60.0,
         **kwargs: Any,
     ) -> None:
@@ -88,13 +90,19 @@ class CheckedDistributedDataParallel(_DDP):
             "check_parity_every": check_parity_every,
             "check_normalisation": check_normalisation,
             "on_finding": checked_choice(on_finding),
+            "ignore": ignore,
             "timeout": check_timeout,
         }
+        check_numbers(timeout=check_timeout, ignore=ignore, check_parity_every=check_parity_every)
+        _check_module(module)
         group = _group_of(*args, **kwargs)
-        teller = Teller(on_finding, speaks=get_dist_info(group)[0] == 0)
+        teller = Teller(on_finding, speaks=get_dist_info(group)[0] == 0, ignore=ignore)
         if check_consistency:
             options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
-            teller.tell(_judge_construction(module, options, group, check_timeout))
+            teller.tell(found := _judge_construction(module, options, group, check_timeout))
+            fatal = [finding for finding in found if finding.code in _FATAL and finding.severity is Severity.ERROR]
+            if fatal:  # whatever was asked for: DDP's constructor, or its first forward, would hang or abort
+                raise FindingsError("\n".join(as_text(finding) for finding in fatal), fatal)
         super().__init__(module, *args, **kwargs)
         if check_consistency:
             teller.tell(compare_modules(self, group, timeout=check_timeout))
@@ -194,6 +202,25 @@ class CheckedDistributedDataParallel(_DDP):
             raise UsageError(f"train_step: no entry of what forward returned has 'loss' in its name: {list(losses)}")
         total = torch.stack(counted).sum()
         return total, {"loss": total.detach(), **{name: value.detach() for name, value in means.items()}}
+
+
+_FATAL = frozenset({"DDP110", "DDP203", "DDP204", "DDP205", "DDP209", "DDP213", "DDP221"})
+
+
+def _check_module(module: object) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        UsageError: Says what it is.
+    """
+    if not isinstance(module, nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise UsageError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {what}")
+    if any(isinstance(part, _DDP) for part in module.modules()):
+        raise UsageError(
+            f"CheckedDistributedDataParallel was given a {type(module).__name__} that is, or holds, a "
+            "DistributedDataParallel; wrap the bare module, or follow that wrapper by ddpcheck.watch"
+        )
 
 
 def _group_of(*args: Any, **kwargs: Any) -> Any:

@@ -459,6 +459,7 @@ def test_the_drop_in_is_an_import_and_an_argument(ddp_world):
     ]
 
 
+@pytest.mark.launchers
 def test_a_script_that_lightning_itself_starts_on_two_processes_stops_with_the_findings(ddp_world):
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(

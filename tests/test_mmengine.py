@@ -443,9 +443,9 @@ def test_a_choice_that_there_is_not_is_refused_at_once(ddp_world):
         from ddpcheck.errors import UsageError
         from tests import mmruns
 
-        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn' or a function"):
+        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
             mmruns.DdpCheckHook(on_finding="print")
-        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn' or a function"):
+        with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
             mmruns.CheckedMMDistributedDataParallel(mmruns.Net(), on_finding="print")
 
     ddp_world.run(run)
@@ -468,6 +468,7 @@ def test_the_checked_config_trains_once_it_is_repaired(ddp_world, tmp_path):
     assert "- ERROR -" not in log and "ddpcheck: 20 steps watched, 0 finding(s)" in log
 
 
+@pytest.mark.launchers
 def test_torchrun_of_the_checked_config_says_what_the_guide_shows(tmp_path):
     """Seed 2, a drop-in on an unmodified config: only the wrapper is another."""
     pytest.importorskip("sklearn", reason="scikit-learn, which holds the digits, is not installed")

@@ -236,6 +236,7 @@ def test_the_example_of_masked_language_models_ends_well_without_ddpcheck(world,
     assert world.run(run_example, str(EXAMPLES / "transformers/masked_lm.py"), str(tmp_path)) == [None, None]
 
 
+@pytest.mark.launchers
 def test_the_checked_example_under_torchrun_says_what_the_page_shows(tmp_path):
     script = EXAMPLES / "transformers/masked_lm_checked.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

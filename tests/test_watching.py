@@ -663,6 +663,142 @@ def test_ddp_in_a_subgroup_of_the_ranks_is_silent():
     assert found(model) == []
 
 
+def test_wrapping_again_is_silent_also_while_the_first_wrapper_lives():
+    with silent() as wrap:
+        module = Net()
+        for _ in range(3):
+            train(wrap(module), 6)
+        part = wrap(module.head)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            part(torch.randn(3, 8)).sum().backward()
+            optimizer.step()
+
+
+def test_a_wrapper_that_nobody_holds_is_freed():
+    import gc
+    import weakref
+
+    model = CheckedDistributedDataParallel(Net())
+    train(model, 2)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_derivatives_with_respect_to_parameters_are_silent():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4)).square().mean()
+            (slope,) = torch.autograd.grad(loss, model.module.head.weight, create_graph=True)
+            (loss + slope.square().mean()).backward()
+            optimizer.step()
+
+
+def test_a_checkpoint_around_everything_is_silent():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, way="whole"):
+            return checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+
+    with silent() as wrap:
+        model = wrap(Whole())
+        train(model, 6)
+    assert model.watch.step == 6
+
+
+def test_a_loss_that_does_not_come_through_what_forward_returns_is_followed():
+    class Keeping(Net):
+        def forward(self, x, way="whole"):
+            self.loss = super().forward(x, way).square().mean()
+
+    with silent() as wrap:
+        model = wrap(Keeping())
+        train(model, 6, loss=lambda out: model.module.loss)
+    assert model.watch.step == 6
+    broken = CheckedDistributedDataParallel(Keeping())
+    with pytest.raises(FindingsError, match=r"spare\.weight"):
+        train(broken, 2, way=lambda step: "short", loss=lambda out: broken.module.loss)
+
+
+def test_a_parameter_frozen_between_the_looks_is_told_as_that():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    train(model, 3)
+    model.module.spare.requires_grad_(False)
+    train(model, 1)
+    assert [(f.code, f.subjects) for f in told] == [("DDP503", SPARE)]
+
+
+def test_a_parameter_unfrozen_between_the_looks_is_told():
+    told = []
+    module = Net()
+    module.spare.requires_grad_(False)
+    model = CheckedDistributedDataParallel(module, on_finding=told.append)
+    train(model, 5)
+    module.spare.requires_grad_(True)
+    train(model, 3)
+    assert [(f.code, f.subjects) for f in told] == [("DDP503", SPARE)]
+
+
+def test_a_cause_that_the_replay_cannot_have_seen_is_not_made_up(rank):
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x, way="whole"):
+            self.calls += 1
+            return super().forward(x, "short" if self.calls == 3 and way == "counted" else "whole")
+
+    model = CheckedDistributedDataParallel(Counting(), on_finding=lambda finding: None)
+    train(model, 4, way=lambda step: "counted" if rank == 1 else "whole")
+    assert found(model) == [("DDP104", SPARE, (1,), (2,))]
+    assert not any("there" in fact for fact in model.findings[0].evidence)
+
+
+def test_a_static_graph_that_grows_is_named_before_ddp_raises():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), static_graph=True, on_finding=told.append)
+    with pytest.raises(RuntimeError, match="training graph has changed"):
+        train(model, 4, way=lambda step: "whole" if step == 2 else "short")
+    assert [(f.code, f.subjects) for f in told if f.severity.value == "error"] == [("DDP513", SPARE)]
+
+
+def test_rules_can_be_ignored():
+    model = CheckedDistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), check_consistency=2, ignore=["DDP215"], on_finding="raise"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ddpcheck.FindingWarning)
+        for _ in range(3):
+            model(torch.randn(3, 4) + dist.get_rank()).sum().backward()
+    with pytest.raises(ddpcheck.UsageError, match="ignore is a list"):
+        CheckedDistributedDataParallel(Net(), ignore="DDP215")
+
+
+def test_what_find_unused_parameters_allows_is_judged_when_a_short_run_is_closed():
+    model = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
+    with ddpcheck.watch(model, on_finding="warn") as watch:
+        train(model, 5, way=lambda step: "short")
+        assert watch.findings == ()
+    assert [(f.code, f.subjects) for f in watch.findings] == [("DDP101", SPARE)]
+
+
+def test_the_text_of_a_finding_has_all_its_names(rank):
+    model = CheckedDistributedDataParallel(Net(), check_consistency=1)
+    with torch.no_grad():
+        model.module.head.bias.add_(rank)
+    with pytest.raises(FindingsError, match=r"head\.bias"):
+        train(model, 2)
+
+
 # Comparisons
 
 

@@ -109,6 +109,24 @@ def test_wrong_arguments_are_refused_in_a_sentence():
         CheckedDistributedDataParallel(net(), no_such_option=1)
 
 
+@pytest.mark.parametrize("thing", [3, None, nn.Linear, DDP])
+def test_what_cannot_be_wrapped_is_refused_in_a_sentence(thing):
+    with pytest.raises(ddpcheck.UsageError, match="CheckedDistributedDataParallel w"):
+        CheckedDistributedDataParallel(DDP(net()) if thing is DDP else thing)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), "1m", True])
+def test_a_timeout_that_is_none_is_refused(seconds):
+    with pytest.raises(ddpcheck.UsageError, match="timeout is a number of seconds"):
+        CheckedDistributedDataParallel(net(), check_timeout=seconds)
+
+
+def test_where_ddp_would_hang_it_is_not_constructed_under_warn_either(rank):
+    with pytest.raises(FindingsError, match="find_unused_parameters"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CheckedDistributedDataParallel(net(), find_unused_parameters=bool(rank), on_finding="warn")
+
+
 # A DDP like any other
 
 

@@ -31,6 +31,8 @@ def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> Acceler
         UsageError: There are several processes and the model is not in a `DistributedDataParallel`, which `prepare`
             wraps it in, or an option is none of its choices.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise UsageError(f"watch takes the Accelerator first, and then the model; got {type(accelerator).__name__}")
     if accelerator.num_processes == 1:
         return AcceleratorWatch(None)
     try:
@@ -55,7 +57,7 @@ class AcceleratorWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failing=error is not None)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -71,7 +73,7 @@ class AcceleratorWatch:
         """Compare modules, parameters and buffers of the ranks now, as `ddpcheck.Watch.compare` does."""
         return [] if self._watch is None else self._watch.compare()
 
-    def close(self) -> None:
-        """Leave the model as it was; may be called again."""
+    def close(self, *, failing: bool = False) -> None:
+        """Leave the model as it was, as `ddpcheck.Watch.close` does; may be called again."""
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close(failing=failing)

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.errors import UsageError
 from ddpcheck.findings import Finding
-from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
+from ddpcheck.watching.telling import OnFinding, Teller, check_numbers, checked_choice
 from ddpcheck.watching.watch import Watch, find_wrapper
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class DdpCheckCallback(pl.Callback):
         check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same step, and warns of the rest;
             "warn" warns of both; a function is called with each `Finding`. Each cause is told once in a fit.
+        ignore: Rules that are not told of, such as `["DDP215"]` for BatchNorm whose statistics are rank 0's on purpose.
         timeout: Seconds to wait for the other ranks in a comparison.
 
     Raises:
@@ -59,13 +60,17 @@ class DdpCheckCallback(pl.Callback):
         check_consistency_every: int = 0,
         check_parity_every: int = 0,
         on_finding: OnFinding = "raise",
+        ignore: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
+        everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
+        check_numbers(timeout=timeout, ignore=ignore, **everies)
         self._on_finding, self._compares, self._timeout = checked_choice(on_finding), check_consistency, timeout
+        self._ignore = tuple(ignore)
         self._settings: dict[str, Any] = {
             "detect_anomalous_params": detect_anomalous_params,
-            "check_consistency_every": check_consistency_every,
-            "check_parity_every": check_parity_every,
+            "ignore": self._ignore,
+            **everies,
         }
         self._watch: Watch | None = None
         self._told: list[Finding] = []
@@ -78,7 +83,7 @@ class DdpCheckCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the model is wrapped: compare modules."""
         if stage == "fit":
-            teller = Teller(self._on_finding, speaks=trainer.is_global_zero)
+            teller = Teller(self._on_finding, speaks=trainer.is_global_zero, ignore=self._ignore)
             self._told = teller.findings
             if self._compares and isinstance(trainer.strategy, pl.strategies.DDPStrategy) and dist.is_initialized():
                 teller.tell(compare_modules(pl_module, timeout=self._timeout))

@@ -17,6 +17,7 @@ from mmengine.model import MMDistributedDataParallel
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from torch import nn
 
+from ddpcheck.errors import UsageError
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.watching.telling import as_text, checked_choice
 from ddpcheck.watching.watch import Watch
@@ -33,7 +34,14 @@ def log_finding(finding: Finding) -> None:
 
 
 def _told(on_finding: OnFinding) -> Any:
-    return log_finding if on_finding == "log" else checked_choice(on_finding)
+    if on_finding == "log":
+        return log_finding
+    try:
+        return checked_choice(on_finding)
+    except UsageError:
+        raise UsageError(
+            f"on_finding is 'raise', 'warn', 'log' or a function of a Finding, not {on_finding!r}"
+        ) from None
 
 
 @MODEL_WRAPPERS.register_module()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ddpcheck.errors import UsageError
 from ddpcheck.findings import Finding
-from ddpcheck.watching.telling import OnFinding, checked_choice
+from ddpcheck.watching.telling import OnFinding, check_numbers, checked_choice
 from ddpcheck.watching.watch import Watch, find_wrapper
 
 
@@ -31,6 +32,7 @@ class DdpCheckCallback(TrainerCallback):
             `average_tokens_across_devices=False`.
         on_finding: "raise" raises `FindingsError` for errors out of `Trainer.train`, on all ranks in the same step, and
             warns of the rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
+        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
         timeout: Seconds to wait for the other ranks in a comparison.
 
     Raises:
@@ -46,15 +48,18 @@ class DdpCheckCallback(TrainerCallback):
         check_parity_every: int = 0,
         check_normalisation: bool = True,
         on_finding: OnFinding = "raise",
+        ignore: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
+        everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
+        check_numbers(timeout=timeout, ignore=ignore, **everies)
         self._compares = check_consistency
         self._settings: dict[str, Any] = {
             "detect_anomalous_params": detect_anomalous_params,
-            "check_consistency_every": check_consistency_every,
-            "check_parity_every": check_parity_every,
+            **everies,
             "check_normalisation": check_normalisation,
             "on_finding": checked_choice(on_finding),
+            "ignore": tuple(ignore),
             "timeout": timeout,
         }
         self._watch: Watch | None = None

@@ -60,6 +60,7 @@ class Account:
         output_type: The class of what forward returned where DDP finds no tensor in it, else empty.
         changes: What has happened to parameters since they were wrapped, in a word.
         events: Of the loop, where they tell of something.
+        seconds: A step took, on average so far.
         micro_batches: Of the last optimizer steps that were looked at.
     """
 
@@ -77,6 +78,7 @@ class Account:
     output_type: str = ""
     changes: Mapping[str, str] = field(default_factory=dict)
     events: tuple[LoopEvent, ...] = ()
+    seconds: float = 0.0
     micro_batches: tuple[MicroBatch, ...] = ()
 
 

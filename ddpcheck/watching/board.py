@@ -7,8 +7,11 @@ come through the reduction has therefore been preceded by every alarm of it, and
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import warnings
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +22,7 @@ from ddpcheck.wording import spelled
 
 _ALWAYS_FOR = 32
 _THEN_EVERY = 16
-
-
-def is_asked(number: int) -> bool:
-    """Whether the ranks ask each other after synchronised backward pass `number`: a question takes 50 microseconds."""
-    return number < _ALWAYS_FOR or number % _THEN_EVERY == _THEN_EVERY - 1
+_LONG = 0.02  # seconds of a step of which a question, of some 50 microseconds, is next to nothing
 
 
 class Board:
@@ -40,6 +39,7 @@ class Board:
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()
+        self._every = _THEN_EVERY
         self._handed_in: list[str] = []
 
     @property
@@ -47,9 +47,17 @@ class Board:
         """Whether there is anyone to ask."""
         return len(self.ranks) > 1 and not self.silent and dist.is_initialized()
 
+    def is_asked(self, number: int) -> bool:
+        """Whether the ranks ask each other after synchronised backward pass `number`: the same on all of them."""
+        return number < _ALWAYS_FOR or number % self._every == self._every - 1
+
+    def pace(self, seconds: Iterable[float]) -> None:
+        """Ask after every backward pass where a step takes long on every rank; `seconds` a step, by rank."""
+        self._every = 1 if min(seconds) >= _LONG else _THEN_EVERY
+
     def post(self, number: int) -> None:
         """Have all ranks meet at the next question after backward pass `number`, or after it."""
-        while not is_asked(number):
+        while not self.is_asked(number):
             number += 1
         if self.open:
             with contextlib.suppress(Exception):  # whoever keeps the store is gone: this rank's word is its own then
@@ -57,7 +65,7 @@ class Board:
 
     def has_word(self, number: int) -> bool:
         """Whether anyone has posted for backward pass `number`, whose reduction this rank has come through."""
-        if not (self.open and is_asked(number)):
+        if not (self.open and self.is_asked(number)):
             return False
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the host runs ahead of the reduction
@@ -69,16 +77,23 @@ class Board:
     def _alarm(self, number: int) -> str:
         return f"{self._exchange.prefix}/alarm/{number}"
 
-    def gather(self, key: str, value: Any) -> list[Any]:
-        """What each rank hands in under `key`, which is used once; from silent ranks nothing."""
+    def gather(self, key: str, value: Any, *, at_most: float = math.inf) -> list[Any]:
+        """What each rank hands in under `key`, which is used once; from silent ranks nothing.
+
+        Args:
+            key: Of the gathering.
+            value: Of this rank.
+            at_most: Seconds to wait, where that is less than usual.
+        """
         if not self.open:
             return [value]
+        exchange = replace(self._exchange, timeout=min(self._exchange.timeout, at_most))
         try:
-            found = [pickle.loads(data) for data in self._exchange.gather(key, pickle.dumps(value))]
+            found = [pickle.loads(data) for data in exchange.gather(key, pickle.dumps(value))]
         except SilentRanksError as error:
             self.silent = error.ranks
             warnings.warn(
-                f"ddpcheck: {spelled(error.ranks)} did not answer within {self._exchange.timeout:g} s; from here on "
+                f"ddpcheck: {spelled(error.ranks)} did not answer within {exchange.timeout:g} s; from here on "
                 f"rank {self.rank} judges by itself",
                 stacklevel=2,
             )

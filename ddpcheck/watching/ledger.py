@@ -18,6 +18,7 @@ from ddpcheck.watching.looks import Look, zero_gradients
 from ddpcheck.watching.rounds import differentiable_tensors
 from ddpcheck.watching.snapshot import Snapshot
 
+_ASKED_EARLY = 2  # the round from which is kept why a parameter never took part, for a run that ends before it is told
 _ZERO_FROM = 4  # the round from which a gradient that was always zero is told
 
 
@@ -36,10 +37,12 @@ class Ledger:
         self._parameters = parameters
         self._wrapper = wrapper
         self._seen = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._never = set(parameters)
         self._sometimes: set[str] = set()
         self._heard: set[str] = set()
         self._late: set[str] = set()
+        self._ends: dict[str, PathEnd] = {}
         self._zero: set[str] | None = None
         self._start: dict[str, int] = {}
 
@@ -85,21 +88,31 @@ class Ledger:
             settled: Whether what an option allows for is to be judged now.
         """
         missing = {name for names in self.unheard.values() for name in names} - self._heard
-        if settled and self._wrapper.tolerates_unused:
+        if self._wrapper.tolerates_unused and (settled or number == _ASKED_EARLY):
             missing |= self._never - self._heard
+        self._ends |= self._explained(missing - self._ends.keys(), snapshot)
         known = Account(
             rank=rank,
             step=number,
             absences=dict(self.unheard),
             never=self._ordered(self._never),
             sometimes=self._ordered(self._sometimes),
-            ends=self._ends(missing, snapshot),
+            ends={name: self._ends[name] for name in missing if name in self._ends},
         )
-        return known if look is None else self._with_look(known, look)
+        if look is not None:
+            return self._with_look(known, look)
+        return replace(known, changes=self._changed()) if missing or self.has_thawed() else known
+
+    def has_thawed(self) -> bool:
+        """Whether a parameter requires grad that did not when DDP was constructed."""
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def _changed(self) -> dict[str, str]:
+        changed = changes(self._seen, self._module)
+        return {name: how for name, how in changed.items() if name not in self._late}
 
     def _with_look(self, account: Account, look: Look) -> Account:
         self._late |= look.late.keys()
-        changed = changes(self._seen, self._module)
         return replace(
             account,
             lost=look.lost,
@@ -107,14 +120,14 @@ class Ledger:
             unregistered=(*look.unregistered, *look.late.values()),
             arrivals={name: count for name, count in look.arrivals.items() if count > 1 and look.reentrant},
             reentrant=look.reentrant,
-            changes={name: how for name, how in changed.items() if name not in self._late},
+            changes=self._changed(),
         )
 
     def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)
         return tuple(name for name in self._parameters if name in wanted)
 
-    def _ends(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
+    def _explained(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
         """Why parameters are missing: this costs a forward pass, once for each of them."""
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         if not parameters or snapshot is None:

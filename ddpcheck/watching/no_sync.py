@@ -6,14 +6,14 @@ import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 
 from ddpcheck.locate import user_location
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_listeners: WeakKeyDictionary[nn.Module, Callable[..., None]] = WeakKeyDictionary()
+_listeners: WeakKeyDictionary[nn.Module, WeakMethod[Callable[..., None]]] = WeakKeyDictionary()
 _original: list[Any] = []
 
 
@@ -22,7 +22,7 @@ def listen(wrapper: nn.Module, note: Callable[..., None]) -> None:
     if not _original:
         _original.append(_DDP.no_sync)
         _DDP.no_sync = _noted(_DDP.no_sync)
-    _listeners[wrapper] = note
+    _listeners[wrapper] = WeakMethod(note)  # which would keep the wrapper alive
 
 
 def forget(wrapper: nn.Module) -> None:
@@ -34,7 +34,8 @@ def forget(wrapper: nn.Module) -> None:
 def _noted(original: Any) -> Any:
     @functools.wraps(original)
     def no_sync(self: nn.Module) -> Any:
-        note = _listeners.get(self)
+        found = _listeners.get(self)
+        note = found() if found is not None else None
         context = original(self)
         if note is None:
             return context

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -49,6 +50,9 @@ class Listener(Protocol):
     def missing(self, number: int, names: Sequence[str]) -> None:
         """These parameters have no part in the round; zeros are about to be reduced in their place."""
 
+    def unexpected(self, number: int, names: Sequence[str]) -> None:
+        """Under `static_graph`, these take part although they had no part in the first round: DDP is about to raise."""
+
     def unpaired(self, number: int) -> None:
         """A backward pass has ended that follows no forward of its own."""
 
@@ -61,6 +65,18 @@ class StaysBehind:
 
     def __init__(self, method: Any) -> None:
         self.method = method
+
+    @classmethod
+    def weakly(cls, method: Any) -> StaysBehind:
+        """One that does not keep the object of `method` alive, for what outlives it."""
+        found = WeakMethod(method)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            alive = found()
+            if alive is not None:
+                alive(*args, **kwargs)
+
+        return cls(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -102,6 +118,7 @@ class Rounds:
         names: Of the parameters that the wrapper synchronises, in their order.
         parameters: These.
         snapshot: Of the last forward; `None` where it cannot be run again.
+        asks_parameters: Whether backward passes are heard of from parameters too, which costs a hook on each of them.
     """
 
     def __init__(self, wrapper: nn.parallel.DistributedDataParallel, listener: Listener) -> None:
@@ -128,6 +145,8 @@ class Rounds:
         self._waiting: list[int] = []  # what a later backward pass may still bring
         self._handles: list[Any] = []
         self._temporary: list[Any] = []
+        self._asked: list[Any] = []
+        self.asks_parameters = False
         self._commit_handle: Any = None
 
     @property
@@ -145,7 +164,7 @@ class Rounds:
 
     def detach(self) -> None:
         """Leave the wrapper as it was."""
-        for handle in (*self._handles, *self._temporary, self._commit_handle):
+        for handle in (*self._handles, *self._temporary, *self._asked, self._commit_handle):
             if handle is not None:
                 handle.remove()
         self._handles, self._temporary, self._commit_handle = [], [], None
@@ -193,6 +212,14 @@ class Rounds:
         self._roots.append([tensor.grad_fn for tensor in tensors])
         for tensor in tensors:
             tensor.register_hook(self._hook)
+        if not tensors or self.asks_parameters:
+            self._ask_parameters()
+
+    def _ask_parameters(self) -> None:
+        """Hear of the backward pass from the parameters: it does not come through what forward has returned."""
+        for handle in self._asked:
+            handle.remove()
+        self._asked = [p.register_hook(self._hook) for p in self.parameters if p.requires_grad]
 
     def settle(self) -> None:
         """No further backward pass will come."""
@@ -209,6 +236,10 @@ class Rounds:
         if self._unqueued:
             self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
+        if self._expected is not None and self._is_static():
+            late = [i for i in self._everything - self._expected if self._reached[i]]
+            if late:
+                self._listener.unexpected(self.number, [self.names[index] for index in sorted(late)])
         self._reaches_all = all(self._reached)
         if self._reaches_all:
             self._bypassing = False
@@ -218,16 +249,15 @@ class Rounds:
             reached or bool(parameter.requires_grad and self._has_moved(index))
             for index, (reached, parameter) in enumerate(zip(self._reached, self.parameters, strict=True))
         ]
-        self._bypassing = not any(self._reached)  # torch.autograd.grad, of something else than parameters
-        if self._bypassing:
-            return
-        self._listener.starting(self.number)
         self._arrived.clear()
+        self._bypassing = not any(self._reached)  # torch.autograd.grad, or all is in re-entrant checkpoints
+        if not self._bypassing:
+            self._listener.starting(self.number)
         for index, reached in enumerate(self._reached):
             if not reached and self.parameters[index].requires_grad:
                 handle = self.parameters[index].register_post_accumulate_grad_hook(self._arrival_of(index))
                 self._temporary.append(handle)
-        self._waiting = sorted(self._may_still_come())
+        self._waiting = [] if self._bypassing else sorted(self._may_still_come())
 
     def _reached_by_walk(self) -> list[bool]:
         walk = walk_graph_from([root for roots in self._roots for root in roots])
@@ -266,10 +296,10 @@ class Rounds:
     def _at_end(self) -> None:
         self._in_backward = False
         self._roots.clear()
-        for handle in self._temporary:
+        for handle in (*self._temporary, *self._asked):
             handle.remove()
-        self._temporary = []
-        if self._bypassing:
+        self._temporary, self._asked = [], []
+        if self._bypassing and not self._arrived:
             return
         if not self._prepared:
             self._listener.unpaired(self.number)

@@ -17,7 +17,7 @@ from torch import nn
 from ddpcheck.evidence import PathEnd
 from ddpcheck.gather.alone import alone
 from ddpcheck.gather.stepping import capture_attributes
-from ddpcheck.graph import MODULE_INTERNALS
+from ddpcheck.graph import MODULE_INTERNALS, walk_graph
 from ddpcheck.paths import Explainer
 
 
@@ -31,7 +31,8 @@ class Snapshot:
         forward: What stood in the place of the module's `forward`, where a framework had put something there.
         random: The state of torch's generator, and of Python's and numpy's where `thorough`.
         autocast: Device type and dtype of the autocasts that were on.
-        used: The positions, among the tensors that forward returned, of those that take part in the loss.
+        used: The positions, among the tensors that forward returned, of those that take part in the loss; `None` where
+            that is not known.
     """
 
     arguments: tuple[Any, ...]
@@ -39,7 +40,7 @@ class Snapshot:
     forward: Any
     random: dict[str, Any]
     autocast: tuple[tuple[str, torch.dtype], ...]
-    used: tuple[int, ...] = ()
+    used: tuple[int, ...] | None = None
 
     @classmethod
     def take(
@@ -80,17 +81,21 @@ class Snapshot:
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # it would take from the data of the run
 
+        there: set[int] = set()
+
         def forward() -> Sequence[torch.Tensor]:
             with self._as_then(module):
                 tensors = tensors_of(module(*self.arguments, **self.named))
-            return [tensors[index] for index in self.used if index < len(tensors)]
+            losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
+            there.update(id(leaf) for leaf in walk_graph(losses).leaves)
+            return losses
 
         now = _generators(self.random)
         state = capture_attributes(module, buffers=True)
         containers = [(held, copy.copy(held)) for held in _containers(module)]
         try:
             with around(), alone(), torch.enable_grad():
-                return Explainer(module, forward, lambda: state.restore(module)).explain(missing)
+                ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # what the replay cannot tell, the missing gradient still does
             return dict.fromkeys(missing, PathEnd("unknown"))
         finally:
@@ -98,6 +103,8 @@ class Snapshot:
             for held, before in containers:
                 _refill(held, before)
             _set_generators(now)
+        # Where a branch hangs on what a step has left behind (a counter), the forward pass has taken another one now.
+        return {name: PathEnd("unknown") if id(missing[name]) in there else end for name, end in ends.items()}
 
     @contextlib.contextmanager
     def _as_then(self, module: nn.Module) -> Iterator[None]:

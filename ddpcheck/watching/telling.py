@@ -10,27 +10,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from ddpcheck.errors import FindingsError, UsageError
-from ddpcheck.findings import Finding, Severity
-from ddpcheck.watching.verdict import cause_of, follows_from
-from ddpcheck.wording import spelled, spelled_steps
+from ddpcheck.findings import Finding, Severity, select_findings
+from ddpcheck.watching.verdict import cause_of, follows_from, goes_on
+from ddpcheck.wording import listed, spelled, spelled_steps
 
 OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
 """What to do with a finding."""
+
+
+_MOST_SUBJECTS = 12
 
 
 class FindingWarning(UserWarning):
     """A finding in a training loop that goes on.
 
     Attributes:
-        finding: What was found.
+        finding: What was found; `None` where only the text has come from another process (pytest-xdist sends that).
     """
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(as_text(finding))
-        self.finding = finding
+    def __init__(self, finding: Finding | str) -> None:
+        super().__init__(finding if isinstance(finding, str) else as_text(finding))
+        self.finding = None if isinstance(finding, str) else finding
 
-    def __reduce__(self) -> tuple[type[FindingWarning], tuple[Finding]]:
-        return type(self), (self.finding,)
+    def __reduce__(self) -> tuple[type[FindingWarning], tuple[Finding | str]]:
+        return type(self), (self.finding or str(self),)
 
 
 _OF_DDP = "'Expected to have finished reduction in the prior iteration'"
@@ -45,6 +48,8 @@ def as_text(finding: Finding) -> str:
     rule = RULES[finding.code]
     where = f" at {finding.location}" if finding.location else ""
     lines = [f"{finding.code} {rule.name}{where}: {finding.message}"]
+    if not all(subject in finding.message for subject in finding.subjects):
+        lines.append(f"  {listed(finding.subjects, most=_MOST_SUBJECTS)}")
     if finding.ranks:
         lines.append(f"  on {spelled(finding.ranks)}")
     if finding.steps:
@@ -65,6 +70,26 @@ def checked_choice(on_finding: object) -> OnFinding:
     raise UsageError(f"on_finding is 'raise', 'warn' or a function that takes a Finding, not {on_finding!r}")
 
 
+def check_numbers(*, timeout: float, ignore: Sequence[str] = (), **everies: int) -> None:
+    """Refuse settings that mean nothing.
+
+    Args:
+        timeout: Seconds.
+        ignore: Rules, as codes, prefixes of codes or names.
+        **everies: Numbers of steps.
+
+    Raises:
+        UsageError: One of them is wrong; names it.
+    """
+    for name, value in everies.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        raise UsageError(f"timeout is a number of seconds above 0, not {timeout!r}")
+    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {ignore!r}")
+
+
 class Teller:
     """Tells each cause once.
 
@@ -74,13 +99,19 @@ class Teller:
     """
 
     def __init__(
-        self, on_finding: OnFinding, *, speaks: bool, locate: Callable[[Finding], Finding] = lambda finding: finding
+        self,
+        on_finding: OnFinding,
+        *,
+        speaks: bool,
+        locate: Callable[[Finding], Finding] = lambda finding: finding,
+        ignore: Sequence[str] = (),
     ) -> None:
         self.findings: list[Finding] = []
         self.speaks = speaks
         self._on_finding = on_finding
         self._told: set[object] = set()
         self._locate = locate
+        self._ignore = tuple(ignore)
 
     def take_as_told(self, findings: Sequence[Finding]) -> None:
         """Note findings that somebody else has told."""
@@ -94,11 +125,11 @@ class Teller:
             FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
         """
         new: list[Finding] = []
-        findings = sorted(findings, key=Finding.sort_key)
+        findings = select_findings(findings, ignore=self._ignore)
         causes = [*self.findings, *findings]
         for finding in findings:
             cause = cause_of(finding)
-            if cause not in self._told and not follows_from(finding, causes):
+            if cause not in self._told and not follows_from(finding, causes) and not goes_on(finding, self.findings):
                 self._told.add(cause)
                 new.append(self._locate(finding))
         self.findings += new

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpcheck.anomalous import judge_parameters
-from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.consistency import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_loop
@@ -20,7 +20,7 @@ from ddpcheck.program import judge_changes
 from ddpcheck.reducer import judge_reducer, judge_state
 from ddpcheck.watching.account import Account, Stock, is_look
 from ddpcheck.watching.normalisation import judge_normalisation
-from ddpcheck.wording import Names
+from ddpcheck.wording import Names, listed, verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +175,21 @@ def judge_stock(
     else:  # what is there is what the optimizer's last step has left
         start = []
         state = judge_state([replace(item, step=step - 1) for item in values], known, gradients_differ=bool(gradients))
+        state = [_apart(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
     for finding in (*start, *gradients, *state):
         if not told.issuperset(finding.subjects):
             found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
     return found
+
+
+def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
+    """DDP306 of ranks that have only been compared now: since when they differ, and why, is not known."""
+    parted = differing_names([item.parameters for item in values])
+    ranks = {rank for ranks in parted.values() for rank in ranks}
+    told_apart = len(values) > 2 and 2 * len(ranks) < len(values)
+    differ = verb("differs", "differ", finding.subjects)
+    message = f"{listed(finding.subjects)} {differ} between ranks after {step} steps."
+    return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if told_apart else ())
 
 
 _UNAVERAGED: dict[str, Any] = {
@@ -190,7 +201,7 @@ _UNAVERAGED: dict[str, Any] = {
         "under Lightning's manual optimization: where self.manual_backward(loss) is called, and not loss.backward()",
     ),
 }
-_STANDING = ("DDP208", "DDP214", "DDP215", "DDP216")
+_STANDING = ("DDP208", "DDP214", "DDP215", "DDP216", "DDP306")
 
 
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
@@ -216,3 +227,14 @@ def follows_from(finding: Finding, told: Iterable[Finding]) -> bool:
     errors = [other for other in others if other.severity is Severity.ERROR]
     subjects = {subject for other in errors for subject in other.subjects}
     return subjects.issuperset(finding.subjects) or any(other.code in _OF_THE_LOOP for other in errors)
+
+
+_SPREADING = frozenset({"DDP214", "DDP215", "DDP301", "DDP306"})
+
+
+def goes_on(finding: Finding, told: Iterable[Finding]) -> bool:
+    """Whether `finding` is one that has been told and has spread: more tensors differ for the same reason."""
+    subjects = set(finding.subjects)
+    return finding.code in _SPREADING and any(
+        other.code == finding.code and subjects & set(other.subjects) for other in told
+    )

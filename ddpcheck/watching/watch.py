@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -28,11 +29,13 @@ from ddpcheck.watching.ledger import Ledger
 from ddpcheck.watching.looks import Look, differences_from_average, take_stock
 from ddpcheck.watching.micro_batches import MicroBatches
 from ddpcheck.watching.rounds import Rounds, StaysBehind
-from ddpcheck.watching.telling import OnFinding, Teller, checked_choice
+from ddpcheck.watching.telling import OnFinding, Teller, check_numbers, checked_choice
 from ddpcheck.watching.verdict import Watched, judge_accounts, judge_alone, judge_events, judge_stock
 from ddpcheck.wording import Names
 
 _SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
+_PACED = 16  # the round after which the ranks agree on how often they ask each other
+_FAREWELL = 10.0  # seconds that ranks wait for each other when the watch closes
 _EVENTS_KEPT = 64
 _FORWARD, _BACKWARD = LoopEvent("forward", synchronises=True), LoopEvent("backward")
 _STEPS_ALONE = 3  # steps on gradients that nobody has averaged before that is told
@@ -46,6 +49,7 @@ def watch(
     check_parity_every: int = 0,
     check_normalisation: bool = True,
     on_finding: OnFinding = "raise",
+    ignore: Sequence[str] = (),
     timeout: float = 60.0,
 ) -> Watch:
     """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
@@ -64,6 +68,7 @@ def watch(
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both, on the first rank of the group; a function is called with each `Finding` on
             every rank. Each cause is told once.
+        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
         timeout: Seconds to wait for the other ranks where they meet.
 
     Returns:
@@ -79,6 +84,7 @@ def watch(
         check_parity_every=check_parity_every,
         check_normalisation=check_normalisation,
         on_finding=on_finding,
+        ignore=ignore,
         timeout=timeout,
     )
 
@@ -119,14 +125,13 @@ class Watch:
         check_parity_every: int = 0,
         check_normalisation: bool = True,
         on_finding: OnFinding = "raise",
+        ignore: Sequence[str] = (),
         timeout: float = 60.0,
         already_told: Sequence[Finding] = (),
         began_alike: bool = False,
     ) -> None:
         everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
-        for name, value in everies.items():
-            if not isinstance(value, int) or value < 0:
-                raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
+        check_numbers(timeout=timeout, ignore=ignore, **everies)
         self._wrapper = find_wrapper(wrapper)
         self._module: nn.Module = self._wrapper.module
         self._detects = detect_anomalous_params
@@ -134,7 +139,7 @@ class Watch:
         self._parity_every = check_parity_every
         self._board = Board(self._wrapper.process_group, timeout)
         speaks = self._board.rank == self._board.ranks[0]
-        self._teller = Teller(checked_choice(on_finding), speaks=speaks, locate=self._locate)
+        self._teller = Teller(checked_choice(on_finding), speaks=speaks, locate=self._locate, ignore=ignore)
         self._teller.take_as_told(already_told)
         self._rounds = Rounds(self._wrapper, self)
         self._parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
@@ -145,10 +150,13 @@ class Watch:
         self._events: list[LoopEvent] = []  # of this round
         self._last_round: list[LoopEvent] = []
         self._rounds_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._unsynchronised = self._steps_alone = 0
-        self._step_handle = register_optimizer_step_pre_hook(StaysBehind(self._before_step))
+        self._unsynchronised = self._steps_alone = self._forwards = 0
+        self._step_handle = register_optimizer_step_pre_hook(StaysBehind.weakly(self._before_step))
         self._strange: tuple[LoopEvent, ...] = ()
         self._comparisons = 0
+        self._attached = True
+        self._thawed = False
+        self._began = time.monotonic()
         self._rounds.attach()
         no_sync.listen(self._wrapper, self._note)
 
@@ -171,8 +179,17 @@ class Watch:
         Raises:
             FindingsError: There is an error among that, and errors are to be raised.
         """
+        was_attached, self._attached = self._attached, False
         self._detach()
-        if self._ledger.unheard and not failing:
+        if not was_attached or failing:
+            return
+        if self._watched.wrapper.tolerates_unused and self._detects and 2 < self.step <= _SETTLED[0]:
+            # What never took part is judged after more steps than there have been; the ranks meet once more for it.
+            mine = self._ledger.account(self._board.rank, self.step - 1, None, None, settled=True)
+            accounts = self._board.gather("close", mine, at_most=_FAREWELL)
+            self._ledger.hear(accounts)
+            self._teller.tell(judge_accounts(accounts, self._watched, settled=True))
+        elif self._ledger.unheard:
             account = self._ledger.account(self._board.rank, self.step, None, None, settled=False)
             self._ledger.hear([account])
             self._teller.tell(judge_accounts([account], self._watched, settled=False))
@@ -260,6 +277,7 @@ class Watch:
 
     def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
         """A forward of the round has returned."""
+        self._forwards += 1
         self._keep(_FORWARD)
         if self._look is not None:
             self._look.passed(tensors)
@@ -286,6 +304,12 @@ class Watch:
         if self._detects and not self._ledger.is_heard(names):
             self._board.post(number)
 
+    def unexpected(self, number: int, names: Sequence[str]) -> None:
+        """Under `static_graph`, DDP is about to raise, so this cannot wait for the other ranks."""
+        if self._detects:
+            account = Account(self._board.rank, number, absences={0: tuple(names), number: ()})
+            self._teller.tell(judge_accounts([account], self._watched, settled=False))
+
     def unpaired(self, number: int) -> None:
         """A backward pass has ended that follows no forward of its own, so that DDP has not reduced it."""
         where = user_location()
@@ -301,6 +325,9 @@ class Watch:
             look.close()
         if self._detects:
             self._ledger.enter(number, look, absent, lacking)
+            if look is None and not self._thawed and self._board.is_asked(number) and self._ledger.has_thawed():
+                self._thawed = True
+                self._board.post(number + 1)
         if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
             self._tell_events(number + 1)
         self._last_round, self._events = self._events, []
@@ -332,6 +359,8 @@ class Watch:
         accounts: list[Account] = self._board.gather(f"account/{number}", mine)
         self._strange = ()
         self._ledger.hear(accounts)
+        if number == _PACED:
+            self._board.pace(account.seconds for account in accounts)
         return judge_accounts(accounts, self._watched, settled=settled)
 
     def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
@@ -340,7 +369,8 @@ class Watch:
             snapshot = self._rounds.snapshot
             account = self._ledger.account(self._board.rank, number, look, snapshot, settled=settled)
         told = () if self._micro_batches is None else self._micro_batches.told()
-        return replace(account, events=self._strange, micro_batches=told)
+        seconds = (time.monotonic() - self._began) / (number + 1)
+        return replace(account, events=self._strange, micro_batches=told, seconds=seconds)
 
     def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
         """Put side by side what the ranks hold, in full only where it differs."""
@@ -372,15 +402,23 @@ class Watch:
         self._rounds_at_step[optimizer] = self._rounds.number
         forwards, self._unsynchronised = self._unsynchronised, 0
         if rounds or self._rounds.under_way:  # the healthy step, at no cost for each parameter
-            self._steps_alone = 0
+            self._steps_alone = self._forwards = 0
             return
         ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
         if not ours:
             self._steps_alone = 0
         elif any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             self._steps_alone += 1
-            if self._steps_alone == _STEPS_ALONE:
+            if self._forwards:  # in which the loss does not come through what they have returned
+                self._rounds.asks_parameters = True
+            elif self._steps_alone == _STEPS_ALONE and not self._is_superseded(ours):
                 self._teller.tell(judge_alone(self._watched, self._board.rank, self.step, forwards=forwards))
+        self._forwards = 0
+
+    def _is_superseded(self, parameters: set[int]) -> bool:
+        """Whether another wrapper has these parameters too: the model has been wrapped again, or a part of it."""
+        others = [wrapper for wrapper in living_wrappers() if wrapper is not self._wrapper]
+        return any(id(parameter) in parameters for other in others for parameter in other.parameters())
 
     # Events
 
