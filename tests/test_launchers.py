@@ -3,13 +3,14 @@
 import asyncio
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ddpcheck
-from ddpcheck.errors import ChoiceError, HangError, UsageError
+from ddpcheck.errors import ChoiceError, DdpcheckError, HangError, UsageError
 from ddpcheck.launched import slurm
 from ddpcheck.launchers import allreduce_grads, allreduce_params, average_over_ranks, get_dist_info, init_dist
 from ddpcheck.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
@@ -245,6 +246,31 @@ def test_nothing_happens_at_world_size_one() -> None:
     assert weight._version == version and weight.grad is gradient
 
 
+@pytest.mark.parametrize("average", [allreduce_grads, allreduce_params])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda model: model, r"and not a module \(Linear\); pass its .parameters\(\)\."),
+        (lambda model: model.state_dict(), r"and not a mapping \(OrderedDict\), .*; pass its .values\(\)\."),
+        (lambda model: model.named_parameters(), r"number 0 \(from 0\) is a tuple; pass .parameters\(\) instead of"),
+        (lambda model: model.weight, r"and not a single one \(Parameter\); put it in a list\."),
+        (lambda model: [model.weight, None], r"number 1 \(from 0\) is a NoneType\."),
+        (lambda model: "weight", "number 0 .* is a str"),
+        (lambda model: 3, r"for example model.parameters\(\); got 3\."),
+    ],
+)
+def test_what_is_no_list_of_tensors_is_refused_in_a_sentence(average: Any, given: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=f"^{average.__name__} takes tensors in a list .*{words}"):
+        average(given(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("size", ["a", None, True, float("nan")])
+def test_a_bucket_has_a_size(size: Any) -> None:
+    for average in (allreduce_grads, allreduce_params):
+        with pytest.raises(UsageError, match=f"bucket_size_mb must be a number of MiB, .*; got {size!r}"):
+            average([torch.ones(1)], bucket_size_mb=size)
+
+
 # --- Who am I ------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +306,13 @@ def test_without_a_process_group_everybody_is_the_master() -> None:
     assert Logger.log.__name__ == "log" and Logger.log.__doc__ == "Write a line."
     with pytest.raises(KeyError, match="own"):
         ddpcheck.master_only({}.__getitem__)("own")
+
+
+def test_the_master_carries_out_functions_only() -> None:
+    with pytest.raises(UsageError, match="master_only decorates a function or method, got 3"):
+        ddpcheck.master_only(3)
+    with pytest.raises(UsageError, match="put it below @classmethod or @property"):
+        ddpcheck.master_only(classmethod(print))
 
 
 # --- init_dist -----------------------------------------------------------------------------------------------------
@@ -353,6 +386,53 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, d
             init_dist(timeout=0.3)
 
 
+@pytest.mark.ddp
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_that_have_failed_meet_again(
+    rank: int, slow: int, ddp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rank is the slower one: none goes back to the meeting of the attempt that has failed."""
+    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    unlink, set_up = Path.unlink, torch.distributed.init_process_group
+    failing = True
+
+    def later(*args: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return unlink(*args, **options)
+
+    def failed(*args: Any, **options: Any) -> Any:
+        if not failing:
+            return set_up(*args, **options)
+        time.sleep(0.3 * (rank == slow))
+        raise RuntimeError("no such luck\nframe #0: c10")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", failed)
+    if slow == 0:
+        monkeypatch.setattr(Path, "unlink", later)
+    for _ in range(2):
+        failing = True
+        with pytest.raises(DdpcheckError, match=rf"^Rank {rank} could not set up gloo: no such luck$"):
+            init_dist(timeout=30)
+        failing = False
+        init_dist(timeout=30)
+        assert get_dist_info() == (rank, 2)
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_cannot_set_the_group_up_says_so_to_the_others(
+    rank: int, told: bool, ddp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None if rank else 1 / 0)
+    leave_the_world(variables_of("mpi", rank, str(ddp_port)))
+    with pytest.raises(DdpcheckError, match=r"^Rank 0 could not set up gloo: division by zero$"):
+        init_dist(timeout=30, port=ddp_port if told else None)
+    monkeypatch.undo()
+    init_dist(timeout=30, port=ddp_port if told else None)
+    assert get_dist_info() == (rank, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
@@ -362,6 +442,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(rank: int, d
         (["mpi"], {"timeout": 0}, "timeout must be a number of seconds above 0"),
         (["slurm"], {"port": 70000}, "port must be a whole number from 1 to 65535"),
         (["slurm"], {"rank": 1, "store": None}, "init_dist sees to store, rank itself; leave that out"),
+        (["mpi"], {"fooo": 1}, "init_dist takes no argument fooo; .* those of .*init_process_group: .*device_id"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_waited_for(

@@ -8,6 +8,7 @@ This module is light: it imports torch only when a board is opened.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import socket
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _PART = 4 << 20  # bytes; torch's store hangs up on a value of more than 8 MiB
 _PAUSE = 0.02
+
+_joined: set[str] = set()  # tokens of the stores of rank 0 that this process has been on, one an attempt
 
 
 class StoreGoneError(Exception):
@@ -153,7 +156,14 @@ def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tupl
             "rank 0) and MASTER_PORT (a port that is free there) to all of them, so that they can meet."
         )
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
-    number = Board(store, f"ddpcheck/{job}", reopen).next(f"joined/{launch.rank}")  # pytest may run again in one job
+    try:
+        number = Board(store, f"ddpcheck/{job}", reopen).next(
+            f"joined/{launch.rank}"
+        )  # pytest may run again in one job
+    except StoreGoneError as error:
+        raise DdpcheckError(
+            f"The store of rank 0 has ended just as rank {launch.rank} came; see what the output of rank 0 says."
+        ) from error
     return Board(store, f"ddpcheck/{job}/{number}", reopen), met
 
 
@@ -225,12 +235,17 @@ def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], S
 
 
 def _find_on_loopback(path: Path, launch: Launch, deadline: float) -> tuple[Store, Callable[[], Store]]:
+    from torch.distributed import DistError
+
     while (left := deadline - time.monotonic()) > 0:
         port, token = loopback.look_up(path)
-        if port and loopback.answers(port):
-            store = _connect("127.0.0.1", port, min(left, 10.0))
-            if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
-                return store, partial(_connect, "127.0.0.1", port, 10.0)
+        # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
+        if port and token not in _joined and loopback.answers(port):
+            with contextlib.suppress(DistError):  # it has ended between two of these lines
+                store = _connect("127.0.0.1", port, min(left, 10.0))
+                if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
+                    _joined.add(token)
+                    return store, partial(_connect, "127.0.0.1", port, 10.0)
         time.sleep(_PAUSE)
     raise DdpcheckError(
         f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "

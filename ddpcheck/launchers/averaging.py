@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +36,17 @@ def allreduce_grads(
         group: Process group; default: all ranks. On a rank that is not in it nothing happens.
 
     Raises:
-        UsageError: The ranks hand over different parameters; it is raised on all of them.
+        UsageError: The ranks hand over different parameters, which is raised on all of them; or an argument is wrong.
     """
-    owners = [parameter for parameter in params if parameter.requires_grad]
+    limit = _limit(coalesce, bucket_size_mb)
+    owners = [parameter for parameter in _tensors_of("allreduce_grads", params) if parameter.requires_grad]
     if get_dist_info(group)[1] <= 1:
         return
     grads = [owner.grad for owner in owners]
     kinds = _kinds_over_ranks(grads, owners, group)
     dense = [None if kind == {_SPARSE} else grad for grad, kind in zip(grads, kinds, strict=True)]
     strided = [_DENSE if _DENSE in kind else _MISSING for kind in kinds]
-    for index, mean in _means(dense, owners, strided, _limit(coalesce, bucket_size_mb), group):
+    for index, mean in _means(dense, owners, strided, limit, group):
         owners[index].grad = _written(grads[index], mean)
     for index, kind in enumerate(kinds):
         if kind == {_SPARSE}:
@@ -67,9 +69,10 @@ def allreduce_params(
         group: Process group; default: all ranks. On a rank that is not in it nothing happens.
 
     Raises:
-        UsageError: The ranks hand over different tensors; it is raised on all of them.
+        UsageError: The ranks hand over different tensors, which is raised on all of them; or an argument is wrong.
     """
-    tensors = [parameter.detach() for parameter in params]
+    limit = _limit(coalesce, bucket_size_mb)
+    tensors = [parameter.detach() for parameter in _tensors_of("allreduce_params", params)]
     rank, world_size = get_dist_info(group)
     if world_size <= 1:
         return
@@ -79,7 +82,7 @@ def allreduce_params(
     given = [
         torch.zeros_like(tensor) if whole and rank else tensor for tensor, whole in zip(tensors, counted, strict=True)
     ]
-    for index, mean in _means(given, tensors, [_DENSE] * len(tensors), _limit(coalesce, bucket_size_mb), group):
+    for index, mean in _means(given, tensors, [_DENSE] * len(tensors), limit, group):
         tensors[index].copy_(mean)
 
 
@@ -108,9 +111,34 @@ def average_over_ranks(
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> float:
     """The bytes of a bucket: it is full as soon as it holds that many."""
+    number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
+    if not number or math.isnan(bucket_size_mb):
+        raise UsageError(f"bucket_size_mb must be a number of MiB, or -1 for all at once; got {bucket_size_mb!r}.")
     if not coalesce:
         return 0
     return bucket_size_mb * _MB if bucket_size_mb > 0 else float("inf")
+
+
+def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
+    """The tensors of an iterable, having refused whatever else is easily mistaken for one."""
+    takes = f"{function} takes tensors in a list or another iterable, for example model.parameters()"
+    kind = type(params).__name__
+    if isinstance(params, torch.nn.Module):
+        raise UsageError(f"{takes}, and not a module ({kind}); pass its .parameters().")
+    if isinstance(params, torch.Tensor):  # its rows, of which none has a gradient
+        raise UsageError(f"{takes}, and not a single one ({kind}); put it in a list.")
+    if isinstance(params, Mapping):
+        raise UsageError(f"{takes}, and not a mapping ({kind}), whose keys are no tensors; pass its .values().")
+    if not isinstance(params, Iterable):
+        raise UsageError(f"{takes}; got {params!r}.")
+    tensors = []
+    for index, one in enumerate(params):
+        if not isinstance(one, torch.Tensor):
+            pair = isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)
+            hint = "; pass .parameters() instead of .named_parameters(), or the second of each pair" if pair else ""
+            raise UsageError(f"{takes}, but number {index} (from 0) is a {type(one).__name__}{hint}.")
+        tensors.append(one)
+    return tensors
 
 
 # --- What the ranks bring --------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ The ranks meet on a store first, tell each other what they see, and decide toget
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -68,7 +70,7 @@ def init_dist(
     Raises:
         ChoiceError: An unknown launcher or backend; it is a `ValueError` too.
         UsageError: No launcher, or not this one, has started this process; its variables are incomplete (DDP603);
-            nothing tells where the ranks could meet; or they disagree.
+            nothing tells where the ranks could meet; they disagree; or an argument is wrong.
         HangError: A rank did not come in time.
         DdpcheckError: The ranks cannot reach each other, or the group cannot be set up.
     """
@@ -82,6 +84,7 @@ def init_dist(
         check_count("port", port, 65535)
     if own := [name for name in _OURS if name in options]:
         raise UsageError(f"init_dist sees to {', '.join(own)} itself; leave that out.")
+    _check_options(options)
     if dist.is_initialized():
         return _device_in_use()
     environ = {name: value for name, value in os.environ.items() if _set.get(name) != value}
@@ -108,6 +111,19 @@ def _check_backend(backend: str | None) -> str:
     return backend.lower()
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse, before anybody is met, what `torch.distributed.init_process_group` does not take."""
+    taken = inspect.signature(dist.init_process_group).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        return
+    if unknown := [name for name in options if name not in taken]:
+        theirs = [name for name in taken if name not in (*_OURS, "backend", "timeout") and name[0] != "_"]
+        raise UsageError(
+            f"init_dist takes no argument {', '.join(unknown)}; beside launcher, backend, timeout and port it takes "
+            f"those of torch.distributed.init_process_group: {', '.join(theirs)}."
+        )
+
+
 def _device_in_use() -> torch.device:
     """The device of a rank whose process group is there already."""
     if torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config()):
@@ -123,9 +139,11 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
         address, port = board.address
         own, master = route(address, port)
         machine = this_machine()
-        seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master))
+        seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master), met)
     finally:
         met()
+    if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
+        _kept.append(board)  # or a rank that is early for the next one would find the store of this one about to end
     backend = choose_backend(seats)
     index = choose_gpus(seats)[launch.rank]
     if index is not None:
@@ -158,11 +176,12 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
         if dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, DdpcheckError) or not isinstance(error, Exception):
+            meeting.leave()
             raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise DdpcheckError(f"Rank {launch.rank} could not set up {backend}: {said}") from error
-    if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
-        _kept.append(board)  # or a rank that is early for the next one would find the store of this one about to end
+        said = f"Rank {launch.rank} could not set up {backend}: {said}"
+        meeting.leave(said)
+        raise DdpcheckError(said) from error
     _set.update({name: value for name, value in values.items() if before[name] != value})
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
@@ -191,13 +210,19 @@ class _Meeting:
         self._seconds = seconds
         self._deadline = deadline
 
-    def exchange(self, seat: Seat) -> list[Seat]:
-        """Return what every rank has told, in order of rank; rank 0 collects it."""
+    def exchange(self, seat: Seat, met: Callable[[], None]) -> list[Seat]:
+        """Return what every rank has told, in order of rank; rank 0 collects it.
+
+        Args:
+            seat: Of this rank.
+            met: What rank 0 calls when all are there, before any of them can go on, and come back for another attempt.
+        """
         own = [f"seat/{rank}" for rank in range(self._launch.world_size)]
         with self._store_at_hand():
             self._board.put(own[self._launch.rank], json.dumps(asdict(seat)).encode())
             if self._launch.rank == 0:
                 self._wait(own, own, "come to init_dist")
+                met()
                 self._board.put("seats", b"\n".join(self._board.get(name) for name in own))
             self._wait(["seats"], own, "come to init_dist")
             lines = self._board.get("seats").splitlines()
@@ -215,6 +240,17 @@ class _Meeting:
             self._wait([f"{what}/all"], own, what)
             self._read_by_all(what)
 
+    def leave(self, said: str = "") -> None:
+        """Go without a process group, having told the others why if they do not know; rank 0 goes last if it can."""
+        with contextlib.suppress(StoreGoneError):
+            if said:
+                self._board.put(_GIVEN_UP, json.dumps([False, said]).encode())
+            if self._board.next("left") == self._launch.world_size:
+                self._board.put("left/all", b"")
+            last = time.monotonic() + _LAST_WORD
+            while self._launch.rank == 0 and time.monotonic() < last and not self._board.has("left/all"):
+                time.sleep(_PAUSE[1])
+
     def _read_by_all(self, what: str) -> None:
         """Let rank 0 wait for the others: it may keep the store that they read from, and end right after this."""
         others = self._launch.world_size - 1
@@ -228,11 +264,13 @@ class _Meeting:
 
         Raises:
             HangError: Another rank has waited for too long.
+            DdpcheckError: Another rank could not set the group up.
         """
         pause = _PAUSE[0]
         while not self._board.has(*names):
             if self._board.has(_GIVEN_UP):
-                raise HangError(self._board.get(_GIVEN_UP).decode())
+                late, said = json.loads(self._board.get(_GIVEN_UP))
+                raise HangError(said) if late else DdpcheckError(said)
             if time.monotonic() > self._deadline:
                 return False
             time.sleep(pause)
@@ -248,7 +286,7 @@ class _Meeting:
             f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
             f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
         )
-        self._board.put(_GIVEN_UP, said.encode())
+        self._board.put(_GIVEN_UP, json.dumps([True, said]).encode())
         if self._launch.rank == 0:
             time.sleep(_LAST_WORD)  # for those that have come a little later, before the store ends
         raise HangError(said)

@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from ddpcheck.errors import UsageError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,7 +32,13 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
     Which rank this is is asked at each call; without a process group, it is rank 0. The other ranks do not wait for it:
     call `torch.distributed.barrier()` where they need what it has done, and no collective inside. A coroutine function
     stays one.
+
+    Raises:
+        UsageError: This is no function.
     """
+    if not callable(function):
+        below = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
+        raise UsageError(f"master_only decorates a function or method, got {function!r}{below}.")
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
