@@ -140,6 +140,9 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
         own, master = route(address, port)
         machine = this_machine()
         seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master), met)
+    except BaseException:
+        meeting.leave()
+        raise
     finally:
         met()
     if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
@@ -241,7 +244,10 @@ class _Meeting:
             self._read_by_all(what)
 
     def leave(self, said: str = "") -> None:
-        """Go without a process group, having told the others why if they do not know; rank 0 goes last if it can."""
+        """Go without a process group, having told the others why if they do not know; rank 0 goes last if it can.
+
+        It stays for a moment, also for those that have come a little late: they are to read it before the store ends.
+        """
         with contextlib.suppress(StoreGoneError):
             if said:
                 self._board.put(_GIVEN_UP, json.dumps([False, said]).encode())
@@ -287,8 +293,6 @@ class _Meeting:
             f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
         )
         self._board.put(_GIVEN_UP, json.dumps([True, said]).encode())
-        if self._launch.rank == 0:
-            time.sleep(_LAST_WORD)  # for those that have come a little later, before the store ends
         raise HangError(said)
 
     @contextlib.contextmanager
