@@ -26,6 +26,8 @@ from tests import innerpytest, test_failure_matrix, test_marked
 from tests.innerpytest import Said
 
 pytest.importorskip("torch")
+# By `make test-launchers`, which has the real launchers: each of them starts processes that import torch.
+pytestmark = pytest.mark.launchers
 
 ROOT = Path(__file__).parents[1]
 LAUNCHERS = {

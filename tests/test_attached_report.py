@@ -32,6 +32,8 @@ from tests.attached_program import run
 from tests.test_attached import FOREIGN
 
 pytest.importorskip("torch")
+# By `make test-launchers`, which has the real launchers: each of them starts processes that import torch.
+pytestmark = pytest.mark.launchers
 
 ROOT = Path(__file__).parents[1]
 HERE = "tests/attached_targets.py"
