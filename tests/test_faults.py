@@ -50,7 +50,7 @@ def test_the_page_of_faults_has_a_row_for_each_case() -> None:
 
 # What has most to go wrong in it: statistics, random numbers, an analysis of shards. `make steady` does this to all.
 # Four checks at once are load enough: 12 to 20 processes, all of which have something to do.
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in WORLD_SIZES])
 def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
     case = next(case for case in CASES if str(case) == "gradients/batchnorm")
     heard = verdicts(case, "broken", world_size, TIMES, at_once=4)

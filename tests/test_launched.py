@@ -22,6 +22,7 @@ from ddpcheck.launched.board import open_board
 from ddpcheck.launched.peers import Peer, Peers
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.launchers
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("launched_program.py")
