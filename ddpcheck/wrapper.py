@@ -17,6 +17,7 @@ from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.consistency import judge_descriptions
 from ddpcheck.errors import FindingsError, HangError, UsageError
+from ddpcheck.evidence import ModuleDescription
 from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.gather.construction import constructor_options
@@ -45,8 +46,8 @@ class CheckedDistributedDataParallel(_DDP):
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects: DDP101 to DDP108,
             with cause, ranks and steps, before a rank hangs on one.
         check_consistency: Compare modules and options of the ranks before DDP's own first collective, which hangs or
-            aborts on some differences; a number above 1 repeats the comparison, with parameters, buffers and
-            gradients, every so many synchronised backward passes.
+            aborts on some differences; a number repeats the comparison, with parameters, buffers and gradients, every
+            so many synchronised backward passes.
         check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
         check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
             say): DDP514, 305.
@@ -60,7 +61,8 @@ class CheckedDistributedDataParallel(_DDP):
         watch: The `Watch` that follows the loop.
 
     Raises:
-        FindingsError: The modules or options of the ranks differ, and errors are to be raised.
+        FindingsError: The modules or options of the ranks differ, and errors are to be raised, or DDP's collectives
+            would hang, abort or mix up tensors.
         HangError: A rank does not construct its wrapper.
         UsageError: An argument is none of its choices.
     """
@@ -99,10 +101,11 @@ class CheckedDistributedDataParallel(_DDP):
         teller = Teller(on_finding, speaks=get_dist_info(group)[0] == 0, ignore=ignore)
         if check_consistency:
             options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
-            teller.tell(found := _judge_construction(module, options, group, check_timeout))
-            fatal = [finding for finding in found if finding.code in _FATAL and finding.severity is Severity.ERROR]
-            if fatal:  # whatever was asked for: DDP's constructor, or its first forward, would hang or abort
-                raise FindingsError("\n".join(as_text(finding) for finding in fatal), fatal)
+            found, impossible = _judge_construction(module, options, group, check_timeout)
+            teller.tell(found)
+            errors = [finding for finding in found if finding.severity is Severity.ERROR]
+            if impossible and errors:  # whatever was asked for
+                raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
         super().__init__(module, *args, **kwargs)
         if check_consistency:
             teller.tell(compare_modules(self, group, timeout=check_timeout))
@@ -204,9 +207,6 @@ class CheckedDistributedDataParallel(_DDP):
         return total, {"loss": total.detach(), **{name: value.detach() for name, value in means.items()}}
 
 
-_FATAL = frozenset({"DDP110", "DDP203", "DDP204", "DDP205", "DDP209", "DDP213", "DDP221"})
-
-
 def _check_module(module: object) -> None:
     """Refuse what cannot be wrapped.
 
@@ -233,15 +233,18 @@ def _group_of(*args: Any, **kwargs: Any) -> Any:
     return given.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
 
 
-def _judge_construction(module: nn.Module, options: Mapping[str, str], group: Any, timeout: float) -> list[Finding]:
-    """What DDP would hang, abort or say little about when it is constructed: asked over the store."""
-    if not dist.is_initialized() or not isinstance(module, nn.Module):
-        return []  # the constructor will say so
+def _judge_construction(
+    module: nn.Module, options: Mapping[str, str], group: Any, timeout: float
+) -> tuple[list[Finding], bool]:
+    """What differs between ranks before DDP is constructed, and whether that cannot go well: asked over the store."""
+    if not dist.is_initialized():
+        return [], False  # the constructor will say so
     exchange = StoreExchange.over(group, "construction", timeout)
     mine = (describe(module), dict(options))
     try:
         if len(set(exchange.gather("digest", digest_of(mine).encode()))) == 1:
-            return judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
+            lazy = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
+            return lazy, bool(lazy)
         everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
     except SilentRanksError as error:
         raise HangError(
@@ -249,9 +252,16 @@ def _judge_construction(module: nn.Module, options: Mapping[str, str], group: An
             "every rank of its process group must"
         ) from None
     descriptions = [description for description, _ in everyone]
-    found = judge_uninitialised([description.uninitialised for description in descriptions])
-    return [
-        *found,
-        *judge_descriptions(descriptions),
-        *judge_options("DDP221", [spoken for _, spoken in everyone], "what DistributedDataParallel is told"),
-    ]
+    lazy = judge_uninitialised([description.uninitialised for description in descriptions])
+    told = judge_options("DDP221", [spoken for _, spoken in everyone], "what DistributedDataParallel is told")
+    impossible = [*lazy, *(finding for finding in told if finding.severity is Severity.ERROR)]
+    differ = len({_payload(*of_rank) for of_rank in everyone}) > 1
+    return [*lazy, *judge_descriptions(descriptions), *told], bool(impossible) or differ
+
+
+def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
+    """What DDP packs into its collectives, in order: where ranks differ in it, they hang, abort or mix up tensors."""
+    trained = tuple((p.shape, p.dtype, p.stride) for p in description.parameters if p.requires_grad)
+    parameters = () if options.get("init_sync") == "False" else description.parameters
+    buffers = () if options.get("broadcast_buffers") == "False" else description.buffers
+    return trained, tuple((sent.shape, sent.dtype) for sent in (*parameters, *buffers))

@@ -127,6 +127,30 @@ def test_where_ddp_would_hang_it_is_not_constructed_under_warn_either(rank):
         CheckedDistributedDataParallel(net(), find_unused_parameters=bool(rank), on_finding="warn")
 
 
+@pytest.mark.parametrize("code", ["DDP201", "DDP203", "DDP206", "DDP211"])
+def test_another_number_or_size_of_tensors_stops_the_construction_under_warn_too(rank, code):
+    module = net()
+    if code == "DDP201":
+        module.append(nn.Linear(2, 2)) if rank else None
+    elif code == "DDP203":  # of a frozen one, which DDP broadcasts too
+        module.append(nn.Linear(2, 3 if rank else 2).requires_grad_(False))
+    elif code == "DDP206":
+        module[0].bias.requires_grad_(rank == 0)
+    elif rank:
+        module.register_buffer("mean", torch.zeros(2))
+    with pytest.raises(FindingsError) as raised, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CheckedDistributedDataParallel(module, on_finding="warn")
+    assert code in {finding.code for finding in raised.value.findings}
+
+
+def test_names_that_differ_alone_do_not_stop_what_is_only_warned_of(rank):
+    module = nn.ModuleDict({"one" if rank else "other": nn.Linear(4, 4)})
+    told = []
+    CheckedDistributedDataParallel(module, on_finding=told.append)
+    assert [finding.code for finding in told] == ["DDP201"]
+
+
 # A DDP like any other
 
 
