@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings import Finding, ParityEntry, Report, Severity, select_findings
-from ddpcheck.rules import RULES
 from ddpcheck.wording import make_finding, spelled, verb
 
 # Gradients and their references
@@ -137,7 +136,7 @@ def _told(finding: Finding) -> list[str]:
     where = f" (at {finding.location})" if finding.location else ""
     lines = [f"{finding.code} {', '.join(finding.subjects)}: {finding.message}{where}"]
     lines += [f"  {fact}" for fact in finding.evidence]
-    return [*lines, f"  fix: {finding.fix or RULES[finding.code].fix}"]
+    return [*lines, f"  fix: {finding.what_to_do}"]
 
 
 # Parameters and the loss

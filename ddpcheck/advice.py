@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from ddpcheck.findings import Severity
 from ddpcheck.matrix import Advice, MatrixRow, StepTime
-from ddpcheck.rules import RULES
 from ddpcheck.trials import DEFAULTS, FIND_UNUSED
 from ddpcheck.wording import listed
 
@@ -61,7 +60,7 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> list[Advice]:
     if len(tried) < 2:
         return []
     codes = list(dict.fromkeys(row.code for row in tried if row.code))
-    fix = f" {RULES[own.code].fix}" if own.code in RULES else ""
+    fix = f" {own.what_to_do}" if own.what_to_do else ""
     kind = (
         f"is not mended by any option ({listed(codes, most=5)} under all of them)" if codes else "is under all options"
     )
@@ -78,7 +77,7 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> 
     found = [Advice("needs", f"It needs {_either(enough)}{why or '.'}")]
     if defaults.code in _NEVER_TRAINED:
         found.append(
-            Advice("needs", f"That keeps DDP going and trains nothing more. To mend it: {RULES[defaults.code].fix}")
+            Advice("needs", f"That keeps DDP going and trains nothing more. To mend it: {defaults.what_to_do}")
         )
     return found
 

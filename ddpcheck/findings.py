@@ -78,6 +78,14 @@ class Finding:
         """Worst first, then by code and subject, so that reports are stable."""
         return (self.severity.rank, self.code, self.subjects, self.ranks, self.steps, self.message)
 
+    @property
+    def what_to_do(self) -> str:
+        """The finding's own `fix`, else that of its rule; empty for a code that this ddpcheck does not know."""
+        from ddpcheck.rules import RULES  # the rule table is built on this module
+
+        rule = RULES.get(self.code)
+        return self.fix or (rule.fix if rule is not None else "")
+
 
 CheckStatus = Literal["passed", "failed", "skipped", "error"]
 
@@ -257,7 +265,7 @@ def finding_to_dict(value: Finding) -> dict[str, Any]:
 
     rule = RULES[value.code]
     data = dataclasses.asdict(value)
-    data.update(name=rule.name, severity=value.severity.value, fix=value.fix or rule.fix)
+    data.update(name=rule.name, severity=value.severity.value, fix=value.what_to_do)
     return data
 
 

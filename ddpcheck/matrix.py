@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ddpcheck.errors import EXIT_CLEAN, EXIT_FINDINGS
 from ddpcheck.findings import SCHEMA_VERSION, Finding, ReportError, Severity, finding_from_dict, finding_to_dict
+from ddpcheck.rules import RULES
 from ddpcheck.trials import Options
 
 Verdict = Literal["right", "lossy", "wrong", "stops", "skipped"]
@@ -93,6 +94,12 @@ class MatrixRow:
     def fine(self) -> bool:
         """Whether a model can be trained like this."""
         return self.verdict in ("right", "lossy")
+
+    @property
+    def what_to_do(self) -> str:
+        """What to do about the finding that decides the verdict; empty where none does."""
+        own = next((finding.what_to_do for finding in self.findings if finding.code == self.code), "")
+        return own or (RULES[self.code].fix if self.code in RULES else "")
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
         """What a check under these options exits with."""

@@ -81,8 +81,9 @@ def make_finding(
     location: Location | None = None,
     evidence: Sequence[str] = (),
     severity: Severity | None = None,
+    fix: str = "",
 ) -> Finding:
-    """A finding with the severity of its rule, unless another is given."""
+    """A finding with the severity and the advice (`fix`) of its rule, unless others are given."""
     return Finding(
         code=code,
         subjects=tuple(subjects),
@@ -92,4 +93,5 @@ def make_finding(
         steps=tuple(steps),
         location=location,
         evidence=tuple(evidence),
+        fix=fix,
     )

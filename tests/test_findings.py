@@ -19,6 +19,7 @@ from ddpcheck.findings import (
 )
 from ddpcheck.render import FORMATS, Medium, renderer_for
 from ddpcheck.rules import RULES
+from ddpcheck.wording import make_finding
 
 UNUSED = Finding("DDP101", ("head.weight",), "It is never read.", Severity.ERROR, location=Location("model.py", 25))
 ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING, ranks=(1,), steps=(0, 2))
@@ -74,6 +75,16 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     }
     assert data["findings"][0]["name"] == "unused-parameter"
     assert data["findings"][0]["fix"] == RULES["DDP101"].fix
+
+
+def test_advice_is_that_of_the_rule_unless_the_judge_has_better() -> None:
+    own = make_finding("DDP101", ("head",), "It is never read.", fix="Read it.")
+    unknown = Finding("DDP999", (), "From a later version.", Severity.ERROR)
+    assert [f.what_to_do for f in (UNUSED, own, unknown)] == [RULES["DDP101"].fix, "Read it.", ""]
+    report = Report("t", findings=(UNUSED, own))
+    assert [finding["fix"] for finding in report.to_dict()["findings"]] == [RULES["DDP101"].fix, "Read it."]
+    assert Report.from_json(report.to_json()).findings == report.findings
+    assert "fix: Read it." in renderer_for("text", medium=Medium(width=60)).render(report)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,9 @@ def test_a_fault_that_no_option_mends_is_called_so() -> None:
     assert kinds(found) == ["own", "fault"]
     assert "not mended by any option (DDP305 under all of them). Sum the local loss" in said(found, "fault")
     assert kinds(advise(rows[:1])) == ["own"]  # nothing else was tried
+    known = replace(SUM, fix="Divide by the count.")
+    found = advise([row("wrong", known, own=True), row("wrong", known, **VIEW)])
+    assert said(found, "fault").endswith("(DDP305 under all of them). Divide by the count.")
 
 
 def test_a_needless_option_is_a_cost_once_and_safe_ones_are_listed() -> None:

@@ -136,9 +136,8 @@ class TerminalRenderer:
             yield _indented(_text((fact, "dim")), 4)
         if len(finding.evidence) > MOST_EVIDENCE:
             yield _indented(_text((f"and {_count(len(finding.evidence) - MOST_EVIDENCE, 'more line')}", "dim")), 4)
-        fix = finding.fix or (rule.fix if rule else "")
-        if fix:
-            yield _indented(_labelled("fix: ", fix))
+        if finding.what_to_do:
+            yield _indented(_labelled("fix: ", finding.what_to_do))
 
     def _parity(self, report: Report) -> Iterable[RenderableType]:
         worst: dict[str, ParityEntry] = {}

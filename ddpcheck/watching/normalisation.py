@@ -10,7 +10,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddpcheck.findings import Finding
 from ddpcheck.watching.account import MicroBatch
@@ -60,7 +60,7 @@ class _Unequal:
             f"rank {rank}: {', '.join(f'{item.counted:.0f}' for item in items)}" for rank, items in enumerate(self.step)
         ]
         first = min(item.step for items in self.step for item in items)
-        finding = make_finding(
+        return make_finding(
             self.code,
             ("loss",),
             _MESSAGES[self.code],
@@ -69,8 +69,8 @@ class _Unequal:
                 f"targets (tokens, say) by micro-batch: {'; '.join(numbers)}",
                 f"a target counts up to {self.factor:.3g} times as much as another",
             ),
+            fix=_FIX,
         )
-        return replace(finding, fix=_FIX)
 
 
 _FIX = (

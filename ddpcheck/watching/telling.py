@@ -55,7 +55,7 @@ def as_text(finding: Finding) -> str:
     if finding.steps:
         lines.append(f"  in {spelled_steps(finding.steps)}")
     lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
-    lines.append(f"  what to do: {finding.fix or rule.fix}")
+    lines.append(f"  what to do: {finding.what_to_do}")
     return "\n".join(lines)
 
 
