@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self, TextIO
 
 from ddpcheck import __version__
-from ddpcheck.config import Settings, load_settings
+from ddpcheck.config import Settings, load_settings, misspelled_variables
 from ddpcheck.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
 from ddpcheck.matrix import Matrix, is_matrix
@@ -36,8 +36,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 EPILOG = """\
 exit codes: 0 clean; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
-3 the target could not be imported, built or run; 4 a hang or a deadline. Where torchrun, mpirun or srun has started
-several, rank 0 has this exit code and the others 0.
+3 the target could not be imported, built or run; 4 a hang or a deadline; 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
+Where torchrun, mpirun or srun has started several, rank 0 has this exit code and the others 0.
 """
 
 TARGET_HELP = """\
@@ -178,6 +178,8 @@ _ASKED = (*_RUN, "select", "ignore")
 def _settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Hosts | None) -> Settings:
     """Those that matter for a command, with the number of ranks that there are."""
     settings = load_settings({name: getattr(arguments, name) for name in (*names, "launcher")})
+    for sentence in misspelled_variables():
+        _complain(sentence, kind="warning")
     if hosts is None:
         return settings
     if arguments.world_size is not None and settings.world_size != hosts.world_size:
@@ -193,7 +195,7 @@ def _report(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
         return _matrix(arguments, hosts)
     settings = _settings(arguments, (*_ASKED, "fail_on"), hosts)
     with (
-        _Output(arguments) as output,
+        _Output(arguments, settings.format) as output,
         _Reproduction(arguments.repro) as reproduction,
         _Progress(sys.stderr) as progress,
     ):
@@ -211,7 +213,7 @@ def _matrix(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
     if arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
     settings = _settings(arguments, (*_ASKED, "fail_on"), hosts)
-    with _Output(arguments, MATRIX_FORMATS) as output, _Progress(sys.stderr) as progress:
+    with _Output(arguments, settings.format, MATRIX_FORMATS) as output, _Progress(sys.stderr) as progress:
         from ddpcheck.sweep import check_matrix
 
         asked = {name: getattr(settings, name) for name in _ASKED}
@@ -323,7 +325,7 @@ def _render(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{name} is not a complete report: {error} is missing") from error
     except (ValueError, TypeError) as error:
         raise UsageError(f"{name} is not a report: {error}") from error
-    with _Output(arguments, MATRIX_FORMATS if saved is Matrix else FORMATS) as output:
+    with _Output(arguments, load_settings().format, MATRIX_FORMATS if saved is Matrix else FORMATS) as output:
         output.show(report)
     return EXIT_CLEAN
 
@@ -403,10 +405,14 @@ class _File:
 class _Output(_File):
     """Where a report goes: a file, or standard output."""
 
-    def __init__(self, arguments: argparse.Namespace, formats: Mapping[str, Format] = FORMATS) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, default: str | None, formats: Mapping[str, Format] = FORMATS
+    ) -> None:
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
-        self._medium = Medium.of(sys.stdout) if self._path is None else Medium()
-        self._renderer = renderer_for(arguments.format, path=self._path, medium=self._medium, formats=formats)
+        medium = Medium.of(sys.stdout) if self._path is None else Medium()
+        self._renderer = renderer_for(
+            arguments.format, path=self._path, medium=medium, formats=formats, default=default
+        )
 
     def show(self, report: Report | Matrix) -> None:
         text = self._renderer.render(report)
@@ -494,9 +500,9 @@ def _print(text: str) -> None:
         raise UsageError(f"cannot write to standard output: {_reason(error)}") from error
 
 
-def _complain(message: str, detail: str = "") -> None:
+def _complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     encoding = sys.stderr.encoding or "ascii"
-    text = f"ddpcheck: error: {message}"
+    text = f"ddpcheck: {kind}: {message}"
     if detail.strip():
         text += "\n" + textwrap.indent(detail.rstrip(), "  ")
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)

@@ -19,6 +19,7 @@ from ddpcheck.findings import Severity
 from ddpcheck.rules import matching_rules
 
 ENVIRONMENT_PREFIX = "DDPCHECK_"
+_OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug"})
 TABLE = "[tool.ddpcheck]"
 
 
@@ -41,6 +42,7 @@ class Settings:
         reuse: Of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module.
         launcher: Whether tests, reports and pictures use the ranks that torchrun, mpirun or srun has started: "auto"
             where there are several, and some test needs ranks, "on" always, "off" never.
+        format: Of the command's output, where neither `--format` nor the extension of a file says; text when absent.
     """
 
     world_size: int = 2
@@ -56,6 +58,7 @@ class Settings:
     threads: int | None = None
     reuse: str = "test"
     launcher: str = "auto"
+    format: str | None = None
 
 
 def load_settings(
@@ -77,7 +80,7 @@ def load_settings(
 
     Raises:
         UsageError: A flag has a value that cannot be.
-        ConfigError: The environment or a file has, or names a setting that does not exist.
+        ConfigError: The environment or a file has, or the file names a setting that does not exist.
     """
     chosen = _from_pyproject(start or Path.cwd())
     for field, (variable, value) in _from_environment(os.environ if environ is None else environ).items():
@@ -95,15 +98,41 @@ def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
-    for variable in sorted(environ):
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            field = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            if field not in _PARSERS:
-                close = _close(field, list(_PARSERS), lambda name: ENVIRONMENT_PREFIX + name.upper())
-                raise ConfigError(f"environment variable {variable} is no setting of ddpcheck; {close}")
-            if environ[variable] != "":
-                found[field] = (f"environment variable {variable}", environ[variable])
+    for variable, field in _fields_in(environ).items():
+        if field in _PARSERS and environ[variable] != "":
+            found[field] = (f"environment variable {variable}", environ[variable])
     return found
+
+
+def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that may be meant for ddpcheck, and the setting that each would be."""
+    ours = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
+    return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in ours}
+
+
+def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence on each variable that nearly is a setting; others that begin with the prefix belong to somebody else.
+
+    Args:
+        environ: The environment, `os.environ` when absent.
+    """
+    said = []
+    for variable, field in _fields_in(os.environ if environ is None else environ).items():
+        if field in _PARSERS:
+            continue
+        ignored = f"environment variable {variable} is ignored"
+        if field in _OF_ONE_COMMAND:
+            said.append(f"{ignored}: --{field} can only be given on the command line")
+        elif near := _near(field):
+            said.append(f"{ignored}: ddpcheck has no such setting; did you mean {ENVIRONMENT_PREFIX + near.upper()!r}?")
+    return said
+
+
+def _near(field: str) -> str:
+    """The setting that `field` is a misspelling of, or shares the first words with; empty for none."""
+    close = difflib.get_close_matches(field, _PARSERS, n=1, cutoff=0.7)
+    parts = (name for name in _PARSERS if f"{field}_".startswith(f"{name}_") or f"{name}_".startswith(f"{field}_"))
+    return close[0] if close else next(parts, "")
 
 
 def _from_pyproject(start: Path) -> dict[str, Any]:
@@ -238,5 +267,6 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "threads": _whole(1),
     "reuse": _one_of("test", "module"),
     "launcher": _one_of("auto", "on", "off"),
+    "format": _word,
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

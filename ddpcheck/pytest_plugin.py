@@ -62,6 +62,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         session.close()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which variables of the environment nearly are settings."""
+    if any(name.startswith("DDPCHECK_") for name in os.environ):
+        from ddpcheck.config import misspelled_variables
+
+        for sentence in misspelled_variables():
+            terminalreporter.write_line(f"ddpcheck: warning: {sentence}", yellow=True)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size of a marker that lists them."""
     if metafunc.definition.get_closest_marker("ddp") is not None:

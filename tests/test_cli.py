@@ -329,6 +329,35 @@ def test_configuration_reaches_the_command(stub_check, capsys, tmp_path: Path, m
     assert "did you mean 'steps'" in capsys.readouterr().err
 
 
+def test_a_stray_variable_is_warned_of_once_where_it_nearly_is_a_setting(stub_check, capsys, monkeypatch) -> None:
+    stub_check(Report("t"))
+    monkeypatch.setenv("DDPCHECK_STEP", "7")
+    monkeypatch.setenv("DDPCHECK_LICENCE", "none")
+    assert cli.main(["report", "t"]) == 0
+    assert capsys.readouterr().err == (
+        "ddpcheck: warning: environment variable DDPCHECK_STEP is ignored: ddpcheck has no such setting; did you mean "
+        "'DDPCHECK_STEPS'?\n"
+    )
+
+
+def test_the_format_can_be_set_in_the_environment_and_the_command_line_wins(
+    stub_check, capsys, tmp_path: Path, monkeypatch
+) -> None:
+    stub_check(Report("t"))
+    monkeypatch.setenv("DDPCHECK_FORMAT", "json")
+    assert cli.main(["report", "t"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["target"] == "t"
+    (tmp_path / "r.json").write_text(text)
+    assert cli.main(["render", "r.json", "-o", "r.txt"]) == cli.main(["report", "t", "--format", "text"]) == 0
+    assert (tmp_path / "r.txt").read_text() == capsys.readouterr().out
+    assert cli.main(["render", "r.json", "-o", "r.out"]) == 0  # an extension that says nothing
+    assert (tmp_path / "r.out").read_text() == text
+    monkeypatch.setenv("DDPCHECK_FORMAT", "xml")
+    assert cli.main(["report", "t"]) == 2
+    assert "no format 'xml', which the environment or pyproject.toml names; the formats" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 def test_standard_output_that_is_full_or_closed_is_said_in_one_sentence() -> None:
     for redirection, reason in ((">/dev/full", "No space left on device"), (">&-", "it is closed")):

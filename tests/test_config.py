@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.config import Settings, load_settings
+from ddpcheck.config import Settings, load_settings, misspelled_variables
 from ddpcheck.errors import ConfigError, UsageError
 from ddpcheck.findings import Severity
 
@@ -49,16 +49,17 @@ def test_every_setting_can_be_set_everywhere(project: Path) -> None:
         "ignore": "DDP109",
         "fail_on": "never",
         "preload": "transformers, torch.fx",
+        "format": "JSON",
     }
     modules = ("transformers", "torch.fx")
-    expected = Settings(4, "nccl", "cuda", 7, 2.5, 9, ("DDP1", "hang"), ("DDP109",), None, modules)
+    expected = Settings(4, "nccl", "cuda", 7, 2.5, 9, ("DDP1", "hang"), ("DDP109",), None, modules, format="json")
     assert load_settings(values, environ={}) == expected
     assert load_settings(environ={f"DDPCHECK_{name.upper()}": value for name, value in values.items()}) == expected
     write(
         project,
         'world-size = 4\nbackend = "nccl"\ndevice = "cuda"\nsteps = 7\ntimeout = 2.5\nseed = 9\n'
         'select = ["DDP1", "hang"]\nignore = ["DDP109"]\nfail-on = "never"\n'
-        'preload = ["transformers", "torch.fx"]',
+        'preload = ["transformers", "torch.fx"]\nformat = "json"',
     )
     assert load_settings(environ={}) == expected
 
@@ -102,13 +103,35 @@ def test_a_wrong_flag_is_a_usage_error_that_names_it(project: Path, flags: dict[
     ("variable", "value", "message"),
     [
         ("DDPCHECK_STEPS", "many", "environment variable DDPCHECK_STEPS: expected a whole number of at least 1"),
-        ("DDPCHECK_STEP", "1", "DDPCHECK_STEP is no setting of ddpcheck; did you mean 'DDPCHECK_STEPS'?"),
-        ("DDPCHECK_XYZ", "1", "the settings are DDPCHECK_WORLD_SIZE"),
+        ("DDPCHECK_FORMAT", " ", "environment variable DDPCHECK_FORMAT: expected a word"),
     ],
 )
 def test_a_wrong_variable_is_a_configuration_error_that_names_it(project, variable, value, message) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_settings(environ={variable: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentences"),
+    [
+        ("DDPCHECK_STEP", ["ddpcheck has no such setting; did you mean 'DDPCHECK_STEPS'?"]),
+        ("DDPCHECK_WORLDSIZE", ["ddpcheck has no such setting; did you mean 'DDPCHECK_WORLD_SIZE'?"]),
+        ("DDPCHECK_WORLD", ["ddpcheck has no such setting; did you mean 'DDPCHECK_WORLD_SIZE'?"]),
+        ("DDPCHECK_TIMEOUT_SECONDS", ["ddpcheck has no such setting; did you mean 'DDPCHECK_TIMEOUT'?"]),
+        ("DDPCHECK_REPRO", ["--repro can only be given on the command line"]),
+        ("DDPCHECK_STEPS", []),
+        ("DDPCHECK_XYZ", []),
+        ("DDPCHECK_TEST", []),
+        ("DDPCHECK_HOME", []),
+        ("DDPCHECK_", []),
+        ("STEP", []),
+    ],
+)
+def test_a_stray_variable_stops_nothing_and_a_near_miss_is_told(project, variable, sentences) -> None:
+    environ = {variable: "1"}
+    assert load_settings(environ=environ) == (Settings(steps=1) if variable == "DDPCHECK_STEPS" else Settings())
+    ignored = f"environment variable {variable} is ignored: "
+    assert misspelled_variables(environ) == [ignored + sentence for sentence in sentences]
 
 
 @pytest.mark.parametrize(

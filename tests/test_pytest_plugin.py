@@ -206,6 +206,15 @@ def test_flag_over_ini_over_environment(inner, pytester, monkeypatch, arguments,
     done.assert_outcomes(passed=1)
 
 
+def test_a_stray_variable_stops_no_test_and_is_warned_of_once(inner, monkeypatch) -> None:
+    monkeypatch.setenv("DDPCHECK_WORLDSIZE", "1")
+    monkeypatch.setenv("DDPCHECK_LICENCE", "none")
+    done = inner("def test_a(ddp_world): pass\ndef test_b(ddp_world): pass", "-q", "-W", "error")
+    done.assert_outcomes(passed=2)
+    told = [line for line in done.outlines if line.startswith("ddpcheck: warning:")]
+    assert len(told) == 1 and "DDPCHECK_WORLDSIZE is ignored" in told[0] and "'DDPCHECK_WORLD_SIZE'" in told[0]
+
+
 def test_a_wrong_option_is_told_by_its_name_and_only_to_tests_that_use_the_fixture(inner) -> None:
     done = inner("def test_a(ddp_world): pass\ndef test_b(): pass", "--ddp-timeout=never")
     done.assert_outcomes(passed=1, errors=1)

@@ -116,14 +116,16 @@ def renderer_for(
     path: str | None = None,
     medium: Medium | None = None,
     formats: Mapping[str, Format] = FORMATS,
+    default: str | None = None,
 ) -> Renderer:
-    """The renderer of a format, or of the format that the extension of `path` stands for; text when both are absent.
+    """The renderer of a format, or of the format that the extension of `path` stands for, or of `default`, or of text.
 
     Args:
         name: Of the format.
         path: Where the output goes.
         medium: What can be shown there.
         formats: To choose from; those of a report where absent.
+        default: Name of the format where neither says.
 
     Raises:
         UsageError: There is no such format, or the extension stands for none.
@@ -131,9 +133,11 @@ def renderer_for(
     if name is None and path is not None:
         extension = PurePath(path).suffix.lower()
         name = next((form.name for form in formats.values() if extension in form.extensions), None)
-        if name is None:
+        if name is None and default is None:
             known = ", ".join(ext for form in formats.values() for ext in form.extensions)
             raise UsageError(f"cannot tell a format from the name {path!r}: use one of {known}, or give --format")
-    if (name or "text") not in formats:
-        raise UsageError(f"there is no format {name!r}; the formats are {', '.join(formats)}")
-    return formats[name or "text"].renderer(medium or Medium())
+    chosen = name or default or "text"
+    if chosen not in formats:
+        whose = "" if name else ", which the environment or pyproject.toml names"
+        raise UsageError(f"there is no format {chosen!r}{whose}; the formats are {', '.join(formats)}")
+    return formats[chosen].renderer(medium or Medium())
