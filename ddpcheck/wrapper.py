@@ -25,7 +25,7 @@ from ddpcheck.gather.describe import describe, digest_of
 from ddpcheck.launchers import get_dist_info
 from ddpcheck.nests import iter_tensors
 from ddpcheck.program import judge_options
-from ddpcheck.watching.rounds import is_ours
+from ddpcheck.watching.hooks import is_ours
 from ddpcheck.watching.telling import OnFinding, Teller, as_text, check_numbers, checked_choice
 from ddpcheck.watching.watch import Watch
 from ddpcheck.wording import spelled

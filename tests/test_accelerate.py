@@ -117,6 +117,33 @@ def test_a_mean_of_means_over_micro_batches_is_found(trained, case):
     assert finding.startswith("DDP514 error loss steps 0 targets") and shown == 1
 
 
+def train_unwrapped():
+    import gc
+
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from ddpcheck.integrations.accelerate import watch
+
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model, told = accelerator.prepare(torch.nn.Linear(4, 2)), []
+    watch(accelerator, model, on_finding=told.append)
+    model = accelerator.unwrap_model(model)
+    gc.collect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.randn(3, 4)).square().mean())
+        optimizer.step()
+    return [finding.code for finding in told]
+
+
+def test_a_model_that_is_unwrapped_and_trained_alone_is_found_though_nobody_holds_the_watch(world):
+    assert world.run(train_unwrapped) == [["DDP501"]] * 2
+
+
 def test_a_mean_of_means_over_ranks_is_found(trained):
     """Seed 1, a loss that is a mean over unequal local counts is not the global-batch loss (rule 20)."""
     [finding], _ = trained()

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -677,9 +679,6 @@ def test_wrapping_again_is_silent_also_while_the_first_wrapper_lives():
 
 
 def test_a_wrapper_that_nobody_holds_is_freed():
-    import gc
-    import weakref
-
     model = CheckedDistributedDataParallel(Net())
     train(model, 2)
     gone = weakref.ref(model)
@@ -962,6 +961,55 @@ def test_a_watched_wrapper_can_be_pickled_and_copied():
         train(model, 2)
         for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
             train(other, 2)
+
+
+@pytest.mark.parametrize("door", ["watch", "wrapper", "compiled"])
+def test_a_watch_that_nobody_holds_goes_on_where_training_goes_on_without_the_wrapper(door):
+    told = []
+    if door == "wrapper":
+        model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    else:
+        model = nn.parallel.DistributedDataParallel(
+            torch.compile(Net(), backend="eager") if door == "compiled" else Net()
+        )
+        ddpcheck.watch(model, on_finding=told.append)
+    train(model, 2)
+    model = model.module._orig_mod if door == "compiled" else model.module
+    gc.collect()
+    train(model, 5)
+    assert [finding.code for finding in told] == ["DDP501"]
+
+
+def test_a_module_that_is_trained_alone_after_the_watch_was_closed_is_left_in_peace():
+    told = []
+    model = nn.parallel.DistributedDataParallel(Net())
+    with ddpcheck.watch(model, on_finding=told.append):
+        train(model, 2)
+    model = model.module
+    train(model, 5)
+    assert told == [] and pickle.loads(pickle.dumps(model)) and "watches" not in str(vars(model))
+
+
+def test_a_watched_module_and_its_watch_are_freed_and_leave_no_hook():
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    def hooks():
+        return len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+
+    before, gone = hooks(), []
+    for _ in range(3):
+        module = Net()
+        for _ in range(2):  # wrapped again
+            model = CheckedDistributedDataParallel(module)
+            train(model, 2)
+            gone += [weakref.ref(model), weakref.ref(model.watch)]
+        gone.append(weakref.ref(module))
+        pickle.loads(pickle.dumps(module))
+        copy.deepcopy(module)
+    del module, model
+    gc.collect()
+    assert [found() for found in gone] == [None] * len(gone)
+    assert hooks() == before
 
 
 def test_what_is_no_ddp_is_refused():

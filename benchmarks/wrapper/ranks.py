@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ddpcheck
 from benchmarks.wrapper.cases import Case
-from ddpcheck.watching.rounds import Rounds, StaysBehind
+from ddpcheck.watching.hooks import StaysBehind, around_each_step
+from ddpcheck.watching.rounds import Rounds
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
 FIRST_ROUNDS = 32
@@ -95,11 +95,12 @@ class Switch:
 
     def off(self) -> None:
         self._watch._rounds.detach()
-        self._watch._step_handle.remove()
+        for handle in self._watch._step_handles:
+            handle.remove()
 
     def on(self) -> None:
         self._watch._rounds.attach()
-        self._watch._step_handle = register_optimizer_step_pre_hook(StaysBehind(self._watch._before_step))
+        self._watch._step_handles = around_each_step(self._watch._before_step, self._watch._after_step)
 
     def go_to(self, number: int) -> None:
         """Go on with another round."""

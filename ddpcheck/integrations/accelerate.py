@@ -16,8 +16,9 @@ from ddpcheck.watching.watch import Watch, find_wrapper
 def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> AcceleratorWatch:
     """Watch a training loop around `accelerator`, from here to `close`, or for a `with` block; every rank has to.
 
-    Micro-batches under `accelerator.accumulate` belong to the optimizer step that they are accumulated for. In a run
-    of one process there is nothing to watch, and the loop runs as it is.
+    Micro-batches under `accelerator.accumulate` belong to the optimizer step that they are accumulated for. The watch
+    lives as long as the model, also where `accelerator.unwrap_model` has taken the wrapper away. In a run of one
+    process there is nothing to watch, and the loop runs as it is.
 
     Args:
         accelerator: That of the loop.

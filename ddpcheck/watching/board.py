@@ -43,9 +43,14 @@ class Board:
         self._handed_in: list[str] = []
 
     @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks to average with."""
+        return len(self.ranks) > 1 and dist.is_initialized()
+
+    @property
     def open(self) -> bool:
         """Whether there is anyone to ask."""
-        return len(self.ranks) > 1 and not self.silent and dist.is_initialized()
+        return self.has_others and not self.silent
 
     def is_asked(self, number: int) -> bool:
         """Whether the ranks ask each other after synchronised backward pass `number`: the same on all of them."""

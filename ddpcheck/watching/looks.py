@@ -192,7 +192,7 @@ def differences_from_average(
 
 
 def take_stock(
-    wrapper: nn.parallel.DistributedDataParallel,
+    module: nn.Module,
     rank: int,
     step: int,
     gradients: Mapping[str, nn.Parameter],
@@ -202,14 +202,13 @@ def take_stock(
     """What this rank holds, as descriptions and fingerprints.
 
     Args:
-        wrapper: Holds the module.
+        module: That is wrapped.
         rank: This one.
         step: How many synchronised backward passes came before.
         gradients: The parameters whose `.grad` counts.
         unused: Whether the module has not run yet; afterwards, what it has not registered may be what each rank has by
             right: its metrics, its last outputs.
     """
-    module: nn.Module = wrapper.module
     values = DdpStepEvidence(
         rank=rank,
         step=step,

@@ -25,9 +25,11 @@ def listen(wrapper: nn.Module, note: Callable[..., None]) -> None:
     _listeners[wrapper] = WeakMethod(note)  # which would keep the wrapper alive
 
 
-def forget(wrapper: nn.Module) -> None:
-    """Tell nobody of `wrapper` any more."""
-    if _listeners.pop(wrapper, None) is not None and not _listeners:
+def forget(wrapper: nn.Module | None) -> None:
+    """Tell nobody of `wrapper` any more, which may be gone."""
+    if wrapper is not None:
+        _listeners.pop(wrapper, None)
+    if _original and not _listeners:
         _DDP.no_sync = _original.pop()
 
 

@@ -13,15 +13,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpcheck.errors import FindingsError
 from ddpcheck.graph import at_end_of_backward, gradient_node, walk_graph, will_be_reached
 from ddpcheck.nests import iter_leaves
+from ddpcheck.watching.hooks import StaysBehind
 from ddpcheck.watching.snapshot import Snapshot
 
 _FORWARDS_KEPT = 2
@@ -60,56 +59,6 @@ class Listener(Protocol):
         """The gradients of the round are averaged, without those `absent`; DDP has waited for those `lacking`."""
 
 
-class StaysBehind:
-    """A method as a hook that stays behind when the module it hangs on is pickled or copied."""
-
-    def __init__(self, method: Any) -> None:
-        self.method = method
-
-    @classmethod
-    def weakly(cls, method: Any) -> StaysBehind:
-        """One that does not keep the object of `method` alive, for what outlives it."""
-        found = WeakMethod(method)
-
-        def call(*args: Any, **kwargs: Any) -> None:
-            alive = found()
-            if alive is not None:
-                alive(*args, **kwargs)
-
-        return cls(call)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            if torch.compiler.is_compiling():
-                _not_compiled(self.method, args, kwargs)
-            else:  # to ask costs less than to go through what the compiler leaves alone
-                self.method(*args, **kwargs)
-        except FindingsError as error:  # where it was found is nothing to a reader
-            raise error.with_traceback(None) from None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing_hook, ()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call `method`; who compiles the wrapper, or the whole step, leaves it as it is and compiles what is around."""
-    method(*args, **kwargs)
-
-
-def is_ours(hook: object) -> bool:
-    """Whether a hook of a module was put there to follow its rounds."""
-    return isinstance(hook, StaysBehind)
-
-
-def _nothing_hook() -> Any:
-    return _nothing
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    pass
-
-
 class Rounds:
     """The rounds of one wrapper on one rank.
 
@@ -129,7 +78,7 @@ class Rounds:
         self.parameters = list(mine.values())
         self.snapshot: Snapshot | None = None
         self._listener = listener
-        self._wrapper = wrapper
+        self._wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
         self._nodes = [gradient_node(p) for p in self.parameters]
         self._sparse = _sparse_tables(wrapper.module)
         self._tolerant = bool(wrapper.find_unused_parameters)
@@ -147,27 +96,21 @@ class Rounds:
         self._temporary: list[Any] = []
         self._asked: list[Any] = []
         self.asks_parameters = False
-        self._commit_handle: Any = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether backward passes of the round have been, and may still come."""
-        return bool(self._waiting) or self._unqueued
 
     def attach(self) -> None:
         """Begin to look."""
         before, after = StaysBehind(self._before_forward), StaysBehind(self._after_forward)
+        wrapper: Any = self._wrapper()
         self._handles = [
-            self._wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            self._wrapper.register_forward_hook(after),
+            wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            wrapper.register_forward_hook(after),
         ]
 
     def detach(self) -> None:
         """Leave the wrapper as it was."""
-        for handle in (*self._handles, *self._temporary, *self._asked, self._commit_handle):
-            if handle is not None:
-                handle.remove()
-        self._handles, self._temporary, self._commit_handle = [], [], None
+        for handle in (*self._handles, *self._temporary, *self._asked):
+            handle.remove()
+        self._handles, self._temporary, self._asked = [], [], []
         self._roots.clear()
         self.snapshot = None
 
@@ -199,7 +142,7 @@ class Rounds:
         """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
         self.snapshot = None
         self._listener.returned(self.number, loss)
-        if torch.is_grad_enabled() and self._wrapper.require_backward_grad_sync:
+        if torch.is_grad_enabled() and getattr(self._wrapper(), "require_backward_grad_sync", False):
             self._begin()
             self._expect(loss)
         else:
@@ -222,9 +165,16 @@ class Rounds:
         self._asked = [p.register_hook(self._hook) for p in self.parameters if p.requires_grad]
 
     def settle(self) -> None:
-        """No further backward pass will come."""
-        if self._waiting or self._unqueued:
-            self._commit()
+        """No further backward pass will come: an optimizer steps, or the next forward begins."""
+        if self._unqueued:  # the end of the backward pass could not be heard
+            self._unqueued = False
+            self._at_end()
+        if self._waiting:
+            self._waiting = []
+            if self._lacking():
+                self._complete()
+            else:
+                self._finish()
 
     # Backward
 
@@ -233,8 +183,6 @@ class Rounds:
             return
         self._in_backward = True
         self._unqueued = not at_end_of_backward(StaysBehind(self._at_end))
-        if self._unqueued:
-            self._await_commit()
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
         if self._expected is not None and self._is_static():
             late = [i for i in self._everything - self._expected if self._reached[i]]
@@ -311,8 +259,8 @@ class Rounds:
             self._waiting = [index for index in self._waiting if index in self._left]
         self._arrived.clear()
         if self._waiting:
-            self._await_commit()
-        elif self._lacking():
+            return
+        if self._lacking():
             self._complete()
         else:
             self._after_reduction(2 if self._is_static() else 1)
@@ -322,12 +270,8 @@ class Rounds:
         if not (more and at_end_of_backward(StaysBehind(partial(self._after_reduction, more - 1)))):
             self._finish()
 
-    def _await_commit(self) -> None:
-        if self._commit_handle is None:
-            self._commit_handle = register_optimizer_step_pre_hook(StaysBehind(self._commit))
-
     def _is_static(self) -> bool:
-        return bool(getattr(self._wrapper, "static_graph", False))  # which can be set after wrapping
+        return bool(getattr(self._wrapper(), "static_graph", False))  # which can be set after wrapping
 
     def _lacking(self) -> Set[int]:
         """What DDP waits for, and will not get."""
@@ -336,21 +280,6 @@ class Rounds:
         if self._is_static():
             return self._left & self._expected if self._expected is not None else _NOTHING
         return self._left
-
-    def _commit(self, *_optimizer: Any) -> None:
-        """No further backward pass will come: an optimizer steps, or the next forward begins."""
-        if self._commit_handle is not None:
-            self._commit_handle.remove()
-            self._commit_handle = None
-        if self._unqueued:  # the end of the backward pass could not be heard
-            self._unqueued = False
-            self._at_end()
-        if self._waiting:
-            self._waiting = []
-            if self._lacking():
-                self._complete()
-            else:
-                self._finish()
 
     def _complete(self) -> None:
         lacking = sorted(self._lacking())

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.errors import UsageError
 from ddpcheck.evidence import LoopEvent
@@ -25,10 +24,11 @@ from ddpcheck.locate import making_of, user_location
 from ddpcheck.watching import no_sync
 from ddpcheck.watching.account import Account, is_look
 from ddpcheck.watching.board import Board
+from ddpcheck.watching.hooks import around_each_step, hold, let_go
 from ddpcheck.watching.ledger import Ledger
 from ddpcheck.watching.looks import Look, differences_from_average, take_stock
 from ddpcheck.watching.micro_batches import MicroBatches
-from ddpcheck.watching.rounds import Rounds, StaysBehind
+from ddpcheck.watching.rounds import Rounds
 from ddpcheck.watching.telling import OnFinding, Teller, check_numbers, checked_choice
 from ddpcheck.watching.verdict import Watched, judge_accounts, judge_alone, judge_events, judge_stock
 from ddpcheck.wording import Names
@@ -53,6 +53,9 @@ def watch(
     timeout: float = 60.0,
 ) -> Watch:
     """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
+
+    It lives as long as the module in the wrapper, whoever holds what this returns: also where the wrapper is dropped
+    and training goes on, which is told (DDP501).
 
     Args:
         wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one.
@@ -132,18 +135,19 @@ class Watch:
     ) -> None:
         everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
         check_numbers(timeout=timeout, ignore=ignore, **everies)
-        self._wrapper = find_wrapper(wrapper)
-        self._module: nn.Module = self._wrapper.module
+        wrapper = find_wrapper(wrapper)
+        self._wrapper = ref(wrapper)
+        self._module: nn.Module = wrapper.module
         self._detects = detect_anomalous_params
         self._consistency_every = check_consistency_every
         self._parity_every = check_parity_every
-        self._board = Board(self._wrapper.process_group, timeout)
+        self._board = Board(wrapper.process_group, timeout)
         speaks = self._board.rank == self._board.ranks[0]
         self._teller = Teller(checked_choice(on_finding), speaks=speaks, locate=self._locate, ignore=ignore)
         self._teller.take_as_told(already_told)
-        self._rounds = Rounds(self._wrapper, self)
+        self._rounds = Rounds(wrapper, self)
         self._parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
-        self._watched = replace(self._describe(), began_alike=began_alike)
+        self._watched = replace(self._describe(wrapper), began_alike=began_alike)
         self._look: Look | None = None
         self._micro_batches = MicroBatches(self._rounds.parameters) if check_normalisation else None
         self._ledger = Ledger(self._module, self._parameters, self._watched.wrapper)
@@ -151,14 +155,15 @@ class Watch:
         self._last_round: list[LoopEvent] = []
         self._rounds_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._unsynchronised = self._steps_alone = self._forwards = 0
-        self._step_handle = register_optimizer_step_pre_hook(StaysBehind.weakly(self._before_step))
+        self._step_handles = around_each_step(self._before_step, self._after_step)
         self._strange: tuple[LoopEvent, ...] = ()
         self._comparisons = 0
         self._attached = True
         self._thawed = False
         self._began = time.monotonic()
         self._rounds.attach()
-        no_sync.listen(self._wrapper, self._note)
+        no_sync.listen(wrapper, self._note)
+        hold(self._module, self)
 
     def __enter__(self) -> Watch:
         return self
@@ -196,8 +201,10 @@ class Watch:
 
     def _detach(self) -> None:
         self._rounds.detach()
-        no_sync.forget(self._wrapper)
-        self._step_handle.remove()
+        no_sync.forget(self._wrapper())
+        let_go(self._module, self)
+        for handle in self._step_handles:
+            handle.remove()
         if self._micro_batches is not None:
             self._micro_batches.close()
         if self._look is not None:
@@ -213,6 +220,11 @@ class Watch:
     def step(self) -> int:
         """The number of synchronised backward passes that have ended."""
         return self._rounds.number
+
+    @property
+    def is_of_living_wrapper(self) -> bool:
+        """Whether the wrapper is still there; the module that it wrapped may be trained without it."""
+        return self._wrapper() is not None
 
     def report(self) -> Report:
         """The findings so far as a report, for the renderers."""
@@ -350,7 +362,8 @@ class Watch:
 
     def _joins(self) -> bool:
         """Whether ranks may be gone that have no more batches: then nobody is asked for anything."""
-        return bool(self._wrapper._join_config.enable)
+        wrapper = self._wrapper()
+        return wrapper is not None and bool(wrapper._join_config.enable)
 
     def _meet(self, number: int, look: Look | None) -> list[Finding]:
         """Put the accounts of all ranks together, and judge them: on every rank the same."""
@@ -377,12 +390,13 @@ class Watch:
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
         first = not self._comparisons
         unused = first and not (after_backward or number)
-        mine = take_stock(self._wrapper, self._board.rank, number, trained, unused=unused)
+        mine = take_stock(self._module, self._board.rank, number, trained, unused=unused)
         key = f"{self._comparisons}"
         self._comparisons += 1
         alike = len(set(self._board.gather(f"digest/{key}", digest_of(mine)))) == 1
-        if self._board.open and look is not None and look.keeps:  # everyone is here
-            differences = differences_from_average(look.local, self._wrapper, self._rounds.names)
+        wrapper = self._wrapper()
+        if self._board.open and look is not None and look.keeps and wrapper is not None:  # everyone is here
+            differences = differences_from_average(look.local, wrapper, self._rounds.names)
             mine = replace(mine, values=replace(mine.values, against_local=differences))
             alike &= not any(self._board.gather(f"parity/{key}", mine.is_bad))
         if alike:
@@ -398,10 +412,11 @@ class Watch:
 
     def _before_step(self, optimizer: Any, *_arguments: Any) -> None:
         """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
+        self._rounds.settle()
         rounds = self._rounds.number - self._rounds_at_step.get(optimizer, 0)
         self._rounds_at_step[optimizer] = self._rounds.number
         forwards, self._unsynchronised = self._unsynchronised, 0
-        if rounds or self._rounds.under_way:  # the healthy step, at no cost for each parameter
+        if rounds or not self._board.has_others:  # the healthy step, at no cost for each parameter
             self._steps_alone = self._forwards = 0
             return
         ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
@@ -415,9 +430,12 @@ class Watch:
                 self._teller.tell(judge_alone(self._watched, self._board.rank, self.step, forwards=forwards))
         self._forwards = 0
 
+    def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
+        pass
+
     def _is_superseded(self, parameters: set[int]) -> bool:
         """Whether another wrapper has these parameters too: the model has been wrapped again, or a part of it."""
-        others = [wrapper for wrapper in living_wrappers() if wrapper is not self._wrapper]
+        others = [wrapper for wrapper in living_wrappers() if wrapper is not self._wrapper()]
         return any(id(parameter) in parameters for other in others for parameter in other.parameters())
 
     # Events
@@ -436,13 +454,13 @@ class Watch:
         if len(self._events) > _EVENTS_KEPT:
             del self._events[0]
 
-    def _describe(self) -> Watched:
+    def _describe(self, wrapper: nn.parallel.DistributedDataParallel) -> Watched:
         names = {id(p): name for name, p in self._module.named_parameters()}
         aliases = {of_one[0]: of_one for of_one in all_names(self._module).values() if len(of_one) > 1}
         return Watched(
             names=Names(aliases),
-            wrapper=facts_of(self._wrapper, names),
+            wrapper=facts_of(wrapper, names),
             trainable=tuple(self._rounds.names),
-            broadcasts_buffers=broadcasts_buffers(self._wrapper),
-            wrapper_class=type(self._wrapper).__name__,
+            broadcasts_buffers=broadcasts_buffers(wrapper),
+            wrapper_class=type(wrapper).__name__,
         )

@@ -41,7 +41,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     loader = DataLoader(LINES, batch_size=2, shuffle=True, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    watch(accelerator, model)
+    watched = watch(accelerator, model)
     for number, (tokens, targets) in zip(range(STEPS * 4), loader, strict=False):
         with accelerator.accumulate(model):
             logits = model(tokens)
@@ -51,6 +51,7 @@ def main() -> None:
             optimizer.zero_grad()
         if number % 8 == 7:
             accelerator.print(f"loss {loss.item():.3f}")
+    watched.close()
 
 
 if __name__ == "__main__":
