@@ -355,14 +355,17 @@ def detect_anomalous_params(
     Raises:
         UsageError: `loss` has no tensor, or needs no gradient.
     """
-    from ddpcheck.errors import UsageError
+    from torch import nn
+
+    from ddpcheck.errors import UsageError, WrongTypeError
     from ddpcheck.gather.local import unregistered_leaves
     from ddpcheck.graph import all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.nests import iter_tensors
     from ddpcheck.paths import Explainer
+    from ddpcheck.recipe import kind_of
 
-    if not hasattr(model, "named_parameters"):
-        raise UsageError(f"detect_anomalous_params: model is an nn.Module, not {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        raise WrongTypeError(f"detect_anomalous_params takes the loss and an nn.Module, not {kind_of(model)}")
     if hasattr(model, "reducer") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.conduct import Conduct, OptionsStopped, Stopped
+from ddpcheck.config import rule_patterns
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.errors import (
     EXIT_HANG,
@@ -20,7 +21,7 @@ from ddpcheck.errors import (
     OptionsDifferError,
     RankError,
     TargetError,
-    UsageError,
+    WrongTypeError,
 )
 from ddpcheck.evidence import Built, LocalStep, PathEnd, Wrapped
 from ddpcheck.findings import Report, ReportError, Severity
@@ -34,9 +35,12 @@ from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.program import judge_batches, judge_changes, judge_options
 from ddpcheck.target import find_file, is_path, split_target
 from ddpcheck.wording import Names
+from ddpcheck.worlds import allowed
 
 if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
+
+MOST_STEPS = 10_000
 
 
 def check(
@@ -90,6 +94,7 @@ def check(
         preload=preload,
         hosts=hosts,
     )
+    select, ignore = rule_patterns("select", select), rule_patterns("ignore", ignore)
     outcome = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
     return outcome.report(select=select, ignore=ignore)
 
@@ -111,10 +116,13 @@ def ask(
     Raises:
         UsageError: An argument is wrong, or `target` names no file.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 10_000:
-        raise UsageError(f"steps must be a number from 1 to 10000, not {steps!r}")
+    if not isinstance(target, str):
+        from ddpcheck.recipe import require_target
+
+        require_target(target)
+    allowed.check_count("steps", steps, MOST_STEPS)
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise UsageError(f"seed must be a whole number, not {seed!r}")
+        raise WrongTypeError(f"seed must be a whole number, not {seed!r}")
     if isinstance(target, str) and is_path(place := split_target(target)[0]):
         find_file(place)
     return Asked(
@@ -125,7 +133,7 @@ def ask(
         steps=steps,
         seed=seed,
         timeout=timeout,
-        preload=tuple(preload),
+        preload=allowed.check_modules("preload", preload),
         launcher=hosts.launcher if hosts is not None else None,
     )
 

@@ -175,7 +175,9 @@ class Conduct:
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
             self.outcome.findings += [] if everywhere else found
             where = "" if everywhere else f"rank {first.rank}: "
-            self.outcome.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, first.exception.detail)
+            printed = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
+            detail = "\n".join(filter(None, (first.exception.detail, printed)))
+            self.outcome.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, detail)
         else:
             self.outcome.findings += found
             stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.errors import ConfigError, UsageError
+from ddpcheck.errors import ConfigError, UsageError, WrongTypeError
 from ddpcheck.findings import Severity
 from ddpcheck.rules import matching_rules
 
@@ -223,6 +223,17 @@ def _patterns(value: Any) -> tuple[str, ...]:
     patterns = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
     for pattern in patterns:
         matching_rules(pattern)
+    return patterns
+
+
+def rule_patterns(name: str, value: Any) -> tuple[str, ...]:
+    """The codes, prefixes or names of rules that the argument `name` of a function gives, one or several.
+
+    Raises:
+        UsageError: It gives something else.
+    """
+    error = UsageError if isinstance(value, str | list | tuple) else WrongTypeError
+    patterns: tuple[str, ...] = _parse("select", value, name, error)
     return patterns
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.errors import HangError, UsageError
+from ddpcheck.errors import HangError, UsageError, WrongTypeError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
 from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding, Severity
@@ -274,9 +274,13 @@ def check_consistency(
         HangError: A rank did not answer in time; names the ranks.
     """
     import torch.distributed as dist
+    from torch import nn
 
     from ddpcheck.gather.describe import describe, digest_of, fingerprints
+    from ddpcheck.recipe import kind_of
 
+    if not isinstance(module, nn.Module):
+        raise WrongTypeError(f"check_consistency takes an nn.Module, not {kind_of(module)}")
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("check_consistency needs a process group: call torch.distributed.init_process_group first")
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")

@@ -35,6 +35,10 @@ class UsageError(DdpcheckError):
     """A wrong argument or option: world size 0, an unknown backend, a file that is not there."""
 
 
+class WrongTypeError(UsageError, TypeError):
+    """An argument of a type that cannot be, such as a module where a recipe belongs."""
+
+
 class ChoiceError(UsageError, ValueError):
     """An argument that is none of the choices; the message names them."""
 

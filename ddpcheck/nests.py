@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ddpcheck.errors import TargetError
 
@@ -21,14 +22,8 @@ def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
         return function(nest)
     if all(function(leaf) is leaf for leaf in iter_leaves(nest, is_leaf=is_leaf)):
         return nest
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_nest(function, item, is_leaf=is_leaf) for item in nest))
     if isinstance(nest, tuple | list):
-        items = [map_nest(function, item, is_leaf=is_leaf) for item in nest]
-        try:
-            return type(nest)(items)
-        except Exception:  # a subclass with a constructor of its own
-            return items if isinstance(nest, list) else tuple(items)
+        return _with_items(nest, [map_nest(function, item, is_leaf=is_leaf) for item in nest])
     if isinstance(nest, Mapping):
         mapped = {key: map_nest(function, value, is_leaf=is_leaf) for key, value in nest.items()}
         if type(nest) is dict or not isinstance(nest, MutableMapping):
@@ -44,6 +39,21 @@ def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
             object.__setattr__(clone, attribute.name, value)  # also where the dataclass is frozen
         return clone
     return function(nest)
+
+
+def _with_items(nest: Any, items: list[Any]) -> Any:
+    """A copy of a list or tuple with other items; what a subclass carries beside them stays, and nothing is called."""
+    kind = type(nest)
+    if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
+        return kind(items)
+    if isinstance(nest, list):
+        clone = copy.copy(nest)
+        clone[:] = items
+        return clone
+    made = tuple.__new__(kind, items)
+    if hasattr(nest, "__dict__"):
+        made.__dict__.update(nest.__dict__)
+    return made
 
 
 def iter_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
@@ -73,7 +83,13 @@ def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
 
 def to_device(nest: Any, device: torch.device) -> Any:
     """A copy of `nest` with its tensors on `device`."""
-    return map_nest(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
+    kinds: Any = (torch.Tensor, PackedSequence)
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, kinds) else leaf
+
+    # A PackedSequence moves itself: its lengths stay on the CPU.
+    return map_nest(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
 def upcast(nest: Any) -> Any:
@@ -87,6 +103,20 @@ def upcast(nest: Any) -> Any:
     return map_nest(leaf_upcast, nest)
 
 
+def _has_own_constructor(nest: Any) -> bool:
+    """Whether a tuple is of a class that asks more of its items than a tuple does, as `PackedSequence`."""
+    if not isinstance(nest, tuple) or hasattr(type(nest), "n_sequence_fields"):
+        return False
+    maker = next(kind for kind in type(nest).__mro__ if "__new__" in vars(kind))
+    return maker is not tuple and "_fields" not in vars(maker)
+
+
+def _cannot_split(leaf: Any) -> TargetError:
+    return TargetError(
+        f"batch: a {type(leaf).__name__} cannot be split over the ranks by dim 0; give the recipe a shard function"
+    )
+
+
 def _is_splittable(leaf: Any) -> bool:
     return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape")  # tensors and numpy arrays, not scalars
 
@@ -95,8 +125,11 @@ def batch_size(batch: Any) -> int:
     """The number of samples in `batch`: the size of dim 0 that all its tensors share.
 
     Raises:
-        TargetError: The tensors disagree, or none has a dim 0.
+        TargetError: The tensors disagree, none has a dim 0, or some are in what cannot be split by dim 0.
     """
+    for leaf in iter_leaves(batch, is_leaf=_has_own_constructor):
+        if _has_own_constructor(leaf) and next(iter_tensors(leaf), None) is not None:
+            raise _cannot_split(leaf)
     sizes: list[int] = []
     map_nest(lambda leaf: sizes.append(int(leaf.shape[0])) if _is_splittable(leaf) else None, batch)
     if not sizes:
@@ -137,6 +170,11 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
         return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
 
     def part(leaf: Any) -> Any:
-        return leaf[start:stop] if _is_splittable(leaf) or are_words(leaf) else leaf
+        if not _is_splittable(leaf) and not are_words(leaf):
+            return leaf
+        try:
+            return leaf[start:stop]
+        except Exception as error:  # a sparse tensor
+            raise _cannot_split(leaf) from error
 
     return map_nest(part, batch, is_leaf=are_words)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ddpcheck.errors import DdpcheckError, TargetError, UsageError
+from ddpcheck.errors import DdpcheckError, TargetError, WrongTypeError
 from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.nests import iter_tensors, shard_batch
 
@@ -48,9 +50,14 @@ class Recipe:
             if value is None and name in ("shard", "optimizer", "wrap"):
                 continue
             if not callable(value):
-                raise UsageError(f"recipe: {name} must be a function, not {kind_of(value)}")
+                raise WrongTypeError(f"recipe: {name} must be a function, not {kind_of(value)}")
+        if isinstance(self.model, nn.Module):
+            raise WrongTypeError(
+                f"recipe: model must be a function that builds the module, not {kind_of(self.model)}; every rank "
+                "builds its own"
+            )
         if not isinstance(self.ddp_kwargs, Mapping):
-            raise UsageError(f"recipe: ddp_kwargs must be a dict, not {kind_of(self.ddp_kwargs)}")
+            raise WrongTypeError(f"recipe: ddp_kwargs must be a dict, not {kind_of(self.ddp_kwargs)}")
 
     def build_model(self) -> nn.Module:
         """Call `model()`.
@@ -125,6 +132,25 @@ def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
         raise blame(what, error) from error
 
 
+def require_target(target: object) -> None:
+    """Refuse what is no `Recipe` and no TARGET.
+
+    Raises:
+        WrongTypeError: Says what it is instead.
+    """
+    if isinstance(target, Recipe | str):
+        return
+    hint = "name it in a string" if isinstance(target, os.PathLike) else "see `ddpcheck.Recipe`"
+    if isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module)):
+        name = target.__name__ if isinstance(target, type) else type(target).__name__
+        hint = f"describe how it is trained: ddpcheck.Recipe(model={name}, batch=..., loss=...)"
+    elif isinstance(target, FunctionType):
+        hint = f"call it, if it returns a recipe, or name it in a string: 'path/to/file.py:{target.__name__}'"
+    elif isinstance(target, ModuleType):
+        hint = f"name it in a string: {target.__name__!r}"
+    raise WrongTypeError(f"target must be a ddpcheck.Recipe or a string that names one, not {kind_of(target)}; {hint}")
+
+
 def blame(what: str, error: BaseException) -> TargetError:
     """A `TargetError` that says what the user's code did, and where."""
     where = exception_location(error)
@@ -142,4 +168,9 @@ def summary(error: BaseException) -> str:
 
 def kind_of(value: object) -> str:
     """What `value` is, in words."""
-    return "None" if value is None else f"a value of type {type(value).__name__}"
+    if value is None:
+        return "None"
+    for kinds, word in ((type, "class"), (FunctionType, "function"), (ModuleType, "module")):
+        if isinstance(value, kinds):
+            return f"the {word} {value.__name__}"
+    return f"a value of type {type(value).__name__}"

@@ -33,7 +33,7 @@ from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
 from ddpcheck.nests import iter_tensors, to_device, upcast
 from ddpcheck.recipe import Recipe, summary
-from ddpcheck.target import load_target
+from ddpcheck.target import load_on_rank
 from ddpcheck.worlds import wire
 
 HANDOVER = "module.pickle"
@@ -110,7 +110,7 @@ class SingleProcess:
 
 def start(target: str | Recipe, seed: int) -> None:
     """Load the recipe and build the module, and a copy of it in float64."""
-    recipe = load_target(target) if isinstance(target, str) else target
+    recipe = load_on_rank(target)
     device = torch.device(this_rank.current().device)
     settle_device(device)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.advice import advise
 from ddpcheck.check import CheckRun, ask
 from ddpcheck.conduct import OptionsStopped, Stopped, on_rank
+from ddpcheck.config import rule_patterns
 from ddpcheck.errors import EXIT_HANG, RankError
 from ddpcheck.findings import Location, ReportError, Severity
 from ddpcheck.harness import Hosts
@@ -88,6 +89,7 @@ def check_matrix(
         preload=preload,
         hosts=hosts,
     )
+    select, ignore = rule_patterns("select", select), rule_patterns("ignore", ignore)
     sweep = _Sweep(target, asked, select=select, ignore=ignore, progress=progress or (lambda _text: None), hosts=hosts)
     return sweep.matrix(step_times=step_times)
 

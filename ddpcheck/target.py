@@ -64,6 +64,31 @@ def load_target(target: str) -> Recipe:
     return recipe
 
 
+def load_on_rank(target: Recipe | str) -> Recipe:
+    """The recipe itself, or what a TARGET names; that sees a `sys.argv` of its own from now on, without our arguments.
+
+    Raises:
+        UsageError: As `load_target`.
+        TargetError: As `load_target`.
+    """
+    if not isinstance(target, str):
+        return target
+    place, _ = split_target(target)
+    sys.argv[:] = [place if is_path(place) else _file_of_module(place)]
+    return load_target(target)
+
+
+def _file_of_module(name: str) -> str:
+    """The file of a module, found without importing the packages around it; its name where it is not on the path."""
+    _make_working_folder_importable()
+    for folder in sys.path:
+        place = Path(folder or ".", *name.split("."))
+        for file in (place / "__init__.py", Path(f"{place}.py")):
+            if file.is_file():
+                return str(file)
+    return name
+
+
 def split_target(target: str) -> tuple[str, str]:
     """The file or module of `target`, and the attribute, which may be empty."""
     place, colon, attribute = target.rpartition(":")
@@ -107,17 +132,37 @@ def _import_file(place: str) -> ModuleType:
         raise UsageError(f"{place} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    from ddpcheck.recipe import call
+    from ddpcheck.recipe import blame
 
-    call(f"importing {relative_path(str(path))}", spec.loader.exec_module, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ImportError) and (instead := _as_part_of_package(path, error)):
+            raise UsageError(f"{place} imports other parts of the package that it belongs to; {instead}") from None
+        raise blame(f"importing {relative_path(str(path))}", error) from error
     return module
+
+
+def _as_part_of_package(path: Path, error: ImportError) -> str:
+    """How to name a file whose import failed because it was not imported as a part of its package; empty for others."""
+    top = path.parent
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    if top == path.parent and Path.cwd() in top.parents:  # a package without __init__.py
+        top = Path.cwd()
+    names = path.relative_to(top).with_suffix("").parts
+    relative = "attempted relative import" in str(error)
+    from_itself = error.name is not None and error.name.partition(".")[0] == names[0]
+    if len(names) == 1 or not (relative or from_itself) or not all(map(str.isidentifier, names)):
+        return ""
+    where = "" if top == Path.cwd() else f", with {top} on PYTHONPATH"
+    return f"use {'.'.join(names)}{where}"
 
 
 def _import_module(name: str) -> ModuleType:
     from ddpcheck.recipe import blame
 
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _make_working_folder_importable()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -128,6 +173,11 @@ def _import_module(name: str) -> ModuleType:
         if isinstance(error, TypeError | ValueError) and not all(part.isidentifier() for part in name.split(".")):
             raise UsageError(f"{name!r} is neither a file that ends in .py nor the name of a module") from None
         raise blame(f"importing {name}", error) from error
+
+
+def _make_working_folder_importable() -> None:
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def _module_as_recipe(module: ModuleType, place: str) -> Recipe:

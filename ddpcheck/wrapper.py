@@ -16,7 +16,7 @@ from torch import nn
 from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.consistency import judge_descriptions
-from ddpcheck.errors import FindingsError, HangError, UsageError
+from ddpcheck.errors import FindingsError, HangError, UsageError, WrongTypeError
 from ddpcheck.evidence import ModuleDescription
 from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding, Severity
@@ -215,7 +215,7 @@ def _check_module(module: object) -> None:
     """
     if not isinstance(module, nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise UsageError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {what}")
+        raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {what}")
     if any(isinstance(part, _DDP) for part in module.modules()):
         raise UsageError(
             f"CheckedDistributedDataParallel was given a {type(module).__name__} that is, or holds, a "

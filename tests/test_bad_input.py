@@ -112,7 +112,10 @@ def test_the_recipe_that_all_others_are_made_from_is_healthy(report) -> None:
         ("recipe:modle", ["recipe has no attribute 'modle'", "did you mean 'model'?"]),
         ("recipe.py:loss", ["needs arguments"]),
         ("recipe.py:model", ["returned a value of type Sequential", "it must return a ddpcheck.Recipe"]),
-        ("recipe.py:sys", ["a value of type module", "must be a ddpcheck.Recipe or a function that returns one"]),
+        (
+            "recipe.py:sys",
+            ["is the module sys", "must be a ddpcheck.Recipe or a function that returns one"],
+        ),
         ("recipe.py:NUMBER", ["a value of type int"]),
         (":recipe", ["names no file or module"]),
         ("", ["names no file or module"]),
@@ -121,6 +124,22 @@ def test_the_recipe_that_all_others_are_made_from_is_healthy(report) -> None:
 )
 def test_a_target_that_is_not_there_or_is_no_recipe(report, target: str, words: list[str]) -> None:
     assert_usage_error(report(source="NUMBER = 3\n", target=target), *words)
+
+
+@pytest.mark.parametrize("importing", ["from .parts import WIDTH", "from package.inner.parts import WIDTH"])
+@pytest.mark.parametrize("initialised", [True, False], ids=["package", "namespace"])
+def test_a_file_that_belongs_to_a_package(report, tmp_path: Path, importing: str, initialised: bool) -> None:
+    inner = tmp_path / "package" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "parts.py").write_text("WIDTH = 4\n")
+    (inner / "whole.py").write_text(f"{importing}\n{GOOD}")
+    if initialised:
+        (inner / "__init__.py").touch()
+        (inner.parent / "__init__.py").touch()
+    if initialised or importing.startswith("from ."):
+        done = report(target="package/inner/whole.py")
+        assert_usage_error(done, "imports other parts of the package that it belongs to; use package.inner.whole")
+    assert report(target="package.inner.whole").code == 0
 
 
 def test_a_file_that_is_no_python(report, tmp_path: Path) -> None:
@@ -203,7 +222,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "shard raises": (raising("shard"), ["shard(batch, rank=", "raised RuntimeError: the reason"]),
     "wrap raises": (raising("wrap"), ["wrap(module, device) raised RuntimeError: the reason"]),
     "model returns None": ("def model(): return None\n", ["model() returned None", "must return a torch.nn.Module"]),
-    "model returns a class": ("def model(): return nn.Linear\n", ["model() returned a value of type type"]),
+    "model returns a class": ("def model(): return nn.Linear\n", ["model() returned the class Linear"]),
     "batch returns no tensor": ("def batch(step): return [1, 'two']\n", ["batch(0) returned", "without any tensor"]),
     "optimizer returns none": ("def optimizer(p): return 3\n", ["optimizer(parameters)", "no torch optimizer"]),
     "wrap returns no module": ("def wrap(m, d): return 3\n", ["wrap(module, device) returned a value of type int"]),
@@ -227,6 +246,20 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "batch that does not split": (
         "def batch(step): return {'x': torch.ones(8, 4), 'y': torch.ones(6)}\n",
         ["6 and 8 samples", "shard function"],
+    ),
+    "batch of packed sequences": (
+        "def batch(step): return nn.utils.rnn.pack_sequence([torch.ones(4, 4), torch.ones(4, 4)])\n",
+        ["a PackedSequence cannot be split over the ranks by dim 0", "shard function"],
+    ),
+    "batch in a tuple with a constructor of its own": (
+        "class Pair(tuple):\n"
+        "    def __new__(cls, *parts): return tuple.__new__(cls, parts)\n"
+        "def batch(step): return Pair(torch.ones(4, 4), torch.ones(4))\n",
+        ["a Pair cannot be split over the ranks by dim 0", "shard function"],
+    ),
+    "sparse batch": (
+        "def batch(step): return torch.eye(4).to_sparse()\n",
+        ["a Tensor cannot be split over the ranks by dim 0", "shard function"],
     ),
     "batch of scalars": ("def batch(step): return torch.tensor(3.0)\n", ["no tensor has a dim 0"]),
     "batch from the operating system": (
@@ -266,6 +299,37 @@ def test_the_traceback_of_the_target_is_shown_and_only_that(report) -> None:
     assert done.code == 3
     assert "in model" in done.out and "in helper" in done.out and "KeyError: 'lost'" in done.out
     assert "importlib" not in done.out and "recipe.call" not in done.out
+
+
+@pytest.mark.parametrize("where", ["import", "model"])
+def test_what_a_target_printed_before_it_failed_is_shown_once(report, where: str) -> None:
+    failing = "raise OSError('no data')"
+    source = "print('reading', 'data')\nprint('none found', file=sys.stderr)\n"
+    source += f"{failing}\n" if where == "import" else f"def model():\n    print('building')\n    {failing}\n"
+    done = report(source=source)
+    assert_target_error(done, "OSError: no data")
+    assert done.out.count("reading data") == done.out.count("none found") == 1
+    assert done.out.count("building") == (where == "model")
+    silent = report(source=f"{failing}\n")
+    assert "printed" in done.out and "printed" not in silent.out
+
+
+@pytest.mark.parametrize("target", ["recipe.py", "./recipe.py:recipe", "recipe", "inside.recipe"])
+def test_a_target_sees_a_command_line_of_its_own(report, tmp_path: Path, target: str) -> None:
+    (tmp_path / "inside").mkdir()
+    source = """
+    import argparse, ddpcheck
+    seen = list(sys.argv)
+    def model():
+        argparse.ArgumentParser().parse_args()
+        assert sys.argv == seen
+        raise LookupError(f"argv is {sys.argv}")
+    recipe = ddpcheck.Recipe(model=model, batch=batch, loss=loss)
+    """
+    (tmp_path / "inside" / "recipe.py").write_text(GOOD + textwrap.dedent(source), encoding="utf-8")
+    files = {"recipe": tmp_path / "recipe.py", "inside.recipe": tmp_path / "inside" / "recipe.py"}
+    file = files.get(target, target.removesuffix(":recipe"))
+    assert_target_error(report("--steps", "1", source=source, target=target), f"argv is [{str(file)!r}]")
 
 
 def test_a_target_that_fails_on_one_rank_names_the_rank(report) -> None:

@@ -161,3 +161,41 @@ def test_a_list_with_a_word_for_each_sample_is_split_and_one_of_another_length_i
     batch = {"x": torch.arange(4), "words": ["a", "b", "c", "d"], "names": ["left", "right"]}
     assert shard_batch(batch, 1, 2)["words"] == ["c", "d"]
     assert shard_batch(batch, 1, 2)["names"] == ["left", "right"]
+
+
+class Track(tuple):
+    """A tuple that asks more of its items than a tuple does."""
+
+    def __new__(cls, *parts: Any) -> "Track":
+        return super().__new__(cls, parts)
+
+
+class Growing(list):
+    def __init__(self, size: int) -> None:
+        super().__init__(range(size))
+        self.size = size
+
+
+def test_subclasses_of_tuples_and_lists_keep_their_type_and_what_they_carry() -> None:
+    track = Track(1, 2)
+    track.note = "kept"
+    again = map_nest(lambda leaf: leaf + 1, track)
+    assert (type(again), again, again.note) == (Track, Track(2, 3), "kept")
+    grown = map_nest(lambda leaf: leaf + 1, Growing(3))
+    assert (type(grown), grown, grown.size) == (Growing, [1, 2, 3], 3)
+    largest = map_nest(lambda leaf: leaf + 1, torch.max(torch.zeros(3, 2), 0))
+    assert largest.values.tolist() == [1.0, 1.0] and largest.indices.tolist() == [1, 1]
+
+
+def test_a_packed_sequence_is_moved_and_upcast_and_not_split() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert to_device({"x": packed}, torch.device("cpu"))["x"] is packed
+    doubled = upcast(packed)
+    assert type(doubled) is type(packed) and doubled.data.dtype == torch.float64
+    assert doubled.batch_sizes.tolist() == [2, 2, 1]
+    meta = to_device((packed,), torch.device("meta"))[0]
+    assert meta.data.device.type == "meta" and meta.batch_sizes.device.type == "cpu"
+    for batch in (packed, [torch.ones(4), packed], Track(torch.ones(4)), torch.eye(4).to_sparse()):
+        with pytest.raises(TargetError, match=r"a (PackedSequence|Track|Tensor) cannot be split .* a shard function"):
+            shard_batch(batch, 0, 2)
+    assert shard_batch((torch.ones(4), Track(1, 2)), 0, 2)[1] == Track(1, 2)  # without a tensor it goes to every rank

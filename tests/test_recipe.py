@@ -1,10 +1,14 @@
 """A recipe says at once what is wrong with it, and every call of the user's code becomes one sentence."""
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ddpcheck
+from ddpcheck.check import CheckRun
 from ddpcheck.errors import TargetError, UsageError
 from ddpcheck.recipe import Recipe
 
@@ -44,6 +48,60 @@ def test_a_recipe_cannot_be_changed_and_takes_keywords_only() -> None:
 def test_what_must_be_a_function_is_told_when_it_is_none(name: str) -> None:
     with pytest.raises(UsageError, match=f"recipe: {name} must be a function, not a value of type int"):
         recipe(**{name: 3})
+
+
+def test_a_module_is_no_function_that_builds_one() -> None:
+    with pytest.raises(TypeError, match="model must be a function that builds the module, not a value of type Linear"):
+        recipe(model=nn.Linear(2, 1))
+
+
+def test_a_wrong_type_is_a_type_error_and_a_usage_error() -> None:
+    with pytest.raises(TypeError) as caught:
+        recipe(model=3)
+    assert isinstance(caught.value, UsageError) and caught.value.exit_code == 2
+
+
+WRONG_TARGETS = {
+    "class": (nn.Linear, ["not the class Linear", "ddpcheck.Recipe(model=Linear, batch=..., loss=...)"]),
+    "module": (nn.Linear(1, 1), ["not a value of type Linear", "ddpcheck.Recipe(model=Linear,"]),
+    "function": (recipe, ["not the function recipe", "call it", "'path/to/file.py:recipe'"]),
+    "path": (Path("a.py"), ["name it in a string"]),
+    "python module": (sys, ["not the module sys", "name it in a string: 'sys'"]),
+    "nothing": (None, ["not None"]),
+    "parts": ({"model": nn.Linear}, ["not a value of type dict", "ddpcheck.Recipe"]),
+}
+
+
+@pytest.mark.parametrize("checking", [ddpcheck.check, ddpcheck.check_matrix, ddpcheck.assert_parity])
+@pytest.mark.parametrize("name", WRONG_TARGETS)
+def test_what_is_no_recipe_is_a_type_error_at_once(name: str, checking: Any, monkeypatch) -> None:
+    monkeypatch.setattr(CheckRun, "run", lambda self: pytest.fail("work has begun"))
+    target, words = WRONG_TARGETS[name]
+    with pytest.raises(TypeError, match=r"target must be a ddpcheck\.Recipe or a string that names one") as caught:
+        checking(target)
+    assert not [word for word in words if word not in str(caught.value)], caught.value
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "words"),
+    [
+        ({"world_size": "2"}, TypeError, "world_size must be a whole number from 1 to 1024, got '2'"),
+        ({"world_size": 0}, UsageError, "world_size must be a whole number from 1 to 1024, got 0"),
+        ({"steps": 2.0}, TypeError, "steps must be a whole number from 1 to 10000, got 2.0"),
+        ({"steps": 10**9}, UsageError, "steps must be a whole number from 1 to 10000"),
+        ({"seed": None}, TypeError, "seed must be a whole number"),
+        ({"timeout": "30"}, TypeError, "timeout must be a number of seconds above 0, got '30'"),
+        ({"backend": "mpi"}, ValueError, "backend must be 'gloo' or 'nccl'"),
+        ({"preload": "numpy"}, TypeError, "preload must be a list of names of modules"),
+        ({"select": 3}, TypeError, "select: expected codes, prefixes or names of rules, got 3"),
+        ({"ignore": ["batch-copled"]}, UsageError, "ignore: no rule matches 'batch-copled'; did you mean DDP304"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_of_check_is_told_at_once(option: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)) as caught:
+        ddpcheck.check(recipe(), **option)
+    assert isinstance(caught.value, UsageError)
 
 
 def test_ddp_kwargs_must_be_a_dict() -> None:

@@ -165,11 +165,11 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
     monkeypatch.chdir(ROOT)
-    folder = tmp_path / "new" / "repro"
+    folder = tmp_path / "new & other" / "repro"
     assert cli.main(["report", "examples/faults/parameters/unused.py:broken", "--repro", str(folder)]) == 1
     said = capsys.readouterr()
     script = folder / "repro_ddp101.py"
-    command = f"torchrun --standalone --nproc-per-node 2 {script}"
+    command = f"torchrun --standalone --nproc-per-node 2 '{script}'"
     assert said.err == f"ddpcheck: wrote {script}; run it with: {command}\n" and "DDP101" in said.out
     assert sorted(path.name for path in folder.iterdir()) == ["repro_ddp101.py"]
     text = script.read_text()

@@ -50,7 +50,7 @@ from ddpcheck.graph import all_names, unregistered_tensors
 from ddpcheck.locate import Origins, record_origins, relative_path
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.reference import HANDOVER, model_seed, step_seed
-from ddpcheck.target import load_target
+from ddpcheck.target import load_on_rank
 from ddpcheck.worlds import wire
 
 Result = TypeVar("Result")
@@ -123,7 +123,7 @@ def build(target: str | Recipe, seed: int) -> Built:
     stack = contextlib.ExitStack()
     syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
     record_hooks()
-    recipe = load_target(target) if isinstance(target, str) else target
+    recipe = load_on_rank(target)
     device = torch.device(context.device)
     settle_device(device)
     this_rank.set_place("building the model")

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from ddpcheck.errors import UsageError
+from ddpcheck.errors import UsageError, WrongTypeError
 from ddpcheck.findings import Finding
 from ddpcheck.watching.watch import Watch, find_wrapper
 
@@ -33,7 +33,7 @@ def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> Acceler
             wraps it in, or an option is none of its choices.
     """
     if not isinstance(accelerator, Accelerator):
-        raise UsageError(f"watch takes the Accelerator first, and then the model; got {type(accelerator).__name__}")
+        raise WrongTypeError(f"watch takes the Accelerator first, and then the model; got {type(accelerator).__name__}")
     if accelerator.num_processes == 1:
         return AcceleratorWatch(None)
     try:

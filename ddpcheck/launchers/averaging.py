@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpcheck.errors import UsageError
+from ddpcheck.errors import UsageError, WrongTypeError
 from ddpcheck.launchers.place import get_dist_info
 
 _MB = 1 << 20
@@ -124,19 +124,19 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
     takes = f"{function} takes tensors in a list or another iterable, for example model.parameters()"
     kind = type(params).__name__
     if isinstance(params, torch.nn.Module):
-        raise UsageError(f"{takes}, and not a module ({kind}); pass its .parameters().")
+        raise WrongTypeError(f"{takes}, and not a module ({kind}); pass its .parameters().")
     if isinstance(params, torch.Tensor):  # its rows, of which none has a gradient
-        raise UsageError(f"{takes}, and not a single one ({kind}); put it in a list.")
+        raise WrongTypeError(f"{takes}, and not a single one ({kind}); put it in a list.")
     if isinstance(params, Mapping):
-        raise UsageError(f"{takes}, and not a mapping ({kind}), whose keys are no tensors; pass its .values().")
+        raise WrongTypeError(f"{takes}, and not a mapping ({kind}), whose keys are no tensors; pass its .values().")
     if not isinstance(params, Iterable):
-        raise UsageError(f"{takes}; got {params!r}.")
+        raise WrongTypeError(f"{takes}; got {params!r}.")
     tensors = []
     for index, one in enumerate(params):
         if not isinstance(one, torch.Tensor):
             pair = isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)
             hint = "; pass .parameters() instead of .named_parameters(), or the second of each pair" if pair else ""
-            raise UsageError(f"{takes}, but number {index} (from 0) is a {type(one).__name__}{hint}.")
+            raise WrongTypeError(f"{takes}, but number {index} (from 0) is a {type(one).__name__}{hint}.")
         tensors.append(one)
     return tensors
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from ddpcheck.errors import UsageError
+from ddpcheck.errors import WrongTypeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
     """
     if not callable(function):
         below = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
-        raise UsageError(f"master_only decorates a function or method, got {function!r}{below}.")
+        raise WrongTypeError(f"master_only decorates a function or method, got {function!r}{below}.")
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
 def command_for(report: Report, script: Path, finding: Finding | None = None) -> str:
     """How to run a reproduction."""
     size = world_size_for(finding or report.findings[0], report)
-    return f"torchrun --standalone --nproc-per-node {size} {script}"
+    return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(size), str(script)])
 
 
 def script_name(finding: Finding) -> str:

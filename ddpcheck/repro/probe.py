@@ -15,7 +15,7 @@ from ddpcheck.gather.syncbn import synchronised_on_cpu
 from ddpcheck.nests import iter_tensors, to_device
 from ddpcheck.recipe import Recipe
 from ddpcheck.reference import batch_seed, model_seed, step_seed
-from ddpcheck.target import find_file, is_path, load_target, split_target
+from ddpcheck.target import find_file, is_path, load_on_rank, split_target
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
     before = set(sys.modules)
     device = torch.device(this_rank.current().device)
     with synchronised_on_cpu():
-        recipe = load_target(target)
+        recipe = load_on_rank(target)
         place, attribute = split_target(target)
         states = _seeded(batch_seed(seed, 0), device)
         batch = recipe.global_batch(0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ddpcheck.config import Settings
-from ddpcheck.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.errors import DdpcheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.testing import marks, onrank
 from ddpcheck.testing.onrank import Ended
 from ddpcheck.testing.ranks import Tenancy
@@ -82,7 +82,9 @@ class DdpWorld:
         """
         __tracebackhide__ = True
         if not callable(fn):
-            raise UsageError(f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}.")
+            raise WrongTypeError(
+                f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}."
+            )
         failed: RankError | None = None
         try:
             results = self._tenancy.run(onrank.call, fn, args, kwargs, timeout=timeout)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from ddpcheck.errors import ChoiceError, UsageError
+from ddpcheck.errors import ChoiceError, UsageError, WrongTypeError
 from ddpcheck.worlds import wire
 
 MAX_WORLD_SIZE = 1024
@@ -21,8 +21,10 @@ DEVICES = ("cpu", "cuda")
 
 def check_count(name: str, value: object, most: int) -> None:
     """Refuse all but a whole number from 1 to `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UsageError(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, int) or not number or not 1 <= value <= most:
+        kind = UsageError if number else WrongTypeError
+        raise kind(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -33,8 +35,10 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_seconds(name: str, value: object) -> None:
     """Refuse all but a finite number above 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0 or math.isinf(value):
-        raise UsageError(f"{name} must be a number of seconds above 0, got {value!r}.")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, (int, float)) or not number or not value > 0 or math.isinf(value):
+        kind = UsageError if number else WrongTypeError
+        raise kind(f"{name} must be a number of seconds above 0, got {value!r}.")
 
 
 def check_world(world_size: object, backend: object, device: object, timeout: object, startup_timeout: object) -> None:
@@ -53,14 +57,14 @@ def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
     env = dict(env or {})
     for key, value in env.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise UsageError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
+            raise WrongTypeError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
     return env
 
 
 def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
     """Return the names of modules, having refused all that cannot be one."""
     if isinstance(modules, str) or not isinstance(modules, Sequence):
-        raise UsageError(f"{name} must be a list of names of modules, got {modules!r}.")
+        raise WrongTypeError(f"{name} must be a list of names of modules, got {modules!r}.")
     for module in modules:
         if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
             raise UsageError(f"{name} must hold names of modules such as 'transformers', got {module!r}.")
@@ -95,7 +99,7 @@ def threads(world_size: int) -> int:
 def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
     """Pickle a task; when it cannot be, name the argument of `whose` that is to blame."""
     if not callable(fn):
-        raise UsageError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
+        raise WrongTypeError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
     try:
         return wire.dumps((fn, args, kwargs))
     except Exception as error:

@@ -25,7 +25,8 @@ _FELL = re.compile(
     r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
     re.IGNORECASE,
 )
-_LONGEST = 300
+_LONGEST = 300  # characters of a message
+_WIDEST = 1000  # and of a line that was printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +371,7 @@ def _first_line(text: str) -> str:
 
 
 def tail(path: Path, lines: int = 20) -> str:
-    """Return the last lines of a file, `""` when it cannot be read."""
+    """Return the last lines of a file, long ones cut, `""` when it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -378,4 +379,5 @@ def tail(path: Path, lines: int = 20) -> str:
             data = file.read()
     except OSError:
         return ""
-    return "\n".join(data.decode("utf-8", "replace").splitlines()[-lines:])
+    last = data.decode("utf-8", "replace").splitlines()[-lines:]
+    return "\n".join(line if len(line) <= _WIDEST else line[:_WIDEST] + "..." for line in last)
