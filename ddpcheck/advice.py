@@ -44,6 +44,8 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
 
 def _on_own(own: MatrixRow) -> Advice:
     what = "as the recipe wraps it" if own.label else f"with the recipe's own options ({own.options})"
+    if own.verdict == "incomplete":
+        return Advice("own", f"Nothing is wrong with the model {what}, but {own.reason}.")
     if own.fine:
         rounding = f", up to the rounding of its hook ({own.error:.1e})" if own.verdict == "lossy" and own.error else ""
         return Advice("own", f"The model is right {what}{rounding}.")
@@ -116,7 +118,7 @@ def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
             found.append(Advice("costs", text))
         elif slower and row.step_time is not None:
             found.append(
-                Advice("costs", f"{row.title} is right and slower: a step takes {spelled_time(row.step_time)}.")
+                Advice("costs", f"{row.title} is {_right(row)} and slower: a step takes {spelled_time(row.step_time)}.")
             )
     return found
 
@@ -146,12 +148,16 @@ def _on_safe(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
             continue
         if more:
             said = " ".join(f"{code}: {message}" for code, message in more.items())
-            found.append(Advice("warns", f"{row.title} is right, with a warning: {said}"))
+            found.append(Advice("warns", f"{row.title} is {_right(row)}, with a warning: {said}"))
         elif not differs:
             rounding = f" (rounds gradients by up to {row.error:.1e})" if row.verdict == "lossy" and row.error else ""
             same.append(f"{row.title}{rounding}")
     tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
     return [*found, Advice("safe", f"Safe{tail}: {'; '.join(same)}.")] if same else found
+
+
+def _right(row: MatrixRow) -> str:
+    return "right as far as it was compared" if row.verdict == "incomplete" else "right"
 
 
 def _warnings(row: MatrixRow) -> dict[str, str]:

@@ -12,7 +12,13 @@ from ddpcheck.reducer import RUNNING_STATISTICS
 
 def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
     """One finding a root cause: consequences become evidence of what brought them about."""
+    return merged_with(findings)[0]
+
+
+def merged_with(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
+    """The same, and each consequence with the finding that tells it now."""
     merged: list[Finding] = []
+    came_with: list[tuple[Finding, Finding]] = []
     for finding in findings:
         if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
             merged.append(finding)
@@ -20,6 +26,7 @@ def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
         causes = [f for f in merged if f.code in cause]
         for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
             merged.remove(found)
+            came_with.append((found, causes[0]))
             if found.code in ("DDP304", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
                 continue  # where ranks run different programs, it goes without saying that their losses are others
             place = merged.index(causes[0])
@@ -27,7 +34,17 @@ def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
                 causes[0], evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}")
             )
             merged[place] = causes[0]
-    return merged
+    return merged, [(found, _now(cause, merged, came_with)) for found, cause in came_with]
+
+
+def _now(finding: Finding, merged: Sequence[Finding], came_with: Sequence[tuple[Finding, Finding]]) -> Finding:
+    """What tells `finding` after all: itself, with more evidence, or what it is a consequence of in turn."""
+
+    def is_it(other: Finding) -> bool:
+        return replace(other, evidence=()) == replace(finding, evidence=())
+
+    told = next((other for other in merged if is_it(other)), None)
+    return told or next(_now(cause, merged, came_with) for other, cause in came_with if is_it(other))
 
 
 def _always(_cause: Finding, _consequence: Finding) -> bool:

@@ -248,7 +248,7 @@ def _graph(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
         else:
             file.write(drawn)
         where = f", written to {path}" if path is not None else ""
-        print(f"ddpcheck: {summary(picture, marks)}{where}", file=sys.stderr)
+        print(f"ddpcheck: {summary(picture, marks, report)}{where}", file=sys.stderr)
     return EXIT_CLEAN
 
 

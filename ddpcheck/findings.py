@@ -87,17 +87,29 @@ class Finding:
         return self.fix or (rule.fix if rule is not None else "")
 
 
-CheckStatus = Literal["passed", "failed", "skipped", "error"]
+CheckStatus = Literal["passed", "warned", "failed", "ignored", "skipped", "error"]
+"""`passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
+same, and the finding is of a rule that is ignored or not selected. `skipped`: not all was compared. `error`: it stopped
+here."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check of a report: its name, how it ended, how long it took, and a sentence where there is one to say."""
+    """One check of a report.
+
+    Attributes:
+        name: Of the check.
+        status: How it ended.
+        seconds: How long it took.
+        detail: What was compared and held, or what did not hold, or why it was not compared.
+        asked: Whether any of its rules is selected, and not ignored.
+    """
 
     name: str
     status: CheckStatus
     seconds: float = 0.0
     detail: str = ""
+    asked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,9 @@ class ReportError:
     detail: str = ""
 
 
-Status = Literal["clean", "findings", "error", "hang"]
+Status = Literal["clean", "findings", "incomplete", "ignored", "error", "hang"]
+"""`clean`: every check that was asked for was made, and held. `incomplete`: no findings, and some were not made.
+`ignored`: no findings but those of rules that are ignored or not selected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +167,7 @@ class Report:
         world: World size, backend, device, steps, seed, timeout; `notes` holds sentences on how the check was run.
         checks: In the order in which they ran.
         findings: Sorted, worst first.
+        ignored: The codes of findings that are not shown, since their rules are ignored or not selected; sorted.
         parity: Sorted by step, reference and parameter.
         timing: Seconds by phase.
         error: Set when the checks could not be finished.
@@ -164,6 +179,7 @@ class Report:
     world: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
+    ignored: tuple[str, ...] = ()
     parity: tuple[ParityEntry, ...] = ()
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
@@ -171,21 +187,47 @@ class Report:
 
     @property
     def status(self) -> Status:
-        """`hang` or `error` when the checks could not be finished, else `findings` or `clean`."""
+        """`hang` or `error` when the checks could not be finished; `clean` only where nothing is left to say."""
         if self.error is not None:
             return "hang" if self.error.exit_code == EXIT_HANG else "error"
-        return "findings" if self.findings else "clean"
+        if self.findings:
+            return "findings"
+        if self.not_made:
+            return "incomplete"
+        return "ignored" if self.ignored else "clean"
+
+    @property
+    def not_made(self) -> tuple[str, ...]:
+        """The names of the checks that were asked for and could not be made, or not in every step."""
+        return tuple(check.name for check in self.checks if check.status in ("skipped", "error") and check.asked)
 
     @property
     def ok(self) -> bool:
-        """Whether the checks were finished and found no error."""
+        """Whether the checks were finished and found no error; `status` says whether all of them could be made."""
         return self.exit_code() == EXIT_CLEAN
 
     @property
     def summary(self) -> str:
-        """The status in words, with the number of findings where there are any."""
-        count = len(self.findings)
-        return f"{count} finding{'' if count == 1 else 's'}" if count else self.status
+        """The status in words."""
+        if self.error is not None and not self.findings:
+            return self.status
+        if self.status == "clean":
+            return "clean"
+        found = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
+        between = ", but " if self.not_made and not self.at_or_above(Severity.ERROR) else "; "
+        return between.join(filter(None, (found, self.shortfall)))
+
+    @property
+    def shortfall(self) -> str:
+        """What keeps a report without findings from being clean: checks that were not made, and findings ignored."""
+        words = []
+        if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
+            asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
+            words.append(f"{len(self.not_made)} of {asked} checks {were} not made: {', '.join(self.not_made)}")
+        if self.ignored:
+            which = ", ".join(dict.fromkeys(self.ignored))
+            words.append(f"{len(self.ignored)} finding{'' if len(self.ignored) == 1 else 's'} ignored ({which})")
+        return "; ".join(words)
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
@@ -222,6 +264,7 @@ class Report:
             "status": self.status,
             "checks": [dataclasses.asdict(check) for check in self.checks],
             "findings": [finding_to_dict(value) for value in self.findings],
+            "ignored": list(self.ignored),
             "parity": [dataclasses.asdict(entry) for entry in self.parity],
             "timing": dict(self.timing),
             "error": None if self.error is None else dataclasses.asdict(self.error),
@@ -252,6 +295,7 @@ class Report:
             world=data["world"],
             checks=tuple(CheckResult(**check) for check in data["checks"]),
             findings=tuple(finding_from_dict(value) for value in data["findings"]),
+            ignored=tuple(data.get("ignored", ())),
             parity=tuple(ParityEntry(**entry) for entry in data["parity"]),
             timing=data["timing"],
             error=None if data["error"] is None else ReportError(**data["error"]),

@@ -16,9 +16,12 @@ from ddpcheck.findings import SCHEMA_VERSION, Finding, ReportError, Severity, fi
 from ddpcheck.rules import RULES
 from ddpcheck.trials import Options
 
-Verdict = Literal["right", "lossy", "wrong", "stops", "skipped"]
-"""`right`: nothing at severity error. `lossy`: right up to what a communication hook rounds. `wrong`: trains to the
-end with a wrong result. `stops`: DDP raises, hangs or aborts. `skipped`: the options cannot make a difference."""
+Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]
+"""`right`: all was compared, and nothing is at severity error. `lossy`: right up to what a communication hook rounds.
+`incomplete`: the same, as far as it was compared, or but for what is ignored. `wrong`: trains to the end with a wrong
+result. `stops`: DDP raises, hangs or aborts. `skipped`: the options cannot make a difference."""
+
+_COUNTED = ("right", "lossy", "incomplete", "wrong", "stops")
 
 LEAST_DIFFERENCE = 0.02
 """A step time within this share of the baseline's is no difference, however exactly it was measured."""
@@ -60,7 +63,7 @@ class MatrixRow:
         baseline: Whether step times are relative to this row's.
         label: What to call the row where its options are not known; empty where they are.
         code: Of the finding that decides the verdict; empty where it is right or skipped.
-        reason: Its message, or why the row was skipped or stops.
+        reason: Its message, or why the row was skipped or stops, or what was not compared or is ignored.
         error: The largest relative error of a gradient against the average of the ranks' own, where compared.
         step_time: None where it was not measured.
         findings: All findings under these options, worst first.
@@ -92,8 +95,8 @@ class MatrixRow:
 
     @property
     def fine(self) -> bool:
-        """Whether a model can be trained like this."""
-        return self.verdict in ("right", "lossy")
+        """Whether a model can be trained like this, as far as that is known."""
+        return self.verdict in ("right", "lossy", "incomplete")
 
     @property
     def what_to_do(self) -> str:
@@ -162,7 +165,7 @@ class Matrix:
     @property
     def summary(self) -> str:
         """The rows counted, in words."""
-        counts = {name: sum(row.verdict == name for row in self.rows) for name in ("right", "lossy", "wrong", "stops")}
+        counts = {name: sum(row.verdict == name for row in self.rows) for name in _COUNTED}
         said = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
         return f"{sum(counts.values())} combinations of options: {said}" if said else "no combination could be run"
 

@@ -14,7 +14,7 @@ from importlib import metadata
 
 from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, zero_everywhere
-from ddpcheck.causes import merge_causes
+from ddpcheck.causes import merged_with
 from ddpcheck.consistency import differing_names
 from ddpcheck.errors import RankError
 from ddpcheck.evidence import (
@@ -32,7 +32,6 @@ from ddpcheck.evidence import (
 )
 from ddpcheck.findings import (
     CheckResult,
-    CheckStatus,
     Finding,
     Location,
     ParityEntry,
@@ -41,10 +40,11 @@ from ddpcheck.findings import (
     Severity,
     select_findings,
 )
+from ddpcheck.headings import HEADINGS, Comparison, Heading, Tally, Told, check_line, heading_of, is_asked
 from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
-from ddpcheck.wording import Names, listed
+from ddpcheck.wording import Names, counted, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,51 +62,9 @@ class Asked:
     launcher: str | None = None  # who has started the processes that the ranks belong to
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """One check of a report: its name, the codes it may give, and what passing it means."""
-
-    name: str
-    codes: tuple[str, ...]
-    passed: str
-
-
-_HEADINGS = (
-    Heading("model", (), "built on every rank"),
-    Heading(
-        "consistency",
-        ("DDP20", "DDP211", "DDP212", "DDP213", "DDP216", "DDP222", "DDP110"),
-        "parameters, buffers and modules are the same on every rank",
-    ),
-    Heading(
-        "wrapping",
-        ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503", "DDP515"),
-        "values, options and optimizers are the same on every rank",
-    ),
-    Heading(
-        "parameters",
-        ("DDP10", "DDP112", "DDP405", "DDP406", "DDP407", "DDP513"),
-        "every parameter takes part, in {steps} on every rank",
-    ),
-    Heading(
-        "reducer",
-        (
-            *("DDP301", "DDP302", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
-            *("DDP515", "DDP517"),
-        ),
-        "{local} equal the average of the ranks' own, and each other",
-    ),
-    Heading(
-        "parity",
-        (
-            *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP505", "DDP510", "DDP514"),
-            *("DDP516", "DDP519"),
-        ),
-        "{single} equal those of the global batch in a single process",
-    ),
-)
-
 _NOISE_MULTIPLE = 5.0
+_NO_OPTIONS = "values and optimizers"
+_UNPATTERNED = frozenset({"DDP304"})
 _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP513"})
 
 
@@ -122,6 +80,7 @@ class Outcome:
         rest_skipped: Why the checks after the one under way were not run.
         ddp_skipped: Why no step goes through the wrapper any more.
         single_skipped: Why there is no single process to compare with.
+        unshared: Why a difference from the single process tells nothing.
     """
 
     asked: Asked
@@ -141,6 +100,7 @@ class Outcome:
     rest_skipped: str = ""
     ddp_skipped: str = ""
     single_skipped: str = ""
+    unshared: str = ""
     _at: str = ""
     _evidence: list[StepEvidence] = field(default_factory=list)
     _ddp: list[DdpStepEvidence] = field(default_factory=list)
@@ -153,6 +113,8 @@ class Outcome:
     _first_local: Sequence[LocalStep] = ()
     _analysed: Sequence[LocalStep] = ()
     _single_backwards: int = 1
+    _after_steps: frozenset[Finding] = frozenset()
+    _came_with: Sequence[tuple[Finding, Finding]] = ()
 
     def fork(self) -> Outcome:
         """A copy to which more can be added, and that can be judged, without changing this one."""
@@ -202,8 +164,10 @@ class Outcome:
             return
         found = judge_parameters([item for item in self._evidence if item.step == step], facts, self.names)
         stops = {f.code for f in found if f.severity is Severity.ERROR} & _STOPS_DDP
-        if stops - ({"DDP103"} if facts.tolerates_unused else set()):
-            self.ddp_skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
+        stops -= {"DDP103"} if facts.tolerates_unused else set()
+        if stops:
+            codes = listed(sorted(stops))
+            self.ddp_skipped = f"not run from step {step} on: {codes} would make DDP raise or hang"
 
     def add_ddp(self, evidence: Sequence[DdpStepEvidence]) -> bool:
         """What the ranks saw in a step through the wrapper; returns whether anything is wrong with it."""
@@ -332,6 +296,7 @@ class Outcome:
         """Turn everything that was gathered into findings, whatever it was that stopped the check."""
         known = self._circumstances(module_locations)
         found = list(self.findings)
+        before = frozenset(found)
         if self._evidence:
             parameters = judge_parameters(
                 self._evidence, known.wrapper, self.names, awake=self.awake, zero_ends=self.zero_ends
@@ -353,18 +318,21 @@ class Outcome:
                 found += judge_optimizer(self.wrapped, self._ddp, self.names)
             if self.error is None:
                 found += judge_nothing_compared(self._norms)
-        self.findings = merge_causes(found)
+        self._after_steps = frozenset(found) - before
+        self.findings, self._came_with = merged_with(found)
 
     def _comparable(self, found: list[Finding]) -> list[Finding]:
-        """Without coupling where samples drew numbers that no two runs can share: they may be all there is to it."""
+        """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
         drew = sorted({name for item in self.local for name in item.drew} - {"torch"})
-        if not drew or not any(finding.code == "DDP304" for finding in found):
+        kept = [finding for finding in found if finding.code not in _UNPATTERNED]
+        if not drew or len(kept) == len(found):
             return found
-        self.notes.append(
-            f"the forward draws from {' and '.join(drew)}, and no two runs can share those numbers sample by sample: "
-            "whether samples are coupled is not known"
+        self.unshared = (
+            f"the forward draws from {' and '.join(drew)}, and no two runs can share those numbers sample by sample"
         )
-        return [finding for finding in found if finding.code != "DDP304"]
+        beyond = {step for step in self._single if self._differs(step)}
+        self._parity = [entry for entry in self._parity if entry.reference == "local" or entry.step not in beyond]
+        return kept
 
     def _differs(self, step: int) -> bool:
         return any(difference.bad for difference in self._widened(self._single[step]))
@@ -381,6 +349,7 @@ class Outcome:
     def report(self, *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Report:
         """What has been gathered, as a report."""
         asked = self.asked
+        kept = select_findings(self.findings, select=select, ignore=ignore)
         return Report(
             target=asked.target,
             tool={"name": "ddpcheck", "version": __version__},
@@ -399,52 +368,95 @@ class Outcome:
                 **({"launcher": asked.launcher} if asked.launcher is not None else {}),
                 "notes": list(dict.fromkeys(self.notes)),
             },
-            checks=tuple(map(self._result, _HEADINGS)),
-            findings=select_findings(self.findings, select=select, ignore=ignore),
-            parity=tuple(
-                replace(entry, tolerance=self._room(entry.parameter, entry.tolerance))
-                for entry in sorted(self._parity, key=lambda entry: (entry.step, entry.reference, entry.parameter))
-            ),
+            checks=tuple(self._line(heading, kept, select, ignore) for heading in HEADINGS),
+            findings=kept,
+            ignored=tuple(sorted(finding.code for finding in self.findings if finding not in kept)),
+            parity=tuple(sorted(self._entries(), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
             timing={name: round(seconds, 4) for name, seconds in self.timing.items()},
             error=self.error,
         )
 
-    def _result(self, heading: Heading) -> CheckResult:
-        found = (
-            [finding for finding in self.findings if finding.code.startswith(heading.codes)] if heading.codes else []
+    def _line(
+        self, heading: Heading, kept: Sequence[Finding], select: Sequence[str], ignore: Sequence[str]
+    ) -> CheckResult:
+        told = [Told(finding, finding) for finding in self.findings]
+        told += [Told(finding, cause) for finding, cause in self._came_with]
+        here = [item for item in told if self._heading_of(item.finding) == heading.name]
+        return check_line(
+            heading,
+            self._comparison(heading.name),
+            here,
+            kept=frozenset(kept),
+            asked=is_asked(heading, select, ignore),
+            seconds=round(self.timing.get(heading.name, 0.0), 4),
+            stopped=self.error.message if self.error is not None and self._at == heading.name else "",
         )
-        status, detail = self._status(heading, found)
-        return CheckResult(heading.name, status, round(self.timing.get(heading.name, 0.0), 4), detail)
 
-    def _status(self, heading: Heading, found: Sequence[Finding]) -> tuple[CheckStatus, str]:
-        codes = listed(list(dict.fromkeys(finding.code for finding in found)), most=5)
-        if self.error is not None and self._at == heading.name:
-            return "error", self.error.message
-        if any(finding.severity is Severity.ERROR for finding in found):
-            return "failed", codes
-        if heading.name == "reducer" and not self._ddp:
-            return "skipped", self.ddp_skipped or self._why_not_reached()
-        if heading.name not in self.timing:
-            return "skipped", self._why_not_reached()
-        if heading.name == "parity" and self.single_skipped:
-            return "skipped", self.single_skipped
-        if heading.name == "parity" and self.ranks_apart and not self._single:
-            return "skipped", "the ranks' parameters differ, so no single process can stand for all of them"
-        if heading.name == "parity" and not self._compared("single-process"):
-            return "skipped", self._why_not_reached()
-        detail = heading.passed.format(
-            steps=_count(len({item.step for item in self._evidence}), "step"),
-            local=_count(self._compared("local"), "gradient"),
-            single=_count(self._compared("single-process"), "gradient"),
+    def _heading_of(self, finding: Finding) -> str:
+        """The check that gave `finding`; causes have gathered evidence since."""
+        same = (replace(finding, evidence=()) == replace(other, evidence=()) for other in self._after_steps)
+        return heading_of(finding.code, after_steps=any(same))
+
+    def _comparison(self, name: str) -> Comparison:
+        """What one of the checks has compared."""
+        if name not in self.timing and not (name == "reducer" and self.ddp_skipped):
+            return Comparison(lacking=self._why_not_reached())
+        several = self.asked.world_size > 1
+        if name == "model":
+            return Comparison("built on every rank" if several else "built on one rank")
+        if name in ("consistency", "wrapping"):
+            options = "values, options and optimizers" if self.wrapped and self.wrapped[0].options else _NO_OPTIONS
+            what = "parameters, buffers and modules" if name == "consistency" else options
+            alone = Comparison(lacking="with one rank there is nothing to compare")
+            return Comparison(f"{what} are the same on every rank") if several else alone
+        if name == "parameters":
+            return self._part_taken()
+        reference = "local" if name == "reducer" else "single-process"
+        tally = Tally.of(entry for entry in self._entries() if entry.reference == reference)
+        what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
+        what = what if name == "reducer" else "those of the global batch in a single process"
+        return Comparison(
+            tally.equal(what, self.asked.steps) if tally.held else "",
+            tally.vacuous() or self._why_not_compared(name, tally.steps),
+            tally.differing(self.asked.steps),
         )
-        return "passed", codes or detail
+
+    def _part_taken(self) -> Comparison:
+        """Which parameters take part in the loss."""
+        steps = sorted({item.step for item in self._evidence})
+        if not steps:
+            return Comparison(lacking=self._why_not_reached())
+        states = [item.states for item in self._evidence]
+        names = states[0]
+        absent = [name for name in names if any(state.get(name) in ("missing", "lost") for state in states)]
+        where = " on every rank" if self.asked.world_size > 1 else ""
+        when = counted(len(steps), "step")
+        every = "every parameter" if len(names) == len(self.wrapped[0].parameters) else "every trainable parameter"
+        text = f"{every} takes part, in {when}{where}"
+        if absent:
+            text = f"{len(names) - len(absent)} of {len(names)} parameters take part in each of {when}{where}"
+            if self._facts.find_unused_parameters:
+                text += ", and find_unused_parameters=True allows for the rest"
+        return Comparison(text, "" if len(steps) == self.asked.steps else self._why_not_reached())
+
+    def _why_not_compared(self, name: str, steps: Sequence[int]) -> str:
+        """Why not every step was compared, in one of the checks of gradients; empty where all were."""
+        if self.withheld:
+            return "DDP308: the same step run twice differs from itself, so comparisons mean nothing"
+        if len(steps) == self.asked.steps:
+            return ""
+        if name == "reducer":
+            return self.ddp_skipped or self._why_not_reached()
+        apart = (
+            "the ranks' parameters differ, so no single process can stand for all of them" if self.ranks_apart else ""
+        )
+        return self.unshared or self.single_skipped or apart or self._why_not_reached()
 
     def _why_not_reached(self) -> str:
         return self.rest_skipped or "not reached"
 
-    def _compared(self, reference: str) -> int:
-        return sum(entry.reference == reference for entry in self._parity)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    def _entries(self) -> list[ParityEntry]:
+        """The comparisons of gradients that mean something."""
+        if self.withheld:
+            return []
+        return [replace(entry, tolerance=self._room(entry.parameter, entry.tolerance)) for entry in self._parity]

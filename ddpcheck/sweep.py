@@ -358,7 +358,9 @@ class _Sweep(CheckRun):
                 self.outcome.add_repeat(step, self._all("repeat.repeat_step", step))
 
     def _judged(self, outcome: Outcome, options: Options, *, own: bool) -> MatrixRow:
-        findings = outcome.report(**self._rules).findings
+        report = outcome.report(**self._rules)
+        findings = report.findings
+        hidden = any(f.severity is Severity.ERROR for f in outcome.findings if f not in findings)
         errors = [finding for finding in findings if finding.severity is Severity.ERROR]
         error = outcome.against_local()
         verdict: Verdict = "right"
@@ -366,9 +368,14 @@ class _Sweep(CheckRun):
             verdict = "stops"
         elif errors:
             verdict = "wrong"
+        elif report.not_made or hidden:
+            verdict = "incomplete"
         elif (options.hook or self._facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self._facts.bits, 0.0):
             verdict = "lossy"
         said = outcome.error.message if outcome.error is not None else outcome.ddp_skipped or outcome.rest_skipped
+        if verdict == "incomplete":
+            why = [f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made]
+            said = " ".join([report.shortfall, *([f"({'; '.join(why)})"] if why else [])])
         if errors:
             said = errors[0].message
             if options.hook and errors[0].code == "DDP302":

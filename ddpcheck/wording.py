@@ -50,6 +50,11 @@ def who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tup
     return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: "1 step", "3 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
     """The form of a verb that goes with so many subjects."""
     return of_one if len(subjects) == 1 else of_several

@@ -74,6 +74,8 @@ def test_a_comparison_that_was_not_made_is_not_accepted(missing: str, words: str
     only_other = ["DDP303", "DDP304"] if missing == "local" else ["DDP301"]
     assert unmet(lacking, select=only_other) == "", "it was not asked for"
     assert unmet(lacking, ignore=["DDP304"]) != ""
+    in_part = replace(report(), checks=skipped)
+    assert unmet(in_part).endswith(": why") and unmet(in_part, select=only_other) == "", "some steps are not all"
 
 
 def test_a_check_that_was_not_finished_is_not_accepted() -> None:

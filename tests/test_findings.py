@@ -1,4 +1,5 @@
 import json
+from typing import get_args
 
 import pytest
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from ddpcheck.errors import FindingsError
 from ddpcheck.findings import (
     CheckResult,
+    CheckStatus,
     Finding,
     Location,
     ParityEntry,
@@ -45,10 +47,11 @@ reports = st.builds(
     environment=st.dictionaries(names, names, max_size=2),
     world=st.dictionaries(names, st.integers() | st.lists(names, max_size=2), max_size=2),
     checks=st.lists(
-        st.builds(CheckResult, names, st.sampled_from(["passed", "failed", "skipped", "error"]), numbers, names),
+        st.builds(CheckResult, names, st.sampled_from(get_args(CheckStatus)), numbers, names, st.booleans()),
         max_size=2,
     ).map(tuple),
     findings=st.lists(findings, max_size=3).map(tuple),
+    ignored=st.lists(st.sampled_from(sorted(RULES)), max_size=3).map(tuple),
     parity=st.lists(st.builds(ParityEntry, st.integers(0, 9), names, names, numbers, numbers), max_size=2).map(tuple),
     timing=st.dictionaries(names, numbers, max_size=2),
     error=st.none() | st.builds(ReportError, names, st.sampled_from([3, 4]), names),
@@ -68,7 +71,7 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     data = json.loads(Report(target="t", findings=(UNUSED,)).to_json())
     assert set(data) == {
         *("schema_version", "tool", "target", "environment", "world", "status", "checks", "findings", "parity"),
-        *("timing", "error"),
+        *("timing", "error", "ignored"),
     }
     assert set(data["findings"][0]) == {
         *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix")

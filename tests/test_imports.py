@@ -28,10 +28,11 @@ ROOMS = """
     gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
     gather.rows gather.flow gather.operations gather.picture
-    consistency program absences anomalous gather.parts loop parity reducer causes outcome conduct check sweep depict
-    folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks testing.values
-    testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks
-    testing.fixture testing.joined testing.session testing.quiet testing.instep pytest_plugin
+    consistency program absences anomalous gather.parts loop parity reducer causes headings outcome conduct check
+    sweep depict folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks
+    testing.values testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict
+    testing.record testing.ranks testing.fixture testing.joined testing.session testing.quiet testing.instep
+    pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward

@@ -81,8 +81,46 @@ note: Ranks share one GPU.
 
 
 def test_a_clean_report_ends_with_a_clean_verdict() -> None:
-    text = as_text(dataclasses.replace(REPORT, findings=()))
-    assert text.splitlines()[-1] == "clean: 1 check passed, 1 skipped (parity), no findings"
+    checks = (CheckResult("model", "passed"), CheckResult("parity", "passed"))
+    text = as_text(dataclasses.replace(REPORT, findings=(), checks=checks))
+    assert text.splitlines()[-1] == "clean: 2 checks passed, no findings"
+
+
+PASSED, UNMADE = CheckResult("model", "passed"), CheckResult("parity", "skipped", detail="not reached")
+UNASKED = dataclasses.replace(UNMADE, name="reducer", asked=False)
+
+
+@pytest.mark.parametrize(
+    ("checks", "findings", "ignored", "status", "verdict"),
+    [
+        ((PASSED, UNMADE), (), (), "incomplete", "no findings, but 1 of 2 checks was not made: parity"),
+        ((PASSED, UNASKED), (), (), "clean", "clean: 1 check passed, no findings"),
+        ((PASSED,), (), ("DDP305",), "ignored", "no findings; 1 finding ignored (DDP305)"),
+        (
+            (PASSED, UNMADE, UNASKED),
+            (),
+            ("DDP101", "DDP101"),
+            "incomplete",
+            "no findings, but 1 of 2 checks was not made: parity; 2 findings ignored (DDP101)",
+        ),
+        (
+            (PASSED, UNMADE, UNMADE),
+            (COUPLED,),
+            ("DDP101",),
+            "findings",
+            "1 finding (1 warning), but 2 of 3 checks were not made: parity, parity; 1 finding ignored (DDP101); "
+            "more on each: ddpcheck explain DDP304",
+        ),
+        ((PASSED, UNMADE), (UNUSED,), (), "findings", "1 finding (1 error); more on each: ddpcheck explain DDP101"),
+    ],
+)
+def test_a_verdict_is_clean_only_where_all_that_was_asked_for_was_made_and_held(
+    checks, findings, ignored, status: str, verdict: str
+) -> None:
+    report = dataclasses.replace(REPORT, checks=checks, findings=findings, ignored=ignored)
+    assert as_text(report).splitlines()[-1] == verdict
+    assert (report.status, report.exit_code()) == (status, int(findings == (UNUSED,)))
+    assert Report.from_json(report.to_json()) == report
 
 
 @pytest.mark.parametrize("findings", [(), (UNUSED,)])

@@ -388,8 +388,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def summary(picture: Picture, marks: Sequence[Mark]) -> str:
-    """One line on what was drawn."""
+def summary(picture: Picture, marks: Sequence[Mark], report: Report | None = None) -> str:
+    """One line on what was drawn, and on what the report says of the parameters."""
     kind = "operation" if picture.detail == "operations" else "module"
     drawn = len({node.module for node in picture.nodes if node.kind == "module" and node.module is not None})
     if kind == "operation":
@@ -397,4 +397,7 @@ def summary(picture: Picture, marks: Sequence[Mark]) -> str:
     marked = _by_first_name(marks, picture.parameters)
     codes = listed(sorted({mark.code for mark in marked.values()}), most=5)
     anomalous = _count(len(marked), "anomalous parameter") if marked else "no anomalous parameters"
+    missing = [check for check in report.checks if check.name == "parameters"] if report is not None else []
+    if missing and missing[0].status == "skipped" and not marked:
+        anomalous = f"whether parameters are anomalous is not known ({missing[0].detail})"
     return f"{_count(drawn, kind)} drawn, {anomalous}{f' ({codes})' if codes else ''}"

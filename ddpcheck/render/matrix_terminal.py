@@ -17,11 +17,19 @@ from ddpcheck.trials import DEFAULTS, Options
 MARKS = {
     "right": ("✓", "ok"),
     "lossy": ("≈", "~"),
+    "incomplete": ("-", "open"),
     "wrong": ("✗", "FAIL"),
     "stops": ("!", "STOP"),
     "skipped": ("-", "skip"),
 }
-STYLES = {"right": "green", "lossy": "green", "wrong": "red", "stops": "bold red", "skipped": "dim"}
+STYLES = {
+    "right": "green",
+    "lossy": "green",
+    "incomplete": "yellow",
+    "wrong": "red",
+    "stops": "bold red",
+    "skipped": "dim",
+}
 MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
 
 
@@ -80,7 +88,7 @@ class MatrixTerminalRenderer(TerminalRenderer):
             return _text(("stopped: ", "bold red"), matrix.error.message)
         if own is None:
             return _text("nothing was run")
-        style = "bold green" if own.fine else "bold red"
+        style = f"bold {STYLES[own.verdict].removeprefix('bold ')}"
         return _text((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
 
 
@@ -118,6 +126,8 @@ def _spelled(seconds: float) -> str:
 def _verdict(row: MatrixRow) -> str:
     if row.verdict == "lossy" and row.error is not None:
         text = f"right, rounded by {row.error:.1e}"
+    elif row.verdict == "incomplete":
+        text = f"nothing wrong otherwise: {_shortened(row.reason)}"
     elif row.fine:
         text = "right"
     elif row.verdict == "skipped":

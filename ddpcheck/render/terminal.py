@@ -27,8 +27,22 @@ MOST_EVIDENCE = 16
 MOST_DETAIL = 40
 UNBROKEN = 10_000  # columns; a log keeps every sentence on one line
 
-MARKS = {"passed": ("✓", "ok"), "failed": ("✗", "FAIL"), "skipped": ("-", "skip"), "error": ("!", "STOP")}
-MARK_STYLES = {"passed": "green", "failed": "red", "skipped": "dim", "error": "bold red"}
+MARKS = {
+    "passed": ("✓", "ok"),
+    "warned": ("~", "warn"),
+    "failed": ("✗", "FAIL"),
+    "ignored": ("-", "ign"),
+    "skipped": ("-", "skip"),
+    "error": ("!", "STOP"),
+}
+MARK_STYLES = {
+    "passed": "green",
+    "warned": "yellow",
+    "failed": "red",
+    "ignored": "dim",
+    "skipped": "dim",
+    "error": "bold red",
+}
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 
 
@@ -184,18 +198,19 @@ class TerminalRenderer:
     def _verdict(self, report: Report) -> RenderableType:
         counts = Counter(finding.severity for finding in report.findings)
         kinds = ", ".join(_count(counts[severity], severity.value) for severity in Severity if counts[severity])
-        found = f"{_count(len(report.findings), 'finding')} ({kinds})" if report.findings else "no findings"
         if report.error is not None:
             before = f" ({_count(len(report.findings), 'finding')} until then)" if report.findings else ""
             return _text(("stopped: ", "bold red"), f"{report.error.message}{before}")
         if report.findings:
             advice = " ".join(sorted({finding.code for finding in report.findings})[:1])
             worst = min(report.findings, key=lambda finding: finding.severity.rank).severity
+            count = _count(len(report.findings), "finding")
+            found = report.summary.replace(count, f"{count} ({kinds})", 1)
             return _text((found, SEVERITY_STYLES[worst]), f"; more on each: ddpcheck explain {advice}")
+        if report.status != "clean":
+            return _text((report.summary, "bold yellow"))
         passed = sum(check.status == "passed" for check in report.checks)
-        skipped = [check.name for check in report.checks if check.status == "skipped"]
-        rest = f", {len(skipped)} skipped ({', '.join(skipped)})" if skipped else ""
-        return _text(("clean: ", "bold green"), f"{_count(passed, 'check')} passed{rest}, no findings")
+        return _text(("clean: ", "bold green"), f"{_count(passed, 'check')} passed, no findings")
 
     def _table(self) -> Table:
         return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
