@@ -102,6 +102,11 @@ class Tally:
                 counts["untold" if entry.tolerance >= UNTOLD else "held"] += 1
         return cls(**counts, steps=tuple(sorted(steps)))
 
+    @property
+    def only_zeros(self) -> bool:
+        """Whether nothing but zeros was compared."""
+        return not (self.held or self.differ or self.untold)
+
     def vacuous(self) -> str:
         """Why the comparisons tell nothing, empty where they do."""
         if not self.steps or self.held or self.differ:

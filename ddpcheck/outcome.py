@@ -44,7 +44,7 @@ from ddpcheck.headings import HEADINGS, Comparison, Heading, Tally, Told, check_
 from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
-from ddpcheck.wording import Names, counted, listed
+from ddpcheck.wording import Names, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Asked:
 
 
 _NOISE_MULTIPLE = 5.0
-_NO_OPTIONS = "values and optimizers"
+_LIBRARIES = {"random": "Python's random"}
 _UNPATTERNED = frozenset({"DDP304"})
 _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP513"})
 
@@ -164,10 +164,8 @@ class Outcome:
             return
         found = judge_parameters([item for item in self._evidence if item.step == step], facts, self.names)
         stops = {f.code for f in found if f.severity is Severity.ERROR} & _STOPS_DDP
-        stops -= {"DDP103"} if facts.tolerates_unused else set()
-        if stops:
-            codes = listed(sorted(stops))
-            self.ddp_skipped = f"not run from step {step} on: {codes} would make DDP raise or hang"
+        if stops - ({"DDP103"} if facts.tolerates_unused else set()):
+            self.ddp_skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
 
     def add_ddp(self, evidence: Sequence[DdpStepEvidence]) -> bool:
         """What the ranks saw in a step through the wrapper; returns whether anything is wrong with it."""
@@ -323,7 +321,7 @@ class Outcome:
 
     def _comparable(self, found: list[Finding]) -> list[Finding]:
         """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
-        drew = sorted({name for item in self.local for name in item.drew} - {"torch"})
+        drew = sorted({_LIBRARIES.get(name, name) for item in self.local for name in item.drew - {"torch"}})
         kept = [finding for finding in found if finding.code not in _UNPATTERNED]
         if not drew or len(kept) == len(found):
             return found
@@ -371,7 +369,9 @@ class Outcome:
             checks=tuple(self._line(heading, kept, select, ignore) for heading in HEADINGS),
             findings=kept,
             ignored=tuple(sorted(finding.code for finding in self.findings if finding not in kept)),
-            parity=tuple(sorted(self._entries(), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
+            parity=tuple(
+                sorted(self._told_entries(), key=lambda entry: (entry.step, entry.reference, entry.parameter))
+            ),
             timing={name: round(seconds, 4) for name, seconds in self.timing.items()},
             error=self.error,
         )
@@ -405,10 +405,11 @@ class Outcome:
         if name == "model":
             return Comparison("built on every rank" if several else "built on one rank")
         if name in ("consistency", "wrapping"):
-            options = "values, options and optimizers" if self.wrapped and self.wrapped[0].options else _NO_OPTIONS
-            what = "parameters, buffers and modules" if name == "consistency" else options
-            alone = Comparison(lacking="with one rank there is nothing to compare")
-            return Comparison(f"{what} are the same on every rank") if several else alone
+            built, wrapped = "parameters, buffers and modules", "values, options and optimizers"
+            what = built if name == "consistency" else wrapped
+            return Comparison(
+                f"{what} are the same on every rank" if several else "one rank, so that nothing can differ"
+            )
         if name == "parameters":
             return self._part_taken()
         reference = "local" if name == "reducer" else "single-process"
@@ -454,6 +455,16 @@ class Outcome:
 
     def _why_not_reached(self) -> str:
         return self.rest_skipped or "not reached"
+
+    def _told_entries(self) -> list[ParityEntry]:
+        """Without those with a reference where only zeros were compared."""
+        entries = self._entries()
+        empty = [
+            reference
+            for reference in ("local", "single-process")
+            if Tally.of(entry for entry in entries if entry.reference == reference).only_zeros
+        ]
+        return [entry for entry in entries if entry.reference not in empty]
 
     def _entries(self) -> list[ParityEntry]:
         """The comparisons of gradients that mean something."""

@@ -13,7 +13,42 @@ def shown(report: Report) -> str:
     return "\n".join([report.status, *lines, str(report.error)])
 
 
+REFERENCES = {"reducer": "local", "parity": "single-process"}
+
+
+def contradictions(report: Report) -> list[str]:
+    """Where a line, the summary or the status of a report says something else than the rest of it."""
+    found = []
+    for check in report.checks:
+        line = f"{check.name} is {check.status} ({check.detail})"
+        entries = [entry for entry in report.parity if entry.reference == REFERENCES.get(check.name)]
+        beyond = [entry for entry in entries if not entry.relative_error <= entry.tolerance]
+        told = [entry for entry in entries if entry.reference_norm or entry.absolute_error]
+        if beyond and check.status not in ("warned", "failed", "ignored", "error"):
+            found.append(f"{line}, and {len(beyond)} gradients are beyond their tolerance")
+        if check.status == "passed" and check.name in REFERENCES:
+            number = int(check.detail.partition(" ")[0])
+            steps = {entry.step for entry in entries}
+            if number != sum(entry.tolerance < 0.5 for entry in told) or len(steps) != report.world["steps"]:
+                found.append(f"{line}, and {len(told)} gradients were compared in steps {sorted(steps)}")
+        if check.status in ("warned", "failed") and not report.findings:
+            found.append(f"{line}, and there is no finding")
+        if not check.detail:
+            found.append(f"{line} without a word")
+        if check.status == "error" and report.error is None:
+            found.append(f"{line}, and nothing has stopped")
+    statuses = {check.status for check in report.checks if check.asked}
+    if report.status == "clean" and (statuses != {"passed"} or report.ignored or report.findings):
+        found.append(f"clean, with checks that are {statuses}, and {report.ignored} ignored")
+    if report.error is None and ("no findings" in report.summary or report.summary == "clean") == bool(report.findings):
+        found.append(f"{report.summary!r} with {len(report.findings)} findings")
+    if report.error is None and report.exit_code() != int(bool(report.at_or_above(Severity.ERROR))):
+        found.append(f"exit code {report.exit_code()}")
+    return found
+
+
 def assert_healthy(report: Report) -> None:
+    assert contradictions(report) == [], shown(report)
     assert report.error is None, shown(report)
     assert report.at_or_above(Severity.WARNING) == (), shown(report)
     assert {check.status for check in report.checks} == {"passed"}, shown(report)

@@ -8,7 +8,7 @@ import pytest
 
 from ddpcheck.check import check
 from ddpcheck.findings import Report
-from tests.reports import assert_healthy, comparable, shown
+from tests.reports import assert_healthy, comparable, contradictions, shown
 
 ZOO = Path(__file__).parent / "zoo"
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
@@ -57,7 +57,7 @@ def test_a_healthy_recipe_is_healthy_in_worlds_of_other_sizes(path: Path, world_
 def test_a_broken_recipe_gets_its_code_and_no_other(path: Path) -> None:
     expected = expected_of(path)
     report = report_on(path)
-    assert report.findings, shown(report)
+    assert report.findings and contradictions(report) == [], shown(report)
     first, *rest = report.findings
     codes = expected["code"] if isinstance(expected["code"], list) else [expected["code"]]
     assert first.code in codes, shown(report)

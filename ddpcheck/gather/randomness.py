@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -61,24 +63,65 @@ def mixed_seed(seed: int, *parts: int) -> int:
     return value % 2**31
 
 
-def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states of the global generators of `torch`, `random` and `numpy`; see `drawn_since`."""
-    states: dict[str, Any] = {"random": random.getstate(), "torch": [_bytes(torch.get_rng_state())]}
+@dataclass(frozen=True, slots=True)
+class OwnGenerator:
+    """A generator of the user's own: the library that it belongs to, and how its state is read and set."""
+
+    library: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def own_generator(value: Any) -> OwnGenerator | None:
+    """How to deal with `value` where it is a generator of random numbers, which is watched from then on."""
+    if isinstance(value, torch.Generator):
+        found = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
+    elif isinstance(value, random.Random):
+        found = OwnGenerator("random", value.getstate, value.setstate)
+    elif issubclass(type(value), _of_numpy("Generator")):
+        bits = value.bit_generator
+        found = OwnGenerator("numpy", lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+    elif issubclass(type(value), _of_numpy("RandomState")):
+        found = OwnGenerator("numpy", lambda: value.get_state(legacy=False), value.set_state)
+    else:
+        return None
+    _watched[id(value)] = found
+    return found
+
+
+def _of_numpy(name: str) -> tuple[type, ...]:
+    """A class of numpy.random, where that is in use."""
+    return (getattr(sys.modules["numpy.random"], name),) if "numpy.random" in sys.modules else ()
+
+
+_watched: dict[int, OwnGenerator] = {}  # those that the recipe holds; what reads their state keeps them alive
+
+
+def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
+    """The states of the generators of torch, random and numpy, the global ones and the recipe's; see `drawn_since`."""
+    states: dict[tuple[str, int], Any] = {("random", 0): random.getstate(), ("torch", 0): _bytes(torch.get_rng_state())}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (name, keys.tobytes(), *rest)
+        states["numpy", 0] = (name, keys.tobytes(), *rest)
     if device.type == "cuda":
-        states["torch"].append(_bytes(torch.cuda.get_rng_state(device)))
+        states["torch", 1] = _bytes(torch.cuda.get_rng_state(device))
+    for key, own in _watched.items():
+        states[own.library, key] = repr(own.read()) if own.library == "numpy" else _plain_state(own.read())
     return states
+
+
+def _plain_state(state: Any) -> Any:
+    return _bytes(state) if isinstance(state, torch.Tensor) else state
 
 
 def _bytes(state: torch.Tensor) -> bytes:
     return bytes(state.tolist())  # numpy may not be there
 
 
-def drawn_since(before: Mapping[str, Any], device: torch.device) -> frozenset[str]:
-    """The libraries from whose global generators numbers were drawn since `before`."""
-    return frozenset(name for name, state in generator_states(device).items() if before.get(name, state) != state)
+def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> frozenset[str]:
+    """The libraries from whose generators numbers were drawn since `before`."""
+    now = generator_states(device)
+    return frozenset(library for (library, key), state in before.items() if now.get((library, key)) != state)
 
 
 _MOST_DRAWS = 10_000

@@ -16,7 +16,14 @@ from torch import nn
 
 from ddpcheck.errors import TargetError
 from ddpcheck.gather.compare import dense
-from ddpcheck.gather.randomness import QuietRandomness, drawn_since, generator_states, quiet_modules, seed_everything
+from ddpcheck.gather.randomness import (
+    QuietRandomness,
+    drawn_since,
+    generator_states,
+    own_generator,
+    quiet_modules,
+    seed_everything,
+)
 from ddpcheck.graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.nests import iter_tensors
 from ddpcheck.rank import set_place
@@ -203,6 +210,8 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
             found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
         elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
             found[key] = copy.copy(value)
+        elif (generator := own_generator(value)) is not None:
+            found[key] = _Drawn(generator.read())
         elif _is_helper(value) and depth < _DEEPEST_PLAIN:
             found[key] = _Helper(_plain(vars(value), depth + 1))
     return found
@@ -213,6 +222,13 @@ class _Helper:
     attributes: dict[str, Any]
 
 
+@dataclass(slots=True)
+class _Drawn:
+    """The state of a generator that a module holds."""
+
+    state: Any
+
+
 def _is_flat(value: Any) -> bool:
     return all(isinstance(item, _PLAIN) for item in (value.values() if isinstance(value, dict) else value))
 
@@ -221,7 +237,7 @@ def _is_helper(value: Any) -> bool:
     """Whether `value` is an object of the user's own that carries state (a schedule, say)."""
     if isinstance(value, nn.Module | type | FunctionType | MethodType):
         return False
-    if type(value).__module__.startswith(("torch", "builtins", "numpy")):
+    if str(type(value).__module__).startswith(("torch", "builtins", "numpy")):
         return False
     try:
         return isinstance(vars(value), dict)
@@ -238,6 +254,9 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
         if isinstance(saved, _Helper):
             if _is_helper(value):
                 _restore_plain(value, saved.attributes)
+        elif isinstance(saved, _Drawn):
+            if (generator := own_generator(value)) is not None:
+                generator.write(saved.state)
         elif isinstance(saved, torch.Tensor):
             if not (isinstance(value, torch.Tensor) and value.shape == saved.shape):
                 own[key] = saved.detach().clone()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.gather.randomness import own_generator
 from ddpcheck.gather.stepping import capture_state
 from ddpcheck.locate import is_user_file
 
@@ -92,15 +92,9 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         if next(value.parameters(), None) is None:  # one that is trained belongs to the step
             state = capture_state(value)
             yield lambda: state.restore(value)
-    elif isinstance(value, torch.Generator):
-        drawn = value.get_state()
-        yield lambda: _set_state(value, drawn)
-    elif isinstance(value, random.Random):
-        at = value.getstate()
-        yield lambda: value.setstate(at)
-    elif _is_numpy_generator(value):
-        bits = copy.deepcopy(value.bit_generator.state)
-        yield lambda: setattr(value.bit_generator, "state", bits)
+    elif (generator := own_generator(value)) is not None:
+        drawn = generator.read()
+        yield lambda: generator.write(drawn)
     elif isinstance(value, FunctionType):
         yield from _of_function(value, depth, seen)
     elif isinstance(value, MethodType):
@@ -184,18 +178,10 @@ def _binder(holder: Any, name: str) -> Callable[[Any], None]:
 
 def _is_own(value: Any) -> bool:
     """Whether `value` is an object of the user's that carries attributes."""
-    module = type(value).__module__
+    module = str(type(value).__module__)  # of a class written in C it need not be one
     if module.partition(".")[0] in ("torch", "builtins", "numpy", "ddpcheck"):
         return False
     try:
         return isinstance(vars(value), dict)
     except Exception:  # no attributes, or an object that does not like to be asked
         return False
-
-
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
-def _is_numpy_generator(value: Any) -> bool:
-    return type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator")

@@ -109,7 +109,7 @@ def look(target: str, seed: int, world_size: int, steps: int, run_loss: bool) ->
     )
 
 
-def _seeded(seed: int, device: torch.device) -> dict[str, Any]:
+def _seeded(seed: int, device: torch.device) -> dict[tuple[str, int], Any]:
     seed_everything(seed)
     return generator_states(device)
 

@@ -13,6 +13,7 @@ from ddpcheck.findings import Report
 from ddpcheck.harness import World
 from tests.faultsuite.cases import ROOT, Case
 from tests.faultsuite.training import train
+from tests.reports import contradictions
 
 Ending = Literal["trains on", "raises", "hangs", "aborts", "exits"]
 PRELOAD = {"mmengine": ("mmengine.model.utils",)}
@@ -123,6 +124,7 @@ def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> l
     if world_size in (None, expected.world_size):
         wanted.append(("ranks", first.ranks, expected.ranks))
     faults = [f"{what}: {is_}, should be {should}" for what, is_, should in wanted if is_ != should]
+    faults += contradictions(report)
     return faults + ([] if expected.cause in said else [f"the cause {expected.cause!r} is not told"])
 
 

@@ -1,0 +1,433 @@
+"""The lines of a report are true: no tick over a comparison that was not made, did not hold or is ignored."""
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ddpcheck.check import check
+from ddpcheck.evidence import Difference
+from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report, Severity
+from ddpcheck.headings import HEADINGS, Comparison, Tally, Told, check_line, is_asked
+from ddpcheck.outcome import Asked, Outcome
+from ddpcheck.recipe import Recipe
+from ddpcheck.wording import make_finding
+from tests.reports import contradictions, shown
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+PARITY = next(heading for heading in HEADINGS if heading.name == "parity")
+
+
+def the_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Two(nn.Module):
+    """Two layers, of which the second takes part as `use` says: always, never, times zero, or not in step 1."""
+
+    def __init__(self, use: str = "always") -> None:
+        super().__init__()
+        self.a, self.b, self.use, self.calls = nn.Linear(8, 4), nn.Linear(8, 4), use, 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        if self.use == "never" or (self.use == "late" and self.calls == 2):
+            return self.a(x)
+        return self.a(x) + (0.0 if self.use == "zero" else 1.0) * self.b(x)
+
+
+class Held(nn.Module):
+    """Noise for each sample, from a generator that the module holds."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any, int], Any]) -> None:
+        super().__init__()
+        self.layer, self.generator, self.draw = nn.Linear(8, 4), generator, draw
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x * torch.as_tensor(self.draw(self.generator, len(x)), dtype=x.dtype)[:, None])
+
+
+class Small(nn.Module):
+    """A model that takes half of the batch at most, or the whole of it in its first step only."""
+
+    def __init__(self, whole_batches: int = 0) -> None:
+        super().__init__()
+        self.layer, self.left = nn.Linear(8, 4), whole_batches
+
+    def forward(self, x: Any) -> Any:
+        if len(x) > 4:
+            self.left -= 1
+            if self.left < 0:
+                raise MemoryError("the batch does not fit")
+        return self.layer(x)
+
+
+class Choosy(nn.Module):
+    """Every rank uses the expert of its own number, and all of them the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        rows = [self.experts[int(i >= 4) if not dist.is_initialized() else the_rank()](row) for i, row in enumerate(x)]
+        return torch.stack(rows)
+
+
+def mean(model: Any, x: Any) -> Any:
+    return model(x).square().mean()
+
+
+def times(draw: Callable[[int], Any]) -> Callable[[Any, Any], Any]:
+    """A loss whose samples are multiplied by numbers that `draw` gives."""
+    return lambda model, x: mean(model, x * torch.as_tensor(draw(len(x)), dtype=x.dtype).reshape(-1, 1))
+
+
+def by_rank(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1 * (1 + the_rank()))
+
+
+def seeded_by_rank() -> Any:
+    torch.manual_seed(the_rank())
+    return nn.Linear(8, 4)
+
+
+def unsynchronised(module: Any, device: Any) -> Any:
+    return nn.parallel.DistributedDataParallel(module, init_sync=False)
+
+
+NORM = {"model": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))}
+LAZY = {"model": lambda: Two("never")}
+LATE = {"model": lambda: Two("late")}
+NUMPY = "numpy, and no two runs can share"
+PYTHON = "Python's random, and no two runs can share"
+FIND_UNUSED = {"ddp_kwargs": {"find_unused_parameters": True}}
+EQUAL = "6 gradients in 3 steps equal"
+NOT_RUN = "not run from step 0 on: the finding on parameters"
+
+# name: what the recipe has, what is asked, the summary, and lines as (check, status, words)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[tuple[str, str, str]]]] = {
+    "healthy": ({}, {}, "clean", [("reducer", "passed", EQUAL), ("parity", "passed", EQUAL)]),
+    "one step": ({}, {"steps": 1}, "clean", [("parity", "passed", "2 gradients in 1 step equal")]),
+    "one parameter": (
+        {"model": lambda: nn.Linear(8, 1, bias=False)},
+        {"steps": 1},
+        "clean",
+        [("parity", "passed", "1 gradient in 1 step equals")],
+    ),
+    "one rank": (
+        {},
+        {"world_size": 1},
+        "clean",
+        [
+            ("model", "passed", "built on one rank"),
+            ("consistency", "passed", "one rank, so that nothing can differ"),
+            ("wrapping", "passed", "one rank, so that nothing can differ"),
+            ("reducer", "passed", "equal those without the wrapper"),
+        ],
+    ),
+    "frozen": (
+        {"model": lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4))},
+        {},
+        "clean",
+        [("parameters", "passed", "every trainable parameter takes part")],
+    ),
+    "dropout": (
+        {"model": lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout())},
+        {},
+        "clean",
+        [("parity", "passed", EQUAL)],
+    ),
+    "all gradients zero": (
+        {"loss": lambda model, x: 0.0 * model(x).sum()},
+        {},
+        "1 finding",
+        [("reducer", "skipped", "every gradient was zero"), ("parity", "failed", "DDP307")],
+    ),
+    "all gradients zero, ignored": (
+        {"loss": lambda model, x: 0.0 * model(x).sum()},
+        {"ignore": ["DDP307"]},
+        "no findings, but 2 of 6 checks were not made: reducer, parity; 1 finding ignored (DDP307)",
+        [("parity", "skipped", "every gradient was zero")],
+    ),
+    "some gradients zero": (
+        {"model": lambda: Two("zero")},
+        {},
+        "1 finding",
+        [
+            ("parameters", "warned", "DDP107"),
+            ("parity", "passed", f"{EQUAL} those of"),
+            ("reducer", "passed", "6 more"),
+        ],
+    ),
+    "numbers of numpy": (
+        {"loss": times(numpy.random.rand)},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", NUMPY), ("reducer", "passed", EQUAL)],
+    ),
+    "one number of numpy": (
+        {"loss": times(lambda _: numpy.random.rand())},
+        {},
+        "clean",
+        [("parity", "passed", EQUAL)],
+    ),
+    "numbers of random": (
+        {"loss": times(lambda n: [random.random() for _ in range(n)])},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", PYTHON)],
+    ),
+    "one number of random": ({"loss": times(lambda _: random.random())}, {}, "clean", [("parity", "passed", EQUAL)]),
+    "numbers of an own generator": (
+        {"loss": times(numpy.random.default_rng(0).random)},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", NUMPY)],
+    ),
+    "a generator of torch in the module": (
+        {"model": lambda: Held(torch.Generator(), lambda own, n: torch.rand(n, generator=own))},
+        {},
+        "clean",
+        [("parity", "passed", EQUAL)],
+    ),
+    "a generator of numpy in the module": (
+        {"model": lambda: Held(numpy.random.default_rng(0), lambda own, n: own.random(n))},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", NUMPY), ("reducer", "passed", EQUAL)],
+    ),
+    "an old generator of numpy in the module": (
+        {"model": lambda: Held(numpy.random.RandomState(0), lambda own, n: own.rand(n))},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", NUMPY), ("reducer", "passed", EQUAL)],
+    ),
+    "a generator of random in the module": (
+        {"model": lambda: Held(random.Random(0), lambda own, n: [own.random() for _ in range(n)])},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", PYTHON), ("reducer", "passed", EQUAL)],
+    ),
+    "numbers that nothing can bring back": (
+        {"loss": times(lambda n: list(os.urandom(n)))},
+        {},
+        "1 finding, but 2 of 6 checks were not made: reducer, parity",
+        [("reducer", "skipped", "DDP308"), ("parity", "skipped", "DDP308")],
+    ),
+    "numbers that nothing can bring back, ignored": (
+        {"loss": times(lambda n: list(os.urandom(n)))},
+        {"ignore": ["DDP308"]},
+        "no findings, but 2 of 6 checks were not made: reducer, parity; 1 finding ignored (DDP308)",
+        [("reducer", "skipped", "DDP308"), ("parity", "skipped", "DDP308")],
+    ),
+    "coupled": (
+        NORM,
+        {},
+        "1 finding",
+        [
+            ("wrapping", "passed", "the same on every rank"),
+            ("reducer", "warned", "DDP215, which comes with DDP304; 18 gradients in 3 steps equal"),
+            ("parity", "warned", "DDP304: 9 of 18 gradients in 3 steps differ"),
+        ],
+    ),
+    "coupled, ignored": (
+        NORM,
+        {"ignore": ["DDP304"]},
+        "no findings; 1 finding ignored (DDP304)",
+        [("reducer", "ignored", "ignored: DDP215, which comes with"), ("parity", "ignored", "ignored: DDP304: 9 of")],
+    ),
+    "coupled, another rule selected": (
+        NORM,
+        {"select": ["DDP101"]},
+        "no findings; 1 finding ignored (DDP304)",
+        [("parity", "ignored", "ignored: DDP304: 9 of 18")],
+    ),
+    "summed": (
+        {"loss": lambda model, x: model(x).square().sum()},
+        {},
+        "1 finding",
+        [("parity", "failed", "DDP305: 6 of 6 gradients in 3 steps differ")],
+    ),
+    "summed, ignored": (
+        {"loss": lambda model, x: model(x).square().sum()},
+        {"ignore": ["DDP305"]},
+        "no findings; 1 finding ignored (DDP305)",
+        [("parity", "ignored", "ignored: DDP305: 6 of 6 gradients in 3 steps differ")],
+    ),
+    "unused": (LAZY, {}, "1 finding", [("parameters", "failed", "DDP101"), ("reducer", "skipped", NOT_RUN)]),
+    "unused, ignored": (
+        LAZY,
+        {"ignore": ["unused-parameter"]},
+        "no findings, but 1 of 6 checks was not made: reducer; 1 finding ignored (DDP101)",
+        [("parameters", "ignored", "ignored: DDP101"), ("reducer", "skipped", NOT_RUN)],
+    ),
+    "unused, gradients selected": (
+        LAZY,
+        {"select": ["DDP3"]},
+        "no findings, but 1 of 3 checks was not made: reducer; 1 finding ignored (DDP101)",
+        [("reducer", "skipped", NOT_RUN)],
+    ),
+    "unused, only the single process selected": (
+        LAZY,
+        {"select": ["DDP305"]},
+        "no findings; 1 finding ignored (DDP101)",
+        [("reducer", "skipped", NOT_RUN), ("parity", "passed", EQUAL)],
+    ),
+    "unused, and searched for": (
+        {**LAZY, **FIND_UNUSED},
+        {},
+        "1 finding",
+        [("parameters", "warned", "DDP101"), ("reducer", "passed", f"{EQUAL} the average of the ranks' own")],
+    ),
+    "experts that not every rank uses": (
+        {"model": Choosy, **FIND_UNUSED},
+        {},
+        "clean",
+        [("parameters", "passed", "0 of 4 parameters take part in each of 3 steps on every rank, and find_unused")],
+    ),
+    "unused in a step": (
+        LATE,
+        {},
+        "1 finding",
+        [("parameters", "failed", "DDP105"), ("reducer", "skipped", "4 gradients in step 0 equal")],
+    ),
+    "unused in a step, ignored": (
+        LATE,
+        {"ignore": ["DDP105"]},
+        "no findings, but 1 of 6 checks was not made: reducer; 1 finding ignored (DDP105)",
+        [("reducer", "skipped", "4 gradients in step 0 equal")],
+    ),
+    "no single process": (
+        {"model": Small},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", "the single process raised MemoryError")],
+    ),
+    "no single process, and none asked for": ({"model": Small}, {"select": ["DDP1"]}, "clean", []),
+    "no single process in later steps": (
+        {"model": lambda: Small(1)},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [("parity", "skipped", "gradients in step")],
+    ),
+    "no wrapper": (
+        {"wrap": lambda module, device: module},
+        {},
+        "1 finding",
+        [
+            ("reducer", "failed", "DDP301: 6 of 6 gradients in 3 steps differ"),
+            ("parity", "skipped", "2 gradients in step 0 equal"),
+        ],
+    ),
+    "no wrapper, ignored": (
+        {"wrap": lambda module, device: module},
+        {"ignore": ["DDP301"]},
+        "no findings, but 1 of 6 checks was not made: parity; 1 finding ignored (DDP301)",
+        [("reducer", "ignored", "ignored: DDP301: 6 of 6 gradients in 3 steps differ")],
+    ),
+    "values that differ": (
+        {"model": seeded_by_rank, "wrap": unsynchronised},
+        {},
+        "1 finding",
+        [
+            ("consistency", "passed", "are the same on every rank"),
+            ("wrapping", "failed", "DDP208"),
+            ("reducer", "failed", "DDP306, which comes with DDP208"),
+            ("parity", "skipped", "the ranks' parameters differ"),
+        ],
+    ),
+    "an optimizer by rank, ignored": (
+        {"optimizer": by_rank},
+        {"ignore": ["DDP223"]},
+        "no findings, but 1 of 6 checks was not made: parity; 1 finding ignored (DDP223)",
+        [
+            ("wrapping", "ignored", "ignored: DDP223"),
+            ("reducer", "ignored", "ignored: DDP306, which comes with DDP223"),
+            ("parity", "skipped", "2 gradients in step 0 equal"),
+        ],
+    ),
+    "shapes that differ, ignored": (
+        {"model": lambda: nn.Linear(8, 4 + the_rank())},
+        {"ignore": ["DDP2"]},
+        "no findings, but 4 of 6 checks were not made: wrapping, parameters, reducer, parity; 1 finding ignored "
+        "(DDP203)",
+        [("consistency", "ignored", "ignored: DDP203"), ("wrapping", "skipped", "DDP203: DDP would stop")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_line_says_what_was_compared_and_held(name: str) -> None:
+    given, asked, summary, lines = CASES[name]
+    recipe = Recipe(**{"model": lambda: nn.Linear(8, 4), "batch": lambda _: torch.randn(8, 8), "loss": mean, **given})
+    report = check(recipe, timeout=60, **asked)
+    assert contradictions(report) == [] and report.summary == summary, shown(report)
+    by_name = {line.name: line for line in report.checks}
+    for check_name, status, words in lines:
+        assert by_name[check_name].status == status, shown(report)
+        assert words in by_name[check_name].detail, shown(report)
+
+
+# Hand-made evidence
+
+DIFFERS = Comparison(held="2 gradients equal", differing="1 of 3 gradients differs")
+
+
+def line(comparison: Comparison, *told: Told, kept: tuple[Finding, ...] = ()) -> tuple[str, str]:
+    result: CheckResult = check_line(PARITY, comparison, told, kept=frozenset(kept), asked=True, seconds=0.0)
+    return result.status, result.detail
+
+
+def test_a_difference_that_no_finding_tells_is_no_tick() -> None:
+    assert line(DIFFERS) == ("failed", "1 of 3 gradients differs, cause unknown")
+    assert line(Comparison(held="2 gradients equal")) == ("passed", "2 gradients equal")
+
+
+def test_a_note_leaves_the_tick_and_is_named() -> None:
+    note = make_finding("DDP109", (), "Needless.")
+    assert line(Comparison(held="all is well"), Told(note, note), kept=(note,)) == ("passed", "all is well; DDP109")
+
+
+def test_a_finding_whose_cause_is_told_elsewhere_is_named_with_it() -> None:
+    cause, found = make_finding("DDP515", (), "Changed."), make_finding("DDP305", (), "Unequal.")
+    assert line(DIFFERS, Told(found, cause), kept=(cause,)) == (
+        "failed",
+        "DDP305, which comes with DDP515: 1 of 3 gradients differs",
+    )
+    assert line(DIFFERS, Told(found, cause))[0] == "ignored"
+
+
+def test_what_is_lost_in_rounding_or_zero_does_not_count_as_equal() -> None:
+    entry = ParityEntry(0, "a", "local", 0.1, 0.6, absolute_error=0.1, reference_norm=1.0)
+    assert Tally.of([entry]).vacuous().startswith("rounding may be as large")
+    zero = ParityEntry(0, "b", "local", 0.0, 1e-6)
+    assert Tally.of([zero]).vacuous().startswith("every gradient was zero")
+    held = ParityEntry(0, "c", "local", 1e-7, 1e-6, absolute_error=1e-7, reference_norm=1.0)
+    assert Tally.of([entry, zero, held]).equal("them", 1) == (
+        "1 gradient in 1 step equals them (1 more is zero, 1 more cannot be told from rounding)"
+    )
+    assert Tally.of([held, zero]).vacuous() == "" and Tally.of([]).vacuous() == ""
+
+
+def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
+    asked = {heading.name for heading in HEADINGS if is_asked(heading, ["DDP101"], [])}
+    assert asked == {"model", "parameters"}
+    assert not is_asked(PARITY, [], ["DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP31", "DDP5"])
+
+
+def test_a_difference_without_an_analysis_is_no_tick() -> None:
+    outcome = Outcome(Asked("t", 2, "gloo", "cpu", 1, 0, 30.0))
+    with outcome.phase("parity"):
+        outcome.add_single_differences(0, (Difference("a", 0.5, 1e-6, distance=0.5, size=1.0),))
+    outcome.judge({})
+    report: Report = outcome.report()
+    assert next(check for check in report.checks if check.name == "parity").status == "failed", shown(report)
+    assert report.exit_code() == 1 or not report.at_or_above(Severity.ERROR)
