@@ -79,6 +79,7 @@ class Tally:
         zero: Of zeros with zeros.
         untold: Within a tolerance so large that they tell nothing.
         steps: In which any was made.
+        farthest: The largest relative error.
     """
 
     held: int = 0
@@ -86,21 +87,23 @@ class Tally:
     zero: int = 0
     untold: int = 0
     steps: tuple[int, ...] = ()
+    farthest: float = 0.0
 
     @classmethod
     def of(cls, entries: Iterable[ParityEntry]) -> Tally:
         """Count `entries`, all with one reference."""
         counts = {"held": 0, "differ": 0, "zero": 0, "untold": 0}
-        steps = set()
+        steps, farthest = set(), 0.0
         for entry in entries:
             steps.add(entry.step)
+            farthest = max(farthest, entry.relative_error)
             if not entry.relative_error <= entry.tolerance:
                 counts["differ"] += 1
             elif not entry.reference_norm and not entry.absolute_error:
                 counts["zero"] += 1
             else:
                 counts["untold" if entry.tolerance >= UNTOLD else "held"] += 1
-        return cls(**counts, steps=tuple(sorted(steps)))
+        return cls(**counts, steps=tuple(sorted(steps)), farthest=farthest)
 
     @property
     def only_zeros(self) -> bool:
@@ -122,6 +125,12 @@ class Tally:
         verb = "equals" if self.held == 1 else "equal"
         text = f"{counted(self.held, 'gradient')} in {self._when(of_steps)} {verb} {what}"
         return f"{text} ({', '.join(more)})" if more else text
+
+    def compressed(self, hook: str, of_steps: int) -> str:
+        """What is known of gradients that a communication hook compresses so much that they cannot be compared."""
+        count = counted(self.held + self.untold, "gradient")
+        away = f"what {hook} leaves of the average of the ranks' own is up to {self.farthest:.2g} away from it"
+        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {away}"
 
     def differing(self, of_steps: int) -> str:
         """How many did not hold; empty where all did."""

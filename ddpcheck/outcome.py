@@ -414,6 +414,9 @@ class Outcome:
             return self._part_taken()
         reference = "local" if name == "reducer" else "single-process"
         tally = Tally.of(entry for entry in self._entries() if entry.reference == reference)
+        hook = self._facts.comm_hook if name == "reducer" else ""
+        if hook and tally.untold and not self._why_not_compared(name, tally.steps):
+            return Comparison(tally.compressed(hook, self.asked.steps), differing=tally.differing(self.asked.steps))
         what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
         what = what if name == "reducer" else "those of the global batch in a single process"
         return Comparison(
