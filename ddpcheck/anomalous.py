@@ -15,7 +15,7 @@ from ddpcheck.absences import AT_NEXT_FORWARD, family_of, judge_sometimes
 from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.rules import RULES
-from ddpcheck.wording import Names, listed
+from ddpcheck.wording import Names, counted, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ def judge_parameters(
             Finding(
                 code="DDP109",
                 subjects=("find_unused_parameters",),
-                message=f"Every parameter contributed in every one of {len(steps)} steps on every rank, "
+                message=f"Every parameter contributed in {counted(len(steps), 'step')} on every rank, "
                 "so find_unused_parameters=True searches the graph for nothing.",
                 severity=RULES["DDP109"].severity,
                 evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),

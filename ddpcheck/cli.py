@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 EPILOG = """\
-exit codes: 0 clean; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
+exit codes: 0 no findings; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
 3 the target could not be imported, built or run; 4 a hang or a deadline; 130 interrupted by Ctrl-C, 143 ended by
 SIGTERM. Where torchrun, mpirun or srun has started several, rank 0 has this exit code and the others 0.
 """

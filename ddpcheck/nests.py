@@ -160,7 +160,7 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
     size = batch_size(batch)
     if size < world_size:
         raise TargetError(
-            f"batch: {size} sample(s) cannot be split over {world_size} ranks; "
+            f"batch: {size} sample{'' if size == 1 else 's'} cannot be split over {world_size} ranks; "
             f"return at least {world_size} samples, or check with a smaller --world-size"
         )
     start, stop = shard_bounds(size, rank, world_size)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.options import are_harmless
-from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
+from ddpcheck.wording import counted, listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
@@ -177,7 +177,7 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
         make_finding(
             "DDP503",
             names,
-            f"{len(names)} parameter(s) were {what} after wrapping; the reducer keeps to what it saw then.",
+            f"{counted(len(names), 'parameter')} {verb('was', 'were', names)} {what} after wrapping; the reducer keeps to what it saw then.",
             ranks=ranks if len(ranks) < len(changes) else (),
         )
         for what, names in by_what.items()

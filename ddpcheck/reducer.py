@@ -14,7 +14,7 @@ from ddpcheck.evidence import DdpStepEvidence, Difference
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_departure
 from ddpcheck.parity import LOOSEST_FIT, Circumstances, some_steps, spelled_factor
-from ddpcheck.wording import listed, make_finding, spelled, spelled_steps, verb
+from ddpcheck.wording import counted, listed, make_finding, spelled, spelled_steps, verb
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers in which torch's normalisation layers keep what they have seen."""
@@ -69,7 +69,9 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
                 "take part in the step.",
                 ranks=ranks if len(ranks) < known.world_size else (),
                 steps=some_steps(sorted({item.step for item in bypassed}), len(by_step)),
-                evidence=[f"gradients of {len(names)} parameters differ between ranks", *facts] if names else facts,
+                evidence=[f"gradients of {counted(len(names), 'parameter')} differ between ranks", *facts]
+                if names
+                else facts,
             )
         )
     elif names:
@@ -81,8 +83,8 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
             make_finding(
                 "DDP301",
                 known.names.subjects(names),
-                f"The gradients of {'all' if every else f'{len(names)} of'} {len(evidence[0].gradients)} parameters "
-                f"differ between ranks after backward, from {spelled_steps(steps[:1])} on.",
+                f"The gradients of {'all' if every else f'{len(names)} of'} "
+                f"{counted(len(evidence[0].gradients), 'parameter')} differ between ranks after backward, from {spelled_steps(steps[:1])} on.",
                 steps=some_steps(steps, len(by_step)),
                 location=known.names.location(names),
                 evidence=[*whose, *facts],
@@ -134,7 +136,7 @@ def _judge_mismatch(
             "DDP310",
             known.names.subjects(names),
             f"{hook.what[0].upper()}{hook.what[1:]}, registered while wrapping, is in the way of gradients: what the "
-            f"wrapper left in .grad of {len(names)} parameter(s) is not the average of the ranks' own.",
+            f"wrapper left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own.",
             steps=some_steps(steps, len(by_step)),
             location=hook.location or known.names.location(names),
             evidence=[*(f"in the way of gradients: {hook}" for hook in known.wrap_hooks[:3]), *facts],
@@ -154,7 +156,7 @@ def _judge_mismatch(
     return make_finding(
         "DDP302",
         known.names.subjects(names),
-        f"What the wrapper left in .grad of {len(names)} parameter(s) is not the average of the ranks' own gradients.",
+        f"What the wrapper left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own gradients.",
         steps=some_steps(steps, len(by_step)),
         location=known.names.location(names),
         evidence=facts,
@@ -172,12 +174,9 @@ def _constant_ratio(differences: Sequence[Difference]) -> float | None:
 
 
 _DEPARTURES = {
-    "DDP306": "{count} parameter(s) differ between ranks after the optimizer's step {step}, although their gradients "
-    "were equal.",
-    "DDP508": "{ranks} skipped the optimizer's step {step} that the others made: {count} parameter(s) differ from "
-    "there on.",
-    "DDP515": "The values of {count} parameter(s) were changed on {ranks} in step {step}, by something else than the "
-    "optimizer.",
+    "DDP306": "{count} {differ} between ranks after the optimizer's step {step}, although the gradients were equal.",
+    "DDP508": "{ranks} skipped the optimizer's step {step} that the others made: {count} {differ} from there on.",
+    "DDP515": "The values of {count} were changed on {ranks} in step {step}, by something else than the optimizer.",
 }
 
 
@@ -224,7 +223,12 @@ def judge_state(
             make_finding(
                 code,
                 known.names.subjects(names),
-                _DEPARTURES[code].format(count=len(names), step=first, ranks=spelled(ranks) if ranks else ""),
+                _DEPARTURES[code].format(
+                    count=counted(len(names), "parameter"),
+                    differ=verb("differs", "differ", names),
+                    step=first,
+                    ranks=spelled(ranks) if ranks else "",
+                ),
                 ranks=ranks,
                 steps=some_steps(range(first, len(by_step)), len(by_step)),
                 location=known.names.location(names),
@@ -237,16 +241,17 @@ def judge_state(
     if drifted:
         names = list(drifted)
         code = "DDP215" if known.broadcasts_buffers else "DDP214"
+        them = verb("it", "them", names)
         consequence = (
-            "the next forward overwrites them with rank 0's, so what the other ranks computed is discarded"
+            f"the next forward overwrites {them} with rank 0's, so what the other ranks computed is discarded"
             if known.broadcasts_buffers
-            else "nothing synchronises them, and a checkpoint keeps rank 0's"
+            else f"nothing synchronises {them}, and a checkpoint keeps rank 0's"
         )
         findings.append(
             make_finding(
                 code,
                 names,
-                f"{len(names)} buffer(s) differ between ranks after step {min(drifted.values())}: {consequence}.",
+                f"{counted(len(names), 'buffer')} {verb('differs', 'differ', names)} between ranks after step {min(drifted.values())}: {consequence}.",
                 location=known.names.location(names),
                 severity=Severity.WARNING,
                 evidence=_why_buffers_differ(names, known),

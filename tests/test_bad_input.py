@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "no parameters": ("def model(): return nn.Identity()\n", ["no parameter of the model requires grad"]),
     "batch smaller than the world": (
         "def batch(step): return torch.ones(1, 4)\n",
-        ["1 sample(s) cannot be split over 2 ranks", "--world-size"],
+        ["1 sample cannot be split over 2 ranks", "--world-size"],
     ),
     "batch that does not split": (
         "def batch(step): return {'x': torch.ones(8, 4), 'y': torch.ones(6)}\n",

@@ -17,7 +17,7 @@ from ddpcheck.trials import DEFAULTS, FIND_UNUSED, STATIC_GRAPH, ModelFacts, Opt
 
 SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
 NEEDLESS = Finding("DDP109", ("find_unused_parameters",), "It searches for nothing.", Severity.NOTE)
-DRIFT = Finding("DDP214", ("mean",), "1 buffer(s) differ between ranks.", Severity.WARNING)
+DRIFT = Finding("DDP214", ("mean",), "1 buffer differs between ranks.", Severity.WARNING)
 SUM = Finding("DDP305", ("loss",), "The loss sums over samples.", Severity.ERROR)
 VIEW = {"gradient_as_bucket_view": True}
 
@@ -194,7 +194,7 @@ def test_a_needless_option_is_a_cost_once_and_safe_ones_are_listed() -> None:
     assert said(found, "costs").startswith("find_unused_parameters=True is needless: every parameter contributes")
     assert "a step takes 1.20 times as long (1.19 to 1.21) here" in said(found, "costs")
     assert said(found, "wrong") == "static_graph=True is wrong for it: DDP305 The loss sums over samples."
-    assert said(found, "warns").startswith("forward_sync_buffers=False is right, with a warning: DDP214: 1 buffer(s)")
+    assert said(found, "warns").startswith("forward_sync_buffers=False is right, with a warning: DDP214: 1 buffer")
     assert said(found, "safe") == (
         "Safe, and without a measurable difference in step time: gradient_as_bucket_view=True; "
         "fp16_compress_hook (rounds gradients by up to 4.0e-04)."

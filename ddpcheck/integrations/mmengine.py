@@ -21,6 +21,7 @@ from ddpcheck.errors import UsageError
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.watching.telling import as_text, checked_choice
 from ddpcheck.watching.watch import Watch
+from ddpcheck.wording import counted
 from ddpcheck.wrapper import CheckedDistributedDataParallel
 
 OnFinding = Literal["raise", "warn", "log"] | Callable[[Finding], object]
@@ -121,7 +122,8 @@ class DdpCheckHook(Hook):  # type: ignore[misc]
 
     def after_train(self, runner: Any) -> None:
         for watch in self.watches:
-            runner.logger.info(f"ddpcheck: {watch.step} steps watched, {len(watch.findings)} finding(s)")
+            steps, findings = counted(watch.step, "step"), counted(len(watch.findings), "finding")
+            runner.logger.info(f"ddpcheck: {steps} watched, {findings}")
         self._own.close()
 
     def _compare(self) -> None:

@@ -237,8 +237,9 @@ class Server:
                     self._refusals[name] = preloading.import_named(name)
                 gc.freeze()
                 if (count := _threads()) > 1:  # a fork copies one thread, and the locks that the others hold
+                    threads = "a thread" if count == 2 else f"{count - 1} threads"
                     self._unsafe = (
-                        f"preload: importing {name!r} leaves {count - 1} thread(s) running, and such a process cannot "
+                        f"preload: importing {name!r} leaves {threads} running, and such a process cannot "
                         "be forked; do not preload it"
                     )
             if self._refusals[name]:
