@@ -177,7 +177,8 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
         make_finding(
             "DDP503",
             names,
-            f"{counted(len(names), 'parameter')} {verb('was', 'were', names)} {what} after wrapping; the reducer keeps to what it saw then.",
+            f"{counted(len(names), 'parameter')} {verb('was', 'were', names)} {what} after wrapping; "
+            "the reducer keeps to what it saw then.",
             ranks=ranks if len(ranks) < len(changes) else (),
         )
         for what, names in by_what.items()

@@ -84,7 +84,8 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
                 "DDP301",
                 known.names.subjects(names),
                 f"The gradients of {'all' if every else f'{len(names)} of'} "
-                f"{counted(len(evidence[0].gradients), 'parameter')} differ between ranks after backward, from {spelled_steps(steps[:1])} on.",
+                f"{counted(len(evidence[0].gradients), 'parameter')} differ between ranks after backward, "
+                f"from {spelled_steps(steps[:1])} on.",
                 steps=some_steps(steps, len(by_step)),
                 location=known.names.location(names),
                 evidence=[*whose, *facts],
@@ -156,7 +157,8 @@ def _judge_mismatch(
     return make_finding(
         "DDP302",
         known.names.subjects(names),
-        f"What the wrapper left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own gradients.",
+        f"What the wrapper left in .grad of {counted(len(names), 'parameter')} is not "
+        "the average of the ranks' own gradients.",
         steps=some_steps(steps, len(by_step)),
         location=known.names.location(names),
         evidence=facts,
@@ -251,7 +253,8 @@ def judge_state(
             make_finding(
                 code,
                 names,
-                f"{counted(len(names), 'buffer')} {verb('differs', 'differ', names)} between ranks after step {min(drifted.values())}: {consequence}.",
+                f"{counted(len(names), 'buffer')} {verb('differs', 'differ', names)} between ranks after step "
+                f"{min(drifted.values())}: {consequence}.",
                 location=known.names.location(names),
                 severity=Severity.WARNING,
                 evidence=_why_buffers_differ(names, known),
