@@ -82,8 +82,10 @@ def judge_sometimes(
         ends_here: Whether the run ends with the last of these steps.
     """
     groups: dict[str, list[str]] = {}
+    at_once = len({frozenset((item.rank, item.step) for item in missing[name]) for name in sometimes}) == 1
+    whole = at_once and len(sometimes) == len(trainable) > 1  # the loss of an empty batch, say, which is a constant
     for name in sometimes:
-        groups.setdefault(family_of(name, set(sometimes), trainable), []).append(name)
+        groups.setdefault("" if whole else family_of(name, set(sometimes), trainable), []).append(name)
     findings = []
     for group in groups.values():
         absences = _absences(group, missing)
@@ -105,6 +107,14 @@ def judge_sometimes(
             ranks = ranks if len(ranks) < world_size else ()
             step = min(min(absence.steps) for absence in partial)
             message = _told([absence for absence in partial if step in absence.steps], step, names)
+            if whole:
+                facts = [
+                    "what the loss is made of there depends on no parameter, as a constant for an empty batch does"
+                ]
+                message = (
+                    f"No parameter has a part in the loss of {spelled(partial[0].ranks)} in step {step}, while the "
+                    "other ranks wait for the gradients."
+                )
         else:
             code = "DDP513" if wrapper.static_graph else "DDP105"
             message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(absent_in)}."

@@ -315,8 +315,8 @@ class LoopEvent:
     """One thing that happened in a step under the wrapper.
 
     Attributes:
-        kind: "forward" (of the wrapper), "backward", "no_sync" (called), "enter no_sync", "leave no_sync" or
-            "zero_grad".
+        kind: "forward" (of the wrapper), "backward", "no_sync" (called), "enter no_sync", "leave no_sync",
+            "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left).
         location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
         synchronises: Of a forward: whether DDP will average the gradients of the next backward.
         lost: Of a `zero_grad`: the parameters whose gradients go before anybody has used them.

@@ -123,7 +123,7 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
         unequal: Whether gradients differ between ranks, or are not their average.
     """
     findings = []
-    for judge in (_judge_discarded, _judge_never_synchronised, _judge_pairing) if unequal else (_judge_discarded,):
+    for judge in (_judge_discarded, _judge_unsynchronised, _judge_pairing) if unequal else (_judge_discarded,):
         found = judge(evidence)
         if found is not None:
             findings.append(found)
@@ -150,6 +150,53 @@ def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
     )
 
 
+def _judge_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+    return _judge_never_synchronised(evidence) or _judge_last_unsynchronised(evidence)
+
+
+def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+    """A step on what backward passes have added after the reduction, or without any."""
+    found = [(item, *place) for item in evidence if (place := _unreduced_at_step(item.events)) is not None]
+    if not found:
+        return None
+    item, reduced, passes, step = found[0]
+    several = f"{passes} backward passes" if passes > 1 else "A backward pass"
+    kind = "ones" if passes > 1 else "one"
+    return make_finding(
+        "DDP502",
+        ("no_sync",),
+        f"{several} after the reduction of the step: what the last {kind} added was never averaged, and every rank "
+        "steps on its own."
+        if reduced
+        else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
+        ranks=_some(sorted({item.rank for item, *_ in found}), evidence),
+        location=_place(step.location) or _place(item.events[item.events.index(step) - 1].location),
+        evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"],
+        fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
+        "require_backward_grad_sync set to True before it.",
+    )
+
+
+def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEvent] | None:
+    """The first step on gradients not averaged: whether others of it were, how many passes were not, and the step."""
+    ready = reduced = waiting = False
+    passes = 0
+    for event in events:
+        if event.kind == "forward":
+            ready, waiting = ready or event.synchronises, waiting or not event.synchronises
+        elif event.kind == "backward":
+            if ready:
+                ready, reduced, passes = False, True, 0
+            elif waiting:
+                passes += 1
+            waiting = False
+        elif event.kind == "step":
+            if passes:
+                return reduced, passes, event
+            ready = reduced = waiting = False
+    return None
+
+
 def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
     mute = [
         item
@@ -174,12 +221,14 @@ def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | 
 def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
     """A backward pass of the wrapper's output after the one that ended the reduction."""
     for item in evidence:
-        ready, done = False, None
+        ready, waiting, done = False, False, None
         for index, event in enumerate(item.events):
-            if event.kind == "forward" and event.synchronises:
-                ready = True
+            if event.kind == "forward":
+                ready, waiting = ready or event.synchronises, waiting or not event.synchronises
             elif event.kind == "backward" and ready:
-                ready, done = False, event
+                ready, waiting, done = False, False, event
+            elif event.kind == "backward" and waiting:  # its forward was not to be synchronised
+                waiting = False
             elif event.kind == "backward" and done is not None:
                 after = [e.kind for e in item.events[: index + 1] if e.kind in ("forward", "backward")]
                 return make_finding(

@@ -172,7 +172,8 @@ def test_the_example_ends_well_without_ddpcheck_and_is_told_its_fault_with_it(wo
         assert said.partition("  what to do")[0] in PAGE.read_text(encoding="utf-8")
     assert added("accelerate/language_model") == [
         "from ddpcheck.integrations.accelerate import watch",
-        "watch(accelerator, model)",
+        "watched = watch(accelerator, model)",
+        "watched.close()",
     ]
 
 

@@ -56,6 +56,24 @@ def test_a_second_backward_without_a_forward_of_its_own() -> None:
         assert judge_loop(steps(*events), unequal=False) == []
 
 
+STEP = event("step", 9)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [(*SYNCED, LOCAL, BACKWARD, STEP), (FORWARD, BACKWARD, STEP, LOCAL, BACKWARD, STEP)],
+    ids=["the last one", "a whole step"],
+)
+def test_a_step_on_gradients_that_were_not_averaged(events: tuple[LoopEvent, ...]) -> None:
+    finding = only(judge_loop(steps(*events), unequal=True))
+    assert (finding.code, finding.severity, finding.location) == ("DDP502", Severity.ERROR, Location("train.py", 9))
+
+
+def test_passes_that_are_averaged_in_the_end_are_clean() -> None:
+    for events in ((LOCAL, BACKWARD, LOCAL, BACKWARD, *SYNCED, STEP), (*SYNCED, STEP, LOCAL, BACKWARD)):
+        assert judge_loop(steps(*events), unequal=True) == []
+
+
 def test_gradients_that_are_zeroed_before_anybody_used_them() -> None:
     lost = event("zero_grad", 7, lost=("a",))
     finding = only(judge_loop(steps(LOCAL, BACKWARD, lost, *SYNCED), unequal=False))

@@ -335,6 +335,119 @@ def test_an_optimizer_that_only_gets_gradients_of_its_own_rank_is_told(code, way
     assert [finding.code for finding in told] == [code]
 
 
+def accumulate(model, windows, *, synchronises, micro=4, late=False, optimizer=None, begin=0):
+    """Accumulation with `require_backward_grad_sync` set by hand: before each forward, or (`late`) after it."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(begin, windows * micro):
+        if not late:
+            model.require_backward_grad_sync = synchronises(index)
+        loss = model(torch.randn(3, 4)).square().mean() / micro
+        if late:
+            model.require_backward_grad_sync = synchronises(index)
+        loss.backward()
+        if index % micro == micro - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("late", "synchronises"),
+    [(True, lambda i: i % 4 == 3), (False, lambda i: i % 4 == 0), (False, lambda i: i % 4 == 2)],
+    ids=["set after forward", "the first one", "the last but one"],
+)
+def test_a_last_micro_batch_that_is_not_synchronised_is_told(late, synchronises):
+    torch.manual_seed(dist.get_rank())
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    accumulate(model, 3, synchronises=synchronises, late=late)
+    assert [(f.code, f.ranks, f.severity.value) for f in told] == [("DDP502", (), "error")]
+    assert told[0].location.path.endswith("test_watching.py")
+
+
+def test_a_last_micro_batch_that_is_not_synchronised_on_one_rank_is_told_with_the_rank(rank):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        if rank:
+            with model.no_sync():
+                model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert [(f.code, f.ranks) for f in told] == [("DDP502", (1,))]
+
+
+def test_one_step_under_no_sync_among_others_is_told():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    for step in range(6):
+        with model.no_sync() if step == 3 else contextlib.nullcontext():
+            train(model, 1, begin=step)
+    assert [finding.code for finding in told] == ["DDP502"]
+
+
+def test_an_unfinished_window_that_is_stepped_on_at_the_end_is_told_when_the_watch_is_closed():
+    model = nn.parallel.DistributedDataParallel(Net())
+    told = []
+    with ddpcheck.watch(model, on_finding=told.append):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulate(model, 2, synchronises=lambda i: i % 4 == 3, optimizer=optimizer)
+        with model.no_sync():
+            model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        assert told == []
+    assert [finding.code for finding in told] == ["DDP502"]
+
+
+def test_an_optimizer_whose_closure_runs_passes_that_are_not_synchronised_is_told():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure(synchronises):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        with contextlib.nullcontext() if synchronises else model.no_sync():
+            loss = model(torch.randn(3, 4)).square().mean()
+            loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(lambda: closure(True))
+    assert told == []
+    for _ in range(2):
+        optimizer.step(lambda: closure(False))
+    assert [finding.code for finding in told] == ["DDP502"]
+
+
+class Empty(Net):
+    """Returns a loss that hangs on nothing where there is nothing in the batch."""
+
+    def forward(self, x, way="whole"):
+        if len(x) == 0:
+            return (
+                {"loss": torch.zeros((), requires_grad=True)} if way == "dict" else torch.zeros((), requires_grad=True)
+            )
+        loss = super().forward(x).square().mean()
+        return {"loss": loss} if way == "dict" else loss
+
+
+@pytest.mark.parametrize("way", ["whole", "dict"])
+def test_a_loss_that_hangs_on_nothing_on_one_rank_is_told_before_the_others_wait_for_it(rank, way):
+    model = CheckedDistributedDataParallel(Empty())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(FindingsError):
+        for step in range(4):
+            optimizer.zero_grad()
+            out = model(torch.randn(0 if rank == 1 and step == 2 else 3, 4), way)
+            (out["loss"] * 1.0 if way == "dict" else out).backward()
+            optimizer.step()
+    assert [(code, ranks, steps) for code, _, ranks, steps in found(model)] == [("DDP104", (1,), (2,))]
+    assert len(model.findings[0].subjects) == 6
+    assert model.findings[0].message.startswith("No parameter has a part in the loss of rank 1 in step 2")
+
+
 def test_a_cast_after_wrapping_that_loses_the_hooks_of_ddp_is_told():
     told = []
     model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
@@ -408,6 +521,80 @@ def test_gradient_accumulation_under_no_sync_is_silent_and_right():
                 model(torch.randn(3, 4)).sum().backward()
                 model(torch.randn(3, 4), "short").sum().backward()
             model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+
+
+def test_accumulation_that_ends_synchronised_is_silent():
+    with silent() as wrap:
+        accumulate(wrap(Net()), 4, synchronises=lambda i: i % 4 == 3)
+        model = wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(3):  # of ten batches: the last window of each has two, and ends synchronised
+            for index in range(10):
+                with contextlib.nullcontext() if index % 4 == 3 or index == 9 else model.no_sync():
+                    model(torch.randn(3, 4)).square().mean().backward()
+                if index % 4 == 3 or index == 9:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=bool(epoch % 2))
+        for _ in range(3):  # what an unfinished window has left goes into the next reduction
+            with model.no_sync():
+                model(torch.randn(3, 4)).square().mean().backward()
+            train(model, 1, optimizer=optimizer)
+
+
+def test_passes_under_no_sync_that_no_step_uses_are_silent():
+    """Sharpness-aware minimisation, a measurement of gradients, and the other half of a GAN."""
+    with silent() as wrap:
+        model, critic = wrap(Net()), wrap(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        judges = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for _ in range(4):
+            with model.no_sync():
+                model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.zero_grad()
+            judges.zero_grad()
+            critic(model(torch.randn(3, 4)).detach()).mean().backward()
+            judges.step()
+            with critic.no_sync():
+                critic(model(torch.randn(3, 4))).mean().backward()
+            optimizer.step()
+        critic.zero_grad()
+
+
+def test_lbfgs_with_accumulation_in_its_closure_is_silent():
+    with silent() as wrap:
+        model = wrap(Net())
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        x = torch.randn(4, 3, 4)
+
+        def closure():
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(x[0]).square().mean().backward()
+            loss = model(x[1]).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+
+def test_inputs_that_forward_returns_and_that_get_gradients_are_silent():
+    class Echo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x), x
+
+    with silent() as wrap:
+        model = wrap(Echo())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            out, x = model(torch.randn(3, 4, requires_grad=True))
+            (out.mean() + x.square().mean()).backward()
             optimizer.step()
 
 

@@ -25,7 +25,13 @@ UNSEEN = {
 OF_THE_LOOP = (
     *("added_after_wrapping", "always_no_sync", "backward_twice_through_one_forward", "cast_after_wrapping"),
     *("comm_hook_forgets_division", "comm_hook_overflows", "comm_hook_returns_local", "frozen_after_wrapping"),
-    *("functional_call", "inner_loop_by_autograd_grad", "inner_module_called", "no_sync_around_backward_only"),
+    *(
+        "last_micro_batch_not_synchronised",
+        "functional_call",
+        "inner_loop_by_autograd_grad",
+        "inner_module_called",
+        "no_sync_around_backward_only",
+    ),
     *("no_sync_not_entered", "other_method_called", "replaced_after_wrapping", "second_backward_not_reduced"),
     *("static_graph_violated", "submodules_called", "unfrozen_after_wrapping"),
 )

@@ -119,6 +119,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, patched)
         yield recorder
+        recorder.events.append(LoopEvent("step"))
 
 
 @contextlib.contextmanager

@@ -43,6 +43,9 @@ class Listener(Protocol):
     def unsynchronised(self) -> None:
         """A forward is about to run after which DDP does not average."""
 
+    def unreduced(self) -> None:
+        """The backward pass of such a forward begins."""
+
     def starting(self, number: int) -> None:
         """The first gradient of a backward pass has arrived at what the forward returned."""
 
@@ -67,6 +70,7 @@ class Rounds:
         names: Of the parameters that the wrapper synchronises, in their order.
         parameters: These.
         snapshot: Of the last forward; `None` where it cannot be run again.
+        unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
         asks_parameters: Whether backward passes are heard of from parameters too, which costs a hook on each of them.
     """
 
@@ -82,7 +86,10 @@ class Rounds:
         self._nodes = [gradient_node(p) for p in self.parameters]
         self._sparse = _sparse_tables(wrapper.module)
         self._tolerant = bool(wrapper.find_unused_parameters)
+        self.unreduced: set[int] = set()
         self._hook = StaysBehind(self._on_gradient)
+        self._hook_unreduced = StaysBehind(self._on_unreduced)
+        self._in_unreduced = False
         self._expected: Set[int] | None = None  # under static_graph, what took part in the first round
         self._everything: Set[int] = frozenset(range(len(self.names)))
         self._left = _NOTHING
@@ -118,7 +125,7 @@ class Rounds:
 
     def _before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.settle()
-        self._in_backward = False  # also where the last backward pass has raised
+        self._in_backward = self._in_unreduced = False  # also where the last backward pass has raised
         if not self._prepared:
             self._roots.clear()
         if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
@@ -137,6 +144,8 @@ class Rounds:
             self._listener.returned(self.number, output)
             if wrapper.require_backward_grad_sync:
                 self._expect(output)
+            else:
+                self._follow_unreduced(output)
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward has returned: where a framework calls backward inside of it."""
@@ -147,16 +156,32 @@ class Rounds:
             self._expect(loss)
         else:
             self._listener.unsynchronised()
+            self._follow_unreduced(loss)
 
     def _expect(self, output: Any) -> None:
         tensors = differentiable_tensors(output)
         self._prepared = True
+        self._follow_leaves(output)
         self._listener.passed(self.number, tensors, output)
         self._roots.append([tensor.grad_fn for tensor in tensors])
         for tensor in tensors:
             tensor.register_hook(self._hook)
         if not tensors or self.asks_parameters:
             self._ask_parameters()
+
+    def _follow_unreduced(self, output: Any) -> None:
+        """Hear of the backward pass of a forward after which DDP does not average."""
+        for tensor in differentiable_tensors(output):
+            tensor.register_hook(self._hook_unreduced)
+
+    def _follow_leaves(self, output: Any) -> None:
+        """Hear of a backward pass that ends in what forward has returned: a loss that was made for an empty batch."""
+        leaves = [leaf for leaf in _leaves_that_require_grad(output) if not isinstance(leaf, nn.Parameter)]
+        if leaves and (known := self.snapshot) is not None:
+            given = {id(value) for value in iter_leaves((known.arguments, known.named))}
+            for leaf in leaves:
+                if id(leaf) not in given:
+                    leaf.register_post_accumulate_grad_hook(StaysBehind(self._on_leaf))
 
     def _ask_parameters(self) -> None:
         """Hear of the backward pass from the parameters: it does not come through what forward has returned."""
@@ -178,7 +203,24 @@ class Rounds:
 
     # Backward
 
-    def _on_gradient(self, _gradient: torch.Tensor) -> None:
+    def _on_unreduced(self, _gradient: torch.Tensor) -> None:
+        if self._in_backward or self._in_unreduced:
+            return
+        reached = will_be_reached(self._nodes)
+        added = {index for index in self._everything if reached is None or reached[index]}
+        if added:  # and not torch.autograd.grad
+            self._in_unreduced = at_end_of_backward(StaysBehind(self._after_unreduced))
+            self.unreduced |= added
+            self._listener.unreduced()
+
+    def _after_unreduced(self) -> None:
+        self._in_unreduced = False
+
+    def _on_leaf(self, _leaf: torch.Tensor) -> None:
+        if self._prepared:
+            self._on_gradient(_leaf, is_grad=False)
+
+    def _on_gradient(self, _gradient: torch.Tensor, *, is_grad: bool = True) -> None:
         if self._in_backward:
             return
         self._in_backward = True
@@ -198,7 +240,7 @@ class Rounds:
             for index, (reached, parameter) in enumerate(zip(self._reached, self.parameters, strict=True))
         ]
         self._arrived.clear()
-        self._bypassing = not any(self._reached)  # torch.autograd.grad, or all is in re-entrant checkpoints
+        self._bypassing = is_grad and not any(self._reached)  # torch.autograd.grad, or all in re-entrant checkpoints
         if not self._bypassing:
             self._listener.starting(self.number)
         for index, reached in enumerate(self._reached):
@@ -301,6 +343,7 @@ class Rounds:
             self._expected = self._everything - left
         self.number += 1
         self._left, self._prepared = _NOTHING, False
+        self.unreduced.clear()
         self._listener.finished(number, self._names_of(left), self._names_of(lacking))
 
     def _names_of(self, indices: Iterable[int]) -> frozenset[str]:
@@ -311,18 +354,25 @@ def differentiable_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors in what a forward returned through which a gradient can come; objects are looked into."""
     if isinstance(output, torch.Tensor):  # as a rule: no need to look into it
         return [] if output.grad_fn is None else [output]
-    found: list[torch.Tensor] = []
+    return [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+
+
+def _leaves_that_require_grad(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad and output.grad_fn is None else []
+    return [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.grad_fn is None]
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
     pending = [(output, 0)]
     while pending:
         value, depth = pending.pop()
         for leaf in iter_leaves(value):
             if isinstance(leaf, torch.Tensor):
-                if leaf.grad_fn is not None:
-                    found.append(leaf)
+                yield leaf
             elif depth < _DEPTH and not isinstance(leaf, nn.Module | type):
                 with contextlib.suppress(Exception):  # no attributes, or an object that does not like to be asked
                     pending.append((list(vars(leaf).values()), depth + 1))
-    return found
 
 
 def walk_graph_from(nodes: Iterable[Any]) -> tuple[torch.Tensor, ...]:

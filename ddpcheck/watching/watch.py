@@ -38,6 +38,7 @@ _PACED = 16  # the round after which the ranks agree on how often they ask each 
 _FAREWELL = 10.0  # seconds that ranks wait for each other when the watch closes
 _EVENTS_KEPT = 64
 _FORWARD, _BACKWARD = LoopEvent("forward", synchronises=True), LoopEvent("backward")
+_UNSYNCHRONISED, _STEP = LoopEvent("forward"), LoopEvent("step")
 _STEPS_ALONE = 3  # steps on gradients that nobody has averaged before that is told
 
 
@@ -194,8 +195,9 @@ class Watch:
             accounts = self._board.gather("close", mine, at_most=_FAREWELL)
             self._ledger.hear(accounts)
             self._teller.tell(judge_accounts(accounts, self._watched, settled=True))
-        elif self._ledger.unheard:
+        elif self._ledger.unheard or self._strange:
             account = self._ledger.account(self._board.rank, self.step, None, None, settled=False)
+            account = replace(account, events=self._strange)
             self._ledger.hear([account])
             self._teller.tell(judge_accounts([account], self._watched, settled=False))
 
@@ -302,6 +304,11 @@ class Watch:
     def unsynchronised(self) -> None:
         """A forward runs after which DDP does not average."""
         self._unsynchronised += 1
+        self._keep(_UNSYNCHRONISED)
+
+    def unreduced(self) -> None:
+        """The backward pass of such a forward begins."""
+        self._keep(_BACKWARD)
 
     def starting(self, number: int) -> None:
         """A backward pass begins."""
@@ -410,19 +417,22 @@ class Watch:
             return finding
         return replace(finding, location=making_of(self._module, finding.subjects[0]))
 
-    def _before_step(self, optimizer: Any, *_arguments: Any) -> None:
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
         self._rounds.settle()
         rounds = self._rounds.number - self._rounds_at_step.get(optimizer, 0)
         self._rounds_at_step[optimizer] = self._rounds.number
         forwards, self._unsynchronised = self._unsynchronised, 0
+        if self._rounds.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
+            self._judge_unreduced(optimizer)
         if rounds or not self._board.has_others:  # the healthy step, at no cost for each parameter
             self._steps_alone = self._forwards = 0
+            self._keep(_STEP)
             return
         ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
         if not ours:
             self._steps_alone = 0
-        elif any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        elif ours & _held_by(optimizer):
             self._steps_alone += 1
             if self._forwards:  # in which the loss does not come through what they have returned
                 self._rounds.asks_parameters = True
@@ -431,7 +441,19 @@ class Watch:
         self._forwards = 0
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
-        pass
+        """An optimizer has stepped; where it was given a closure, that has run the last passes of the step."""
+        if self._rounds.unreduced:
+            self._judge_unreduced(optimizer)
+
+    def _judge_unreduced(self, optimizer: Any) -> None:
+        """An optimizer uses what backward passes have added to gradients after the last reduction, if there was one."""
+        parameters, held = [self._rounds.parameters[index] for index in self._rounds.unreduced], _held_by(optimizer)
+        mine = [p for p in parameters if id(p) in held and p.grad is not None]
+        if not (mine and self._board.has_others and any(bool(p.grad.detach().count_nonzero()) for p in mine)):
+            return
+        self._rounds.unreduced.clear()
+        self._note("step", where=str(user_location() or ""))
+        self._tell_events(self.step)
 
     def _is_superseded(self, parameters: set[int]) -> bool:
         """Whether another wrapper has these parameters too: the model has been wrapped again, or a part of it."""
@@ -464,3 +486,7 @@ class Watch:
             broadcasts_buffers=broadcasts_buffers(wrapper),
             wrapper_class=type(wrapper).__name__,
         )
+
+
+def _held_by(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
