@@ -17,7 +17,7 @@ from ddpcheck.evidence import Call, Packed
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.rules import RULES
 from ddpcheck.wording import odd_ranks, spelled, verb
-from ddpcheck.worlds.failures import agreeing, phrase
+from ddpcheck.worlds.failures import agreeing, is_waiting, phrase
 
 if TYPE_CHECKING:
     from ddpcheck.harness import World
@@ -190,7 +190,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
         return [_with_evidence(finding, evidence)]
     if first is None:
         ranks = tuple(failure.rank for failure in stuck)
-        idle = [f for f in stuck if not f.collective]
+        idle = [f for f in stuck if not is_waiting(f)] or [f for f in stuck if not f.collective]
         lead = (idle or stuck or list(error.failures))[0]
         at_fault = tuple(failure.rank for failure in idle or stuck)
         return [
@@ -202,6 +202,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
                 ranks=at_fault if len(at_fault) < world_size else (),
                 location=_parse_location(lead.location),
                 evidence=evidence + tuple(_stack_lines(stuck)),
+                fix=_fix_of_hang(stuck, lead),
             )
         ]
     same = tuple(f.rank for f in blamed if (f.kind, f.type) == (first.kind, first.type))
@@ -222,6 +223,28 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
             evidence=evidence if len(evidence) > 1 else (),
         )
     ]
+
+
+_BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the model")
+
+
+def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
+    """What to do about ranks that did not finish; empty where each of them waits for others, as the rule has it."""
+    busy = tuple(failure.rank for failure in stuck if not is_waiting(failure))
+    if not busy:
+        return ""
+    longer = "give it more time with --timeout"
+    if lead.place in _BEFORE_THE_FIRST_STEP:
+        return (
+            f"If it is slow there, {longer}, and import modules that take long once with --preload; if it waits there "
+            "for input, a lock or a download, take that out."
+        )
+    if len(busy) == len(stuck):
+        return f"No rank waits for another: end the loop or the wait at that place, or, if it is only slow, {longer}."
+    return (
+        f"The others wait for {spelled(busy)}: end the loop or the wait at that place, and come to the collective that "
+        f"the others are in; if it is only slow, {longer}."
+    )
 
 
 def _with_evidence(finding: Finding, more: tuple[str, ...]) -> Finding:

@@ -175,6 +175,7 @@ def judge_single_process(
                 steps=steps,
                 location=Location(path, int(at)) if path else None,
                 evidence=[*(f"called: {call}" for call in calls[1:]), *facts],
+                fix=fix_without_gradient(blind),
             )
         ]
     even = all(abs(weight * known.world_size - 1) <= tolerance for weight in analysis.weights)
@@ -231,6 +232,33 @@ def judge_single_process(
         )
     )
     return found
+
+
+_WITH_GRADIENT = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+
+
+def fix_without_gradient(calls: Sequence[Call]) -> str:
+    """What to call instead of collectives through which no gradient flows; empty where torch has no such function."""
+    names = dict.fromkeys(call.operation for call in calls)
+    instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
+    if not all(instead):
+        return ""
+    spoken = listed([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
+    advice = f"Use {spoken} instead, through which gradients come back from all ranks."
+    if any("gather" in name for name in names):
+        advice += " The local tensor, put back into what was gathered, gets the gradient of this rank's loss alone."
+    if any("reduce" in name for name in names):
+        advice += " Reduce a number that is only logged on a detached copy."
+    return advice
 
 
 def _may_carry_the_loss(call: Call) -> bool:

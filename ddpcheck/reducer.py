@@ -130,6 +130,10 @@ def _judge_mismatch(
             "average of the ranks' own gradients.",
             steps=some_steps(steps, len(by_step)),
             evidence=facts,
+            fix="Let the communication hook return the average over the ranks, or take it off."
+            if known.wrapper.comm_hook
+            else "Average once: what wraps the model, or a hook on its parameters, scales gradients that are averaged "
+            "already, or adds them up.",
         )
     if known.wrap_hooks and known.wrapper.is_ddp:  # a wrapper of one's own reduces by hooks
         hook = known.wrap_hooks[0]

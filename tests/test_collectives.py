@@ -22,6 +22,7 @@ from ddpcheck.lockstep import (
     judge_failure,
     judge_packing,
 )
+from ddpcheck.rules import RULES
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures
 
@@ -359,6 +360,28 @@ def test_all_ranks_that_wait_in_a_collective_or_none_are_every_rank() -> None:
     waits = failure(0, "stuck", collective="recv")
     assert judge(waits, world_size=2).ranks == (0,)
     assert judge(failure(0, "stuck"), failure(1, "stuck")).ranks == ()
+
+
+def stack(*lines: str) -> str:
+    return "\n".join(f'  File "{file}", line 3, in {name}' for file, name in (line.split() for line in lines))
+
+
+def test_the_advice_on_a_hang_is_for_what_the_ranks_do() -> None:
+    reducing = stack("torch/autograd/graph.py _engine_run_backward", "train.py loss")
+    looping = stack("train.py loss", "train.py main")
+    in_backward = failure(0, "stuck", place="step 0: backward", stack=reducing, location="train.py:3")
+    loops = failure(1, "stuck", place="step 0: forward", stack=looping, location="train.py:9")
+    one = judge(in_backward, loops)
+    assert one.ranks == (1,) and one.subjects == ("step 0: forward",) and str(one.location) == "train.py:9"
+    assert one.what_to_do.startswith("The others wait for rank 1: end the loop") and "--timeout" in one.what_to_do
+    every = judge(replace(loops, rank=0), loops)
+    assert every.what_to_do.startswith("No rank waits for another: end the loop") and "--timeout" in every.what_to_do
+    for place in ("loading the target", "building the model"):
+        slow = judge(replace(loops, rank=0, place=place), replace(loops, place=place)).what_to_do
+        assert "--timeout" in slow and "--preload" in slow and "collective" not in slow
+    waits = failure(0, "stuck", collective="recv")
+    assert judge(waits, replace(waits, rank=1)).what_to_do == RULES["DDP402"].fix
+    assert judge(in_backward, replace(in_backward, rank=1)).what_to_do == RULES["DDP402"].fix
 
 
 def test_a_rank_without_samples_is_the_cause_unless_all_are() -> None:

@@ -9,7 +9,13 @@ from ddpcheck.causes import merge_causes
 from ddpcheck.errors import RankError, RankFailure
 from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
-from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
+from ddpcheck.parity import (
+    Circumstances,
+    fix_without_gradient,
+    judge_nothing_compared,
+    judge_repeat,
+    judge_single_process,
+)
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.wording import Names
 
@@ -394,3 +400,33 @@ def test_independent_findings_stay_and_repeated_ones_go() -> None:
     coupled = [finding("DDP304", "norm", message="BatchNorm1d"), finding("DDP215", "counter")]
     assert merge_causes(coupled) == coupled
     assert merge_causes([finding("DDP101", "a", "b"), finding("DDP101", "a")]) == [finding("DDP101", "a", "b")]
+
+
+# --- Advice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operations", "said", "not_said"),
+    [
+        (["all_reduce"], ["functional.all_reduce instead", "detached copy"], ["put back", "all_gather"]),
+        (["all_gather"], ["functional.all_gather instead", "put back", "this rank's loss alone"], ["detached copy"]),
+        (["all_gather_into_tensor", "all_gather"], ["functional.all_gather instead"], [" and torch"]),
+        (["reduce_scatter_tensor", "broadcast"], ["functional.reduce_scatter and torch.dis", "nal.broadcast"], []),
+    ],
+)
+def test_advice_on_a_collective_without_gradient_is_for_that_collective(operations, said, not_said) -> None:
+    advice = fix_without_gradient([Call(operation, "0", (0, 1)) for operation in operations])
+    assert all(words in advice for words in said) and not any(words in advice for words in not_said), advice
+
+
+def test_a_collective_that_torch_does_not_differentiate_leaves_the_advice_to_the_rule() -> None:
+    assert fix_without_gradient([Call("monitored_barrier", "0", (0, 1))]) == ""
+
+
+def test_advice_on_a_scale_that_the_wrapper_makes_is_about_the_wrapper() -> None:
+    wrong = tuple(scaled(name, 2.0) for name in NAMES)
+    own = only(judge_reducer(two_ranks(against_local=wrong), KNOWN))
+    hooked = replace(KNOWN, wrapper=WrapperFacts(comm_hook="sum_hook"))
+    by_hook = only(judge_reducer(two_ranks(against_local=wrong), hooked))
+    assert (own.code, by_hook.code) == ("DDP303", "DDP303")
+    assert "Average once" in own.what_to_do and "communication hook" in by_hook.what_to_do

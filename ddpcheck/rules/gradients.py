@@ -167,8 +167,8 @@ def batch(step):
             "torch.distributed: autograd through collectives is in torch.distributed.nn.functional.)"
         ),
         fix=(
-            "Use torch.distributed.nn.functional.all_reduce or all_gather, or put the local tensor back into the "
-            "gathered list."
+            "Use torch.distributed.nn.functional.all_reduce or all_gather, which autograd differentiates; reduce what "
+            "is only logged on a detached copy."
         ),
         example="""\
 dist.all_gather(parts, features)         # parts carry no gradient

@@ -29,13 +29,13 @@ def loss(model, batch):
         severity=ERROR,
         summary="Ranks wait for something that never comes.",
         why=(
-            "A collective ends when every rank has entered it. A rank that took another branch, waits for a lock or "
-            "loops leaves the others waiting until the process group's timeout: 30 minutes by default, 10 with nccl. "
-            "(PyTorch docs, init_process_group, timeout.)"
+            "A collective ends when every rank has entered it. A rank that took another branch, waits for a lock, "
+            "loops or is slow leaves the others waiting until the process group's timeout: 30 minutes by default, 10 "
+            "with nccl. (PyTorch docs, init_process_group, timeout.)"
         ),
         fix=(
             "Compare the places and stacks of the ranks: bring the rank that is somewhere else into the same "
-            "collective."
+            "collective; where a rank is at work and only slow, give it more time (--timeout)."
         ),
         example="""\
 if dist.get_rank() == 0:

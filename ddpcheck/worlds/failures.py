@@ -19,7 +19,7 @@ from ddpcheck.locate import exception_location, is_user_file, relative_path, use
 from ddpcheck.worlds import wire
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)')  # faulthandler's, and ours
 _FELL = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote (process|peer).*(exit|clos)|"
     r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
@@ -128,9 +128,14 @@ _WAITING = (  # innermost Python frames of ranks that wait for others in C++; `N
 def waits_for_others(frames: Sequence[Frame]) -> bool:
     """Whether a stack ends where torch may wait for other ranks, rather than in code that has work of its own."""
     return bool(frames) and any(
-        frames[0].file.replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
+        f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
         for file, name in _WAITING
     )
+
+
+def is_waiting(failure: RankFailure) -> bool:
+    """Whether a stuck rank waits for others, as far as its collective and its stack tell."""
+    return bool(failure.collective) or waits_for_others(_frames(failure.stack))
 
 
 def place_of(frames: Sequence[Frame]) -> str:
