@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.evidence import StepEvidence, WrapperFacts
+from ddpcheck.evidence import Changed, StepEvidence, WrapperFacts
 from ddpcheck.findings import Finding
 from ddpcheck.rules import RULES
-from ddpcheck.wording import Names, listed, spelled, spelled_steps
+from ddpcheck.wording import Names, listed, make_finding, spelled, spelled_steps, verb
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 
@@ -30,6 +30,49 @@ def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
 def family_of(name: str, missing: set[str], trainable: Sequence[str]) -> str:
     """What is missing around `name`, the same for every block of a list: the layers that LayerDrop skips, say."""
     return ".".join("*" if part.isdigit() else part for part in _top_module(name, missing, trainable).split("."))
+
+
+_CHANGES = {
+    "replaced": "DDP keeps to {it} that {is_are} gone, and never averages the gradient of what stands there now",
+    "removed": "DDP goes on waiting for {its} gradient",
+    "frozen": "DDP goes on waiting for {its} gradient",
+    "unfrozen": "DDP has not heard of {it}, and never averages {its} gradient",
+    "cast or moved": "DDP's hooks are on the old {noun}, and {its} gradient is never averaged",
+}
+
+
+def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
+    """DDP503: parameters that a forward pass replaces, removes, freezes, unfreezes or casts after DDP has seen them."""
+    if not wrapper.is_ddp:
+        return []
+    groups: dict[tuple[Changed, int], dict[str, set[int]]] = {}
+    first: dict[str, tuple[Changed, int]] = {}
+    for item in sorted(evidence, key=lambda item: item.step):
+        for name, change in item.changed.items():
+            idle = change.what in ("removed", "frozen")  # nothing is lost where DDP looks who is unused
+            if idle and (wrapper.tolerates_unused or not any(e.states.get(name) == "missing" for e in evidence)):
+                continue
+            key = first.setdefault(name, (change, item.step))
+            groups.setdefault(key, {}).setdefault(name, set()).add(item.rank)
+    world_size = len({item.rank for item in evidence})
+    findings = []
+    for (change, step), group in groups.items():
+        subjects = names.subjects(list(group))
+        ranks = tuple(sorted(set().union(*group.values())))
+        words = {"it": verb("the one", "those", subjects), "is_are": verb("is", "are", subjects)}
+        words |= {"its": verb("its", "their", subjects), "noun": verb("tensor", "tensors", subjects)}
+        what = f"{verb('was', 'were', subjects)} {change.what}{f' by {change.by}' if change.by else ''}"
+        findings.append(
+            make_finding(
+                "DDP503",
+                subjects,
+                f"{listed(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
+                f"{_CHANGES[change.what].format(**words)}.",
+                ranks=ranks if len(ranks) < world_size else (),
+                location=change.location or names.location(list(group)),
+            )
+        )
+    return findings
 
 
 @dataclass(frozen=True, slots=True)

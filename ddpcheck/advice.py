@@ -26,7 +26,7 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
     own = next((row for row in rows if row.own), None)
     if own is None:
         return ()
-    found = [_on_own(own)]
+    found = [_on_own(own)] if own.verdict != "skipped" else []
     tried = [row for row in rows if row.verdict != "skipped"]
     fine = [row for row in tried if row.fine]
     defaults = next((row for row in tried if not row.label and row.options == DEFAULTS), None)

@@ -21,7 +21,7 @@ from ddpcheck.gather.compare import fit, norm
 from ddpcheck.gather.coupling import Coupling, first_coupling
 from ddpcheck.gather.events import counted_backwards
 from ddpcheck.gather.randomness import QuietRandomness, quiet_modules
-from ddpcheck.gather.stepping import Gradients, clear_gradients, compute_loss, gradients_of
+from ddpcheck.gather.stepping import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
 from ddpcheck.graph import named_parameters
 from ddpcheck.nests import batch_size, map_nest, to_device, upcast
 from ddpcheck.reference import SingleProcess, make_batch, step_seed
@@ -151,7 +151,7 @@ def _gradients_by_part(
         for term in terms if apart else [loss.total]:
             if apart:
                 clear_gradients(module)
-            term.backward(retain_graph=True)
+            run_backward(term, retain_graph=True)
             gradients = gradients_of(named_parameters(module))
             found.append({name: gradients.get(name, torch.zeros_like(own.gradients[name])) for name in own.gradients})
     return found, loss.value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.absences import AT_NEXT_FORWARD, family_of, judge_sometimes
+from ddpcheck.absences import AT_NEXT_FORWARD, family_of, judge_changed_in_forward, judge_sometimes
 from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.rules import RULES
@@ -42,15 +42,17 @@ def judge_parameters(
     """
     world_size = len({item.rank for item in evidence})
     steps = sorted({item.step for item in evidence})
+    changed = judge_changed_in_forward(evidence, wrapper, names)
+    told = {name for finding in changed for name in finding.subjects}
     missing: dict[str, list[StepEvidence]] = {}
     for item in evidence:
         for name, state in item.states.items():
-            if state == "missing":
+            if state == "missing" and name not in told:
                 missing.setdefault(name, []).append(item)
     trainable = list(evidence[0].states) if evidence else []
     always = [name for name in trainable if len(missing.get(name, ())) == len(evidence)]
     sometimes = [name for name in trainable if name in missing and name not in always]
-    findings = _judge_always(always, evidence, trainable, wrapper, names, ends_here=ends_here)
+    findings = changed + _judge_always(always, evidence, trainable, wrapper, names, ends_here=ends_here)
     if not wrapper.find_unused_parameters:
         findings += judge_sometimes(
             sometimes, missing, trainable, world_size, steps, wrapper, names, ends_here=ends_here

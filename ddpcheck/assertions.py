@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck import rank as this_rank
 from ddpcheck.acceptance import PartAccount, tell_anomalies, unmet
-from ddpcheck.errors import DdpcheckError, FindingsError, HangError, UsageError
+from ddpcheck.blame import BUG, as_bug, is_ours
+from ddpcheck.errors import BugError, DdpcheckError, FindingsError, HangError, UsageError
 from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.locate import user_location
 from ddpcheck.rules import matching_rules
@@ -162,6 +163,7 @@ def assert_same_on_all_ranks(
             tensor, number or text on any rank.
         UsageError: There is something that cannot be compared (an object, a DTensor, a tensor without values), the
             options differ between ranks, or this rank is not in `group`.
+        BugError: ddpcheck itself failed.
         HangError: A rank did not call this in time; names the ranks.
     """
     __tracebackhide__ = True
@@ -204,6 +206,7 @@ def assert_no_anomalous_params(
             parameter of the model (DDP106). A parameter that is used in a re-entrant checkpoint is in no graph before
             backward runs; those of the modules that such checkpoints were given are taken to contribute.
         UsageError: `loss` needs no gradient, no parameter requires one, or `ignore` names no parameter.
+        BugError: ddpcheck itself failed.
         HangError: A rank did not call this in time; names the ranks.
     """
     __tracebackhide__ = True
@@ -343,14 +346,24 @@ def _take_stock(
     except IncomparableError as error:
         trouble = trouble or str(error)
     except Exception as error:
-        trouble = trouble or f"what was given cannot be read ({type(error).__name__}: {error})"
+        trouble = trouble or _unreadable("what was given", error)
     return items, Account(options, (), place, trouble)
 
 
 def _refuse(everyone: Sequence[Account], ranks: Sequence[int], what: str) -> None:
     __tracebackhide__ = True
     if trouble := trouble_of(everyone, ranks):
-        raise UsageError(trouble if trouble.startswith("assert_") else f"{what}: {trouble}")
+        raise _refusal(trouble if trouble.startswith("assert_") else f"{what}: {trouble}")
+
+
+def _unreadable(what: str, error: Exception) -> str:
+    """Why an assertion cannot be made, in a sentence that other ranks can repeat."""
+    said = as_bug(error) if is_ours(error) else f"{type(error).__name__}: {error}"
+    return f"{what} cannot be read ({said})"
+
+
+def _refusal(message: str) -> DdpcheckError:
+    return BugError(message) if BUG in message else UsageError(message)
 
 
 def _measure(
@@ -400,7 +413,7 @@ def _anomalies_on_ranks(
     troubles = {rank: one.trouble for rank, one in zip(ranks, everyone, strict=True) if one.trouble}
     if troubles:
         where = "" if len(troubles) == len(ranks) else f" ({spelled(list(troubles))})"
-        raise UsageError(f"{what}: {next(iter(troubles.values()))}{where}")
+        raise _refusal(f"{what}: {next(iter(troubles.values()))}{where}")
     return tell_anomalies(everyone, ranks)
 
 
@@ -413,4 +426,4 @@ def _take_part(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Calla
     except UsageError as error:
         return PartAccount(trouble=str(error).removeprefix("detect_anomalous_params: "))
     except Exception as error:
-        return PartAccount(trouble=f"the graph of the loss cannot be read ({type(error).__name__}: {error})")
+        return PartAccount(trouble=_unreadable("the graph of the loss", error))

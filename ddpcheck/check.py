@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.anomalous import judge_uninitialised
-from ddpcheck.conduct import Conduct, OptionsStopped, Stopped
+from ddpcheck.conduct import Conduct, OptionsStopped, Stopped, try_on_rank
 from ddpcheck.config import rule_patterns
 from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.errors import (
     EXIT_HANG,
+    DdpcheckError,
     HangError,
     OptionsDifferError,
     RankError,
     TargetError,
     WrongTypeError,
 )
-from ddpcheck.evidence import Built, LocalStep, PathEnd, Wrapped
+from ddpcheck.evidence import Built, LocalStep, PathEnd, Repeated, ShardAnalysis, Wrapped
 from ddpcheck.findings import Report, ReportError, Severity
 from ddpcheck.harness import Hosts
 from ddpcheck.lockstep import (
@@ -161,6 +162,10 @@ class CheckRun(Conduct):
                 pass
             except RankError as error:
                 self._fail(error)
+            except DdpcheckError:
+                raise
+            except Exception as error:
+                self._fail_by_bug(error)
             if self._single_hang and self.outcome.error is None:
                 self.outcome.error = ReportError(self._single_hang, EXIT_HANG)
             self.outcome.judge(self._locate_module())
@@ -175,7 +180,7 @@ class CheckRun(Conduct):
             self.outcome.wrapped = self._wrap("session.wrap")
             self._check_after_wrapping(self.outcome.wrapped)
         self._run_steps()
-        self.outcome.notes += self._all("session.notes")[0]
+        self.outcome.notes += self._explained("how the ranks ran the recipe", "session.notes", otherwise=[])[0]
 
     def _prepare(self) -> None:
         """Build the model everywhere, and compare what the ranks have built."""
@@ -232,8 +237,8 @@ class CheckRun(Conduct):
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
             self.outcome.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
         self.outcome.names = Names(
-            aliases=self._all("session.aliases")[0],
-            locations=self._all("session.locations", [*wrapped[0].parameters, *wrapped[0].buffers])[0],
+            aliases=self._explained("which parameters are tied", "session.aliases", otherwise={})[0],
+            locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
 
     def _hand_over(self, wrapped: Wrapped) -> None:
@@ -270,12 +275,18 @@ class CheckRun(Conduct):
                 if not draws or self._quieten(step, averaged):
                     doubtful |= self._compare_with_single(step, averaged)
             if self.outcome.draws_alike() and step == 0:
-                self.outcome.add_draws(self._all("draws.draws", step))
+                what = "whether the ranks draw the same numbers"
+                self.outcome.add_draws(self._explained(what, "draws.draws", step, otherwise=[]))
             if doubtful and not self.outcome.withheld:
-                self.outcome.add_repeat(step, self._all("repeat.repeat_step", step))
+                self._repeat(step)
         self._update_alone(step, words)
         for file in (state, averaged):
             file.unlink(missing_ok=True)
+
+    def _repeat(self, step: int) -> None:
+        """Find out whether a step that differs differs from itself as well."""
+        what = f"whether step {step} gives the same gradients again"
+        self.outcome.add_repeat(step, self._explained(what, "repeat.repeat_step", step, otherwise=Repeated()))
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
@@ -291,11 +302,14 @@ class CheckRun(Conduct):
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
-        return self._all("local.explain", step) if in_step else [{} for _ in local]
+        what = "why gradients are missing"
+        return self._explained(what, "local.explain", step, otherwise={}) if in_step else [{} for _ in local]
 
     def _quieten(self, step: int, averaged: Path) -> bool:
         """Average gradients without random numbers; returns whether the loss can do without."""
-        trouble = next((said for said in self._all("local.quiet_step", step) if said), "")
+        what = "the gradients without random numbers"
+        said = self._explained(what, "local.quiet_step", step, otherwise="the step without them failed")
+        trouble = next(filter(None, said), "")
         if trouble:
             self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
@@ -316,7 +330,8 @@ class CheckRun(Conduct):
         calls = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
         if any("reduce" in call.operation and call.elements > 1 for call in calls):
             self._packing_checked = True
-            self._add(judge_packing(self._all("shards.packed_payloads", step)))
+            what = "whether the ranks pack what they reduce alike"
+            self._add(judge_packing(self._explained(what, "shards.packed_payloads", step, otherwise=())))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
@@ -339,7 +354,7 @@ class CheckRun(Conduct):
                 return self.outcome.add_ddp(self._all("ddp.ddp_step", step))
         except RankError as error:
             found = self.outcome.judge_wrapper_failure(error)
-            if not found or isinstance(error, HangError):
+            if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
                 raise
             self.outcome.findings += found
             self._skip_rest(f"{found[0].code}: the wrapper raised")
@@ -351,17 +366,28 @@ class CheckRun(Conduct):
         if differences is None or not self.outcome.add_single_differences(step, differences):
             return False
         if self.outcome.analysis is None:
-            analysing = self._start_single("analysis.analyse", step, averaged, self.asked.world_size)
-            if not self.outcome.add_analysis(step, self._settle_single(analysing)):
+            if not self.outcome.add_analysis(step, self._analyse(step, averaged)):
                 return False
-            self.outcome.held = self._all("program.program_data")
+            self.outcome.held = self._explained("what each program holds", "program.program_data", otherwise={})
         return True
+
+    def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
+        """What the shards, one by one, tell of a difference; nothing where they cannot."""
+        what, function = "why the ranks' average differs from the global batch", "analysis.analyse"
+        result = self._settle_single(self.single.start(try_on_rank, function, step, averaged, self.asked.world_size))
+        unknown = result is None or self.outcome.add_unexplained(what, result)
+        return ShardAnalysis() if unknown else result
 
     def _look_again(self) -> None:
         asleep = self.outcome.zero_everywhere()
         if asleep:
             with self._phase("parameters", "looking again at zero gradients"):
                 last = self.asked.steps - 1
-                self.outcome.awake = frozenset().union(*self._all("local.wake", asleep, last))
+                what = "whether gradients that are zero stay so"
+                self.outcome.awake = frozenset().union(
+                    *self._explained(what, "local.wake", asleep, last, otherwise=asleep)
+                )
                 asleep = [name for name in asleep if name not in self.outcome.awake]
-                self.outcome.zero_ends = self._all("local.why_zero", asleep, last)[0] if asleep else {}
+                if asleep:
+                    what = "where gradients become zero"
+                    self.outcome.zero_ends = self._explained(what, "local.why_zero", asleep, last, otherwise={})[0]

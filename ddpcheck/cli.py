@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self, TextIO
 
 from ddpcheck import __version__
+from ddpcheck.blame import BUG
 from ddpcheck.config import Settings, load_settings, misspelled_variables
 from ddpcheck.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         reason = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-        _complain(f"{reason}; this is a bug in ddpcheck; run again with --debug")
+        _complain(f"{reason}; {BUG}: please report it with the traceback that --debug shows")
         return EXIT_USAGE
     finally:
         if previous is not None:
@@ -249,6 +250,9 @@ def _graph(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
             file.write(drawn)
         where = f", written to {path}" if path is not None else ""
         print(f"ddpcheck: {summary(picture, marks, report)}{where}", file=sys.stderr)
+    if report.error is not None:  # something that would only have explained
+        _complain(report.error.message, report.error.detail)
+        return report.error.exit_code
     return EXIT_CLEAN
 
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import Call
 from ddpcheck.locate import user_location
 
@@ -128,6 +129,7 @@ def _say_when_waiting(torch: Any) -> None:
 
     def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
+        @passes_on
         def wait(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) or this_rank.own_slots()[1]:
                 return original(*args, **kwargs)
@@ -163,6 +165,7 @@ def _logged(
     operation = name.removesuffix("_").removesuffix("_autograd") if functional else name
 
     @functools.wraps(original)
+    @passes_on
     def logged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0:
             return original(*args, **kwargs)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddpcheck import gather
+from ddpcheck import rank as this_rank
+from ddpcheck.blame import as_bug
 from ddpcheck.collectives import read_log
 from ddpcheck.errors import (
     EXIT_HANG,
@@ -24,7 +26,7 @@ from ddpcheck.errors import (
     TargetError,
     UsageError,
 )
-from ddpcheck.evidence import Call
+from ddpcheck.evidence import Call, Unexplained
 from ddpcheck.findings import Finding, Location, ReportError
 from ddpcheck.harness import Hosts, Pending, World
 from ddpcheck.lockstep import DeadlockWatch, judge_empty_shards, judge_failure
@@ -34,7 +36,6 @@ from ddpcheck.worlds import preloading
 if TYPE_CHECKING:
     from ddpcheck.recipe import Recipe
 
-_OUR_OWN_PLACES = ("beginning", "comparison", "averaging local gradients")
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
 WHAT_RANKS_CALL = (
@@ -50,6 +51,18 @@ def on_rank(function: str, *args: Any) -> Any:
     """Call a function of ddpcheck on a rank; named by a string, so that the caller need not import torch."""
     module, _, name = function.rpartition(".")
     return getattr(importlib.import_module(f"ddpcheck.{module}"), name)(*args)
+
+
+def try_on_rank(function: str, *args: Any) -> Any:
+    """Do as `on_rank` for what only explains; where it raises, the rank says so, and lives."""
+    try:
+        return on_rank(function, *args)
+    except Exception as error:
+        reply = this_rank.describe(error)
+        with contextlib.suppress(Exception):  # the single process has no session
+            on_rank("gather.session.recover")
+        text = str(reply["text"]).strip().partition("\n")[0]
+        return Unexplained(f"{reply['type']}: {text}" if text else reply["type"], reply["bug"], reply["traceback"])
 
 
 class Stopped(Exception):
@@ -101,6 +114,16 @@ class Conduct:
     def _all(self, function: str, *args: Any) -> list[Any]:
         return self.world.run(on_rank, f"gather.{function}", *args)
 
+    def _explained(self, what: str, function: str, *args: Any, otherwise: Any) -> list[Any]:
+        """As `_all`, for what only explains: what a rank cannot tell is noted, and `otherwise` stands for it."""
+        try:
+            results = self.world.run(try_on_rank, f"gather.{function}", *args)
+        except RankError as error:
+            if not [r for r in error.results.values() if self.outcome.add_unexplained(what, r)]:
+                raise
+            self._skip_rest(f"the ranks could not go on after this had failed: {what}")
+        return [otherwise if self.outcome.add_unexplained(what, result) else result for result in results]
+
     def _start_single(self, function: str, *args: Any) -> Pending:
         self._last_single = (function, *args)
         return self.single.start(on_rank, function, *args)
@@ -113,6 +136,10 @@ class Conduct:
             first = error.first
             if first is not None and isinstance(first.exception, UsageError):
                 raise
+            if first is not None and first.bug:
+                self.outcome.add_bug(ReportError(first.bug, EXIT_USAGE, error.detail))
+                self.outcome.single_skipped = f"the single process {first.message.removeprefix('rank 0 ')}"
+                return None
             said = str(first.message if first else error).removeprefix("rank 0 ")
             if first is not None and "silenced" in first.place:
                 self.outcome.single_skipped = f"not comparable with random numbers silenced: the single process {said}"
@@ -161,9 +188,10 @@ class Conduct:
         first = error.first
         if first is not None and isinstance(first.exception, UsageError):
             raise first.exception
-        if first is not None and first.kind == "raised" and first.place.endswith(_OUR_OWN_PLACES):
-            message = f"{first.message} in {first.place}, while ddpcheck itself was at work; this is a bug in ddpcheck"
-            self.outcome.error = ReportError(message, EXIT_USAGE, error.detail)
+        if first is not None and type(first.exception) is DdpcheckError:  # what a phase of ours returned cannot be sent
+            first = dataclasses.replace(first, bug=str(as_bug(first.exception, first.place)))
+        if first is not None and first.bug:
+            self.outcome.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
             return
         if empty := judge_empty_shards(error, self.asked.world_size):
             self.outcome.findings += empty
@@ -183,17 +211,30 @@ class Conduct:
             stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
             self.outcome.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
 
+    def _fail_by_bug(self, error: Exception) -> None:
+        """Something in this process raised that should not have: keep it, and judge what there is."""
+        bug = as_bug(error)
+        self.outcome.error = ReportError(str(bug), EXIT_USAGE, bug.detail)
+
     def _add(self, found: Sequence[Finding]) -> None:
         """Keep findings, with the lines that made their first subjects."""
         nameless = sorted({finding.subjects[0] for finding in found if finding.location is None})
-        by_rank = self._all("session.locations", nameless) if nameless else []
-        for finding in found:
-            where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
-            self.outcome.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
+        by_rank: list[dict[str, Location]] = []
+        try:
+            by_rank = self._lines_of(nameless) if nameless else []
+        finally:
+            for finding in found:
+                where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
+                self.outcome.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
+
+    def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
+        """By rank, the lines that made parameters, buffers and modules, as far as they are known."""
+        return self._explained("which line made what", "session.locations", names, otherwise={})
 
     def _locate_module(self) -> dict[str, Location]:
         module = self.outcome.analysis.module if self.outcome.analysis else ""
         if not module or self.world.failed or self.world.closed:
             return {}
-        found: dict[str, Location] = self._all("session.locations", [module])[0]
-        return found
+        with contextlib.suppress(Stopped, RankError):
+            return self._lines_of([module])[0]
+        return {}

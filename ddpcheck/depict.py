@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpcheck.check import check
-from ddpcheck.errors import EXIT_HANG, EXIT_TARGET, DdpcheckError, HangError, RankError, TargetError, UsageError
+from ddpcheck.errors import (
+    EXIT_HANG,
+    EXIT_TARGET,
+    EXIT_USAGE,
+    BugError,
+    DdpcheckError,
+    HangError,
+    RankError,
+    TargetError,
+    UsageError,
+)
 from ddpcheck.findings import Finding, Report
 from ddpcheck.harness import Hosts, World
 from ddpcheck.lockstep import DeadlockWatch
@@ -75,6 +85,7 @@ def depict(
     Raises:
         TargetError: The target could not be built or run.
         HangError: It hung.
+        BugError: ddpcheck itself failed; where only an explanation did, the picture is drawn and the report says so.
         UsageError: An argument is wrong, or the graph cannot be drawn in this detail.
     """
     if detail not in DETAILS:
@@ -92,9 +103,10 @@ def depict(
         progress=progress,
         hosts=hosts,
     )
-    if report.error is not None:
+    bug = report.error is not None and report.error.exit_code == EXIT_USAGE
+    if report.error is not None and not (bug and all(check.status != "error" for check in report.checks)):
         kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
-        raise kinds.get(report.error.exit_code, DdpcheckError)(report.error.message, detail=report.error.detail)
+        raise kinds.get(report.error.exit_code, BugError)(report.error.message, detail=report.error.detail)
     progress("following the loss's graph")
     codes = {finding.code for finding in report.findings}
     with World(
@@ -111,6 +123,8 @@ def depict(
             first = error.first
             if first is not None and isinstance(first.exception, DdpcheckError):
                 raise first.exception from error
+            if first is not None and first.bug:
+                raise BugError(first.bug, detail=error.detail) from error
             raise
     return report, picture, marks(report.findings)
 

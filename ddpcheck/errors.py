@@ -47,6 +47,10 @@ class ConfigError(DdpcheckError):
     """A wrong value in the environment or in `[tool.ddpcheck]`."""
 
 
+class BugError(DdpcheckError):
+    """A bug of ddpcheck, which is not the target's fault; `detail` is the whole traceback."""
+
+
 class TargetError(DdpcheckError):
     """The user's target could not be imported, built or run, for a reason of its own."""
 
@@ -125,6 +129,7 @@ class RankFailure:
         location: The innermost line of the user's code, as "path:line"; may be empty.
         exit_code: Of the process, where it ended: negative for a signal, as in `subprocess`.
         output: The last lines that the rank printed.
+        bug: The sentence that asks to report it, where it is a bug of ddpcheck that the rank has met; else empty.
     """
 
     rank: int
@@ -140,6 +145,7 @@ class RankFailure:
     location: str = ""
     exit_code: int | None = None
     output: str = ""
+    bug: str = ""
 
 
 class RankError(DdpcheckError):
@@ -155,6 +161,8 @@ class RankError(DdpcheckError):
         super().__init__(message, detail=detail)
         self.failures = tuple(failures)
         self.results: dict[int, object] = {}
+        if self.failures and self.failures[0].bug:
+            self.exit_code = EXIT_USAGE
 
     @property
     def first(self) -> RankFailure | None:

@@ -139,6 +139,21 @@ class Unregistered:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """What the forward pass has done to a parameter that DDP knows.
+
+    Attributes:
+        what: "replaced", "removed", "frozen", "unfrozen" or "cast or moved".
+        location: The line that did it.
+        by: The parameter that DDP knows, too, and that stands in its place now; empty for a new one.
+    """
+
+    what: str
+    location: Location | None = None
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvidence:
     """What one rank saw in one step.
 
@@ -152,6 +167,7 @@ class StepEvidence:
         invisible: Parameters that contribute, but that DDP cannot find from what `forward` returned.
         output_type: The class of what `forward` returned where DDP finds no tensor in it, else empty.
         reentrant: Whether a re-entrant checkpoint stood in the graph.
+        changed: The parameters that this forward pass, or one before it, has changed.
     """
 
     rank: int
@@ -163,6 +179,7 @@ class StepEvidence:
     invisible: tuple[str, ...] = ()
     output_type: str = ""
     reentrant: bool = False
+    changed: Mapping[str, Changed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +275,21 @@ class LocalStep:
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""
         return replace(self, evidence=replace(self.evidence, ends={**self.evidence.ends, **ends}))
+
+
+@dataclass(frozen=True, slots=True)
+class Unexplained:
+    """What a rank answers where it could not find out what would only have explained something.
+
+    Attributes:
+        said: What stood in the way.
+        bug: The sentence that asks to report it, where it is a bug of ddpcheck; else empty.
+        detail: The traceback.
+    """
+
+    said: str
+    bug: str = ""
+    detail: str = ""
 
 
 # Gradients

@@ -34,7 +34,7 @@ HEADINGS = (
         "wrapping",
         ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503", "DDP515"),
     ),
-    Heading("parameters", ("DDP10", "DDP112", "DDP403", "DDP405", "DDP406", "DDP407", "DDP513")),
+    Heading("parameters", ("DDP10", "DDP112", "DDP403", "DDP405", "DDP406", "DDP407", "DDP503", "DDP513")),
     Heading(
         "reducer",
         (

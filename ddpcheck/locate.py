@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_REAL_OWN_FOLDER = os.path.realpath(_OWN_FOLDER) + os.sep
 _LIBRARY_FOLDERS = tuple(
     {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
 )
@@ -41,6 +42,8 @@ def relative_path(path: str) -> str:
 @functools.cache
 def _relative_path(path: str, working_folder: str) -> str:
     real = os.path.realpath(path)
+    if real.startswith(_REAL_OWN_FOLDER):
+        return Path("ddpcheck", real[len(_REAL_OWN_FOLDER) :]).as_posix()
     here = os.path.realpath(working_folder) + os.sep
     for folder in (here, *sorted(_LIBRARY_FOLDERS, key=len, reverse=True)):
         if real.startswith(folder):
@@ -88,13 +91,22 @@ def exception_location(error: BaseException) -> Location | None:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of `error` as text, without frames of ddpcheck, its paths relative where they can be."""
+    return _formatted(error, hidden=(_OWN_FOLDER, "<frozen importlib"))
+
+
+def whole_traceback(error: BaseException) -> str:
+    """The same with every frame."""
+    return _formatted(error, hidden=())
+
+
+def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
     described = traceback.TracebackException.from_exception(error, compact=True)
     pending: list[traceback.TracebackException | None] = [described]
     while pending:
         one = pending.pop()
         if one is None:
             continue
-        kept = [frame for frame in one.stack if not frame.filename.startswith((_OWN_FOLDER, "<frozen importlib"))]
+        kept = [frame for frame in one.stack if not frame.filename.startswith(hidden)]
         one.stack[:] = kept or one.stack
         for frame in one.stack:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
@@ -111,6 +123,7 @@ class Origins:
     """
 
     _lines: dict[int, Location] = field(default_factory=dict)
+    _places: dict[tuple[int, str], Location] = field(default_factory=dict)
     _alive: list[object] = field(default_factory=list)
 
     def note(self, thing: object, *, where: Location | None) -> None:
@@ -118,6 +131,16 @@ class Origins:
         if thing is not None and where is not None:
             self._lines[id(thing)] = where
             self._alive.append(thing)
+
+    def note_place(self, holder: object, name: str, *, where: Location | None) -> None:
+        """Remember that something was put under `name` of `holder`, or taken away from there, at `where`."""
+        if where is not None:
+            self._places[id(holder), name] = where
+            self._alive.append(holder)
+
+    def of_place(self, holder: object, name: str) -> Location | None:
+        """The line that has last put something under `name` of `holder`, or taken it away, as far as that was seen."""
+        return self._places.get((id(holder), name))
 
     def of(self, thing: object) -> Location | None:
         """The line that registered `thing`, as far as it was."""
@@ -194,25 +217,35 @@ def _assignment_in(source: type | str, name: str, owner: str) -> Location | None
 
 @contextlib.contextmanager
 def record_origins() -> Iterator[Origins]:
-    """Record every registration of a parameter, buffer or module while the block runs.
+    """Record every registration of a parameter, buffer or module, and each that is deleted, while the block runs.
 
     Uses torch's public registration hooks (`torch.nn.modules.module.register_module_parameter_registration_hook`
-    and its two sisters).
+    and its two sisters); there is none for deletion.
     """
+    from torch import nn
     from torch.nn.modules import module as hooks
 
     origins = Origins()
+    delete = nn.Module.__delattr__
 
-    def on_registration(_module: object, _name: str, thing: object) -> None:
-        origins.note(thing, where=user_location(sys._getframe(1)))
+    def on_registration(module: object, name: str, thing: object) -> None:
+        where = user_location(sys._getframe(1))
+        origins.note(thing, where=where)
+        origins.note_place(module, name, where=where)
+
+    def on_deletion(module: nn.Module, name: str) -> None:
+        origins.note_place(module, name, where=user_location(sys._getframe(1)))
+        delete(module, name)
 
     handles = [
         hooks.register_module_parameter_registration_hook(on_registration),
         hooks.register_module_buffer_registration_hook(on_registration),
         hooks.register_module_module_registration_hook(on_registration),
     ]
+    nn.Module.__delattr__ = on_deletion  # type: ignore[method-assign]
     try:
         yield origins
     finally:
+        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()

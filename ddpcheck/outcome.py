@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, zero_everywhere
+from ddpcheck.blame import as_bug
 from ddpcheck.causes import merged_with
 from ddpcheck.consistency import differing_names
-from ddpcheck.errors import RankError
+from ddpcheck.errors import EXIT_USAGE, RankError
 from ddpcheck.evidence import (
     DdpStepEvidence,
     Difference,
@@ -27,6 +29,7 @@ from ddpcheck.evidence import (
     SharedDraw,
     SingleStep,
     StepEvidence,
+    Unexplained,
     Wrapped,
     WrapperFacts,
 )
@@ -65,7 +68,7 @@ class Asked:
 _NOISE_MULTIPLE = 5.0
 _LIBRARIES = {"random": "Python's random"}
 _UNPATTERNED = frozenset({"DDP304"})
-_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP513"})
+_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP503", "DDP513"})
 
 
 @dataclass
@@ -81,6 +84,7 @@ class Outcome:
         ddp_skipped: Why no step goes through the wrapper any more.
         single_skipped: Why there is no single process to compare with.
         unshared: Why a difference from the single process tells nothing.
+        bugs: Of ddpcheck, which the check has gone on after.
     """
 
     asked: Asked
@@ -101,6 +105,8 @@ class Outcome:
     ddp_skipped: str = ""
     single_skipped: str = ""
     unshared: str = ""
+    bugs: list[ReportError] = field(default_factory=list)
+    _unjudged: set[str] = field(default_factory=set)
     _at: str = ""
     _evidence: list[StepEvidence] = field(default_factory=list)
     _ddp: list[DdpStepEvidence] = field(default_factory=list)
@@ -123,6 +129,8 @@ class Outcome:
             findings=list(self.findings),
             notes=list(self.notes),
             timing=dict(self.timing),
+            bugs=list(self.bugs),
+            _unjudged=set(self._unjudged),
             _evidence=list(self._evidence),
             _ddp=list(self._ddp),
             _single=dict(self._single),
@@ -130,6 +138,39 @@ class Outcome:
             _parity=list(self._parity),
             _noise=dict(self._noise),
         )
+
+    # What ddpcheck itself cannot do
+
+    def add_bug(self, bug: ReportError) -> None:
+        """A bug of ddpcheck has kept something from being told or compared; the rest goes on."""
+        if bug.message not in [known.message for known in self.bugs]:
+            self.bugs.append(bug)
+
+    def add_unexplained(self, what: str, answer: object) -> bool:
+        """Whether a rank's answer is that it cannot tell `what`; then that is noted."""
+        if not isinstance(answer, Unexplained):
+            return False
+        self.notes.append(f"{what}: not known, since finding out failed ({answer.said})")
+        if answer.bug:
+            self.add_bug(ReportError(answer.bug, EXIT_USAGE, answer.detail))
+        return True
+
+    @property
+    def unfinished(self) -> ReportError | None:
+        """The bug of ddpcheck that has kept the check from a verdict, if there is one."""
+        if self.error is not None and self.error.exit_code == EXIT_USAGE:
+            return self.error
+        return self.bugs[0] if self._unjudged else None
+
+    def judged(self, check: str, judge: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+        """What `judge` says, which belongs to `check`; where it raises, that is a bug of ddpcheck, and nothing said."""
+        try:
+            return judge(*args, **kwargs)
+        except Exception as error:
+            bug = as_bug(error)
+            self.add_bug(ReportError(str(bug), EXIT_USAGE, bug.detail))
+            self._unjudged.add(check)
+            return []
 
     # Gathering
 
@@ -162,9 +203,10 @@ class Outcome:
         facts = self._facts
         if self.ddp_skipped or not facts.is_ddp:
             return
-        found = judge_parameters([item for item in self._evidence if item.step == step], facts, self.names)
+        evidence = [item for item in self._evidence if item.step == step]
+        found = self.judged("parameters", judge_parameters, evidence, facts, self.names)
         stops = {f.code for f in found if f.severity is Severity.ERROR} & _STOPS_DDP
-        if stops - ({"DDP103"} if facts.tolerates_unused else set()):
+        if stops - ({"DDP103", "DDP503"} if facts.tolerates_unused else set()):
             self.ddp_skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
 
     def add_ddp(self, evidence: Sequence[DdpStepEvidence]) -> bool:
@@ -173,7 +215,7 @@ class Outcome:
         self.ranks_apart |= bool(differing_names([item.parameters for item in evidence]))
         for difference in evidence[0].against_local:
             self._note_parity(evidence[0].step, "local", difference)
-        return bool(judge_reducer(evidence, self._circumstances()))
+        return bool(self.judged("reducer", judge_reducer, evidence, self._circumstances()))
 
     def add_single(self, step: int, result: SingleStep) -> None:
         """What the single process says of a step."""
@@ -222,7 +264,7 @@ class Outcome:
         self._repeated = self._repeated or list(repeated)
         for difference in (item for of_rank in differences for item in of_rank):
             self._noise[difference.name] = max(difference.error, self._noise.get(difference.name, 0.0))
-        found = judge_repeat(dict(enumerate(differences)), step)
+        found = self.judged("parity", judge_repeat, dict(enumerate(differences)), step)
         self.findings += found
         self.withheld = bool(found)
 
@@ -288,7 +330,9 @@ class Outcome:
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
         """What a failure in the wrapper's step means, where it is one of those that ddpcheck knows."""
-        return judge_wrapper_error(error, self._circumstances()) if self._at == "reducer" else []
+        if self._at != "reducer":
+            return []
+        return self.judged("reducer", judge_wrapper_error, error, self._circumstances())
 
     def judge(self, module_locations: Mapping[str, Location]) -> None:
         """Turn everything that was gathered into findings, whatever it was that stopped the check."""
@@ -296,28 +340,31 @@ class Outcome:
         found = list(self.findings)
         before = frozenset(found)
         if self._evidence:
-            parameters = judge_parameters(
-                self._evidence, known.wrapper, self.names, awake=self.awake, zero_ends=self.zero_ends
-            )
+            more = {"awake": self.awake, "zero_ends": self.zero_ends}
+            parameters = self.judged("parameters", judge_parameters, self._evidence, known.wrapper, self.names, **more)
             by_name = {finding.code for finding in parameters}  # which say more than that backward raised
             found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
         if not self.withheld:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
             single = {step: self._widened(differences) for step, differences in self._single.items()}
-            reducer = judge_reducer(ddp, known) if ddp else []
+            reducer = self.judged("reducer", judge_reducer, ddp, known) if ddp else []
             found += reducer
-            found += judge_samples(self._first_local, differs=known.differs) if self._first_local else []
-            found += judge_draws(self._draws)
-            found += self._comparable(judge_single_process(single, self.analysis, known))
+            if self._first_local:
+                found += self.judged("parity", judge_samples, self._first_local, differs=known.differs)
+            found += self.judged("parity", judge_draws, self._draws)
+            found += self._comparable(self.judged("parity", judge_single_process, single, self.analysis, known))
             if self._ddp:
                 start = [item.parameters for item in self.wrapped]
-                found += judge_state(self._ddp, known, gradients_differ=bool(reducer), start=start)
-                found += judge_loop(self._ddp, unequal=bool(reducer)) if known.wrapper.is_ddp else []
-                found += judge_optimizer(self.wrapped, self._ddp, self.names)
+                unequal = bool(reducer) or "reducer" in self._unjudged
+                found += self.judged("reducer", judge_state, self._ddp, known, gradients_differ=unequal, start=start)
+                found += self.judged("reducer", judge_loop, self._ddp, unequal=unequal) if known.wrapper.is_ddp else []
+                found += self.judged("reducer", judge_optimizer, self.wrapped, self._ddp, self.names)
             if self.error is None:
-                found += judge_nothing_compared(self._norms)
+                found += self.judged("parity", judge_nothing_compared, self._norms)
         self._after_steps = frozenset(found) - before
-        self.findings, self._came_with = merged_with(found)
+        self.findings, self._came_with = found, []
+        if pairs := self.judged("", lambda: [merged_with(found)]):
+            self.findings, self._came_with = pairs[0]
 
     def _comparable(self, found: list[Finding]) -> list[Finding]:
         """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
@@ -373,7 +420,7 @@ class Outcome:
                 sorted(self._told_entries(), key=lambda entry: (entry.step, entry.reference, entry.parameter))
             ),
             timing={name: round(seconds, 4) for name, seconds in self.timing.items()},
-            error=self.error,
+            error=self.error or next(iter(self.bugs), None),
         )
 
     def _line(
@@ -389,8 +436,14 @@ class Outcome:
             kept=frozenset(kept),
             asked=is_asked(heading, select, ignore),
             seconds=round(self.timing.get(heading.name, 0.0), 4),
-            stopped=self.error.message if self.error is not None and self._at == heading.name else "",
+            stopped=self._why_stopped(heading.name),
         )
+
+    def _why_stopped(self, name: str) -> str:
+        """Why one of the checks has come to no verdict; empty where it has."""
+        if self.error is not None and self._at == name:
+            return self.error.message
+        return "not judged, since ddpcheck itself failed" if name in self._unjudged else ""
 
     def _heading_of(self, finding: Finding) -> str:
         """The check that gave `finding`; causes have gathered evidence since."""

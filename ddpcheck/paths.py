@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import PathEnd
 from ddpcheck.findings import Location
 from ddpcheck.graph import functions_before
@@ -115,6 +116,7 @@ class PathRecorder(TorchFunctionMode):
         if before and made is not data:
             self._follow([made], before, self._event("nn.Parameter()"), self._event("nn.Parameter(), a new leaf"))
 
+    @passes_on
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -221,6 +223,7 @@ def _after(owner: Any, method: str, told: Callable[..., None]) -> Iterator[None]
     original = getattr(owner, method)
 
     @functools.wraps(original)
+    @passes_on
     def replacement(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         told(result, *args, **kwargs)

@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpcheck.blame import for_target
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.preloading import import_named
@@ -248,6 +249,7 @@ class _Task:
 _task: _Task | None = None
 
 
+@for_target
 def _perform(payload: bytes) -> bytes:
     function, args, kwargs = unpacked_task(payload)
     return packed_result(function(*args, **kwargs))

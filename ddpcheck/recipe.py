@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ddpcheck.blame import for_target, is_misuse, is_ours
 from ddpcheck.errors import DdpcheckError, TargetError, WrongTypeError
 from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.nests import iter_tensors, shard_batch
@@ -114,22 +115,41 @@ class Recipe:
         return wrapped
 
 
+@for_target
 def _wrap_in_ddp(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
     return nn.parallel.DistributedDataParallel(module, **kwargs)
 
 
+@for_target
 def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
     """Call the user's `function`; whatever it raises becomes one sentence.
 
     Raises:
         TargetError: `function` raised, or called `exit`.
+        Exception: A bug of ddpcheck, as it is.
     """
     try:
         return function(*args)
-    except DdpcheckError:
-        raise
     except (Exception, SystemExit) as error:
-        raise blame(what, error) from error
+        if is_misuse(error) if isinstance(error, DdpcheckError) else not is_ours(error):
+            raise blame(what, error) from error
+        raise
+
+
+@for_target
+def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
+    """Call the recipe's `loss`; what it raises is raised as it is.
+
+    Raises:
+        TargetError: It called ddpcheck wrongly.
+        Exception: Whatever the user's code raises.
+    """
+    try:
+        return recipe.loss(model, batch)
+    except DdpcheckError as error:
+        if is_misuse(error):
+            raise blame(f"loss(model, batch) in step {step}", error) from error
+        raise
 
 
 def require_target(target: object) -> None:

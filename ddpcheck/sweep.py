@@ -20,7 +20,7 @@ from ddpcheck.advice import advise
 from ddpcheck.check import CheckRun, ask
 from ddpcheck.conduct import OptionsStopped, Stopped, on_rank
 from ddpcheck.config import rule_patterns
-from ddpcheck.errors import EXIT_HANG, RankError
+from ddpcheck.errors import EXIT_HANG, DdpcheckError, RankError
 from ddpcheck.findings import Location, ReportError, Severity
 from ddpcheck.harness import Hosts
 from ddpcheck.matrix import Matrix, MatrixRow, StepTime, Verdict
@@ -126,6 +126,7 @@ class _Sweep(CheckRun):
         self._buffers_matter = False
         self._expected = 1
         self._words = ""
+        self._bug: ReportError | None = None  # of ddpcheck, in a row
 
     def matrix(self, *, step_times: bool) -> Matrix:
         """Run everything, whatever happens on the way."""
@@ -141,6 +142,10 @@ class _Sweep(CheckRun):
                 pass
             except RankError as failure:
                 self._fail(failure)
+            except DdpcheckError:
+                raise
+            except Exception as failure:
+                self._fail_by_bug(failure)
             reference = self.outcome
             if self._single_hang and reference.error is None:
                 reference.error = ReportError(self._single_hang, EXIT_HANG)
@@ -161,7 +166,7 @@ class _Sweep(CheckRun):
             world={**report.world, "notes": notes},
             noise=self._noise,
             timing={**report.timing, "total": round(time.perf_counter() - begun, 4)},
-            error=error,
+            error=error or self._bug or next(iter(reference.bugs), None),
             tool=report.tool,
         )
 
@@ -322,6 +327,10 @@ class _Sweep(CheckRun):
             pass
         except RankError as error:
             self._fail(error)
+        except DdpcheckError:
+            raise
+        except Exception as error:
+            self._fail_by_bug(error)
         if resisting:
             set_by_wrap = ", ".join(f"{name}={value!r}" for name, value in resisting.items())
             reason = f"the recipe's wrap sets {set_by_wrap} after the constructor, whatever that was told"
@@ -355,7 +364,7 @@ class _Sweep(CheckRun):
             self._all("rows.rewind", step, synced)
             words = f"{self._words}: step {step + 1} of {self.asked.steps}"
             if self._run_ddp(step, words) and not self.outcome.withheld:
-                self.outcome.add_repeat(step, self._all("repeat.repeat_step", step))
+                self._repeat(step)
 
     def _judged(self, outcome: Outcome, options: Options, *, own: bool) -> MatrixRow:
         report = outcome.report(**self._rules)
@@ -372,10 +381,14 @@ class _Sweep(CheckRun):
             verdict = "incomplete"
         elif (options.hook or self._facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self._facts.bits, 0.0):
             verdict = "lossy"
+        if outcome.unfinished is not None:
+            self._bug = self._bug or outcome.unfinished
+            verdict, errors = "skipped", []
         said = outcome.error.message if outcome.error is not None else outcome.ddp_skipped or outcome.rest_skipped
         if verdict == "incomplete":
             why = [f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made]
             said = " ".join([report.shortfall, *([f"({'; '.join(why)})"] if why else [])])
+        said = outcome.unfinished.message if outcome.unfinished is not None else said
         if errors:
             said = errors[0].message
             if options.hook and errors[0].code == "DDP302":

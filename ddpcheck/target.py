@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.blame import for_target, is_ours
 from ddpcheck.errors import UsageError
 from ddpcheck.locate import relative_path
 
@@ -159,6 +160,7 @@ def _as_part_of_package(path: Path, error: ImportError) -> str:
     return f"use {'.'.join(names)}{where}"
 
 
+@for_target
 def _import_module(name: str) -> ModuleType:
     from ddpcheck.recipe import blame
 
@@ -170,6 +172,8 @@ def _import_module(name: str) -> ModuleType:
             raise UsageError(f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module") from None
         raise blame(f"importing {name}", error) from error
     except (Exception, SystemExit) as error:
+        if is_ours(error):
+            raise
         if isinstance(error, TypeError | ValueError) and not all(part.isidentifier() for part in name.split(".")):
             raise UsageError(f"{name!r} is neither a file that ends in .py nor the name of a module") from None
         raise blame(f"importing {name}", error) from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddpcheck.blame import for_target
 from ddpcheck.evidence import PathEnd
 from ddpcheck.findings import Location
 from ddpcheck.graph import WALK_LIMIT, gradient_node
@@ -29,7 +30,7 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     with torch.autograd.set_detect_anomaly(True, check_nan=False):  # notes the line at which each node was made
         loss = forward()
     watch = _Watch(loss)
-    loss.backward()
+    _backward(loss)
     ends = {}
     for name, leaf in leaves.items():
         killers = list(watch.killers(leaf))
@@ -37,6 +38,11 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
             ends[name] = PathEnd("zero", operation_of(killers[0].name()), _line_of(killers[0]))
     watch.release()
     return ends
+
+
+@for_target
+def _backward(loss: torch.Tensor) -> None:
+    loss.backward()
 
 
 class _Watch:

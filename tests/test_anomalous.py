@@ -9,7 +9,7 @@ import pytest
 
 from ddpcheck.anomalous import detect_anomalous_params, judge_parameters, judge_uninitialised, zero_everywhere
 from ddpcheck.errors import UsageError
-from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
+from ddpcheck.evidence import Changed, PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
 from ddpcheck.wording import Names
 
@@ -175,6 +175,43 @@ def test_parameters_that_forward_creates_are_told_apart_from_those_in_a_list() -
 
 
 BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight")
+
+
+def changed(what: str, *, missing: bool = True, by: str = "", ranks: tuple[int, ...] = (0, 1)) -> list[StepEvidence]:
+    """The head is changed in step 1, on these ranks."""
+    return [
+        step_evidence(
+            rank,
+            step,
+            missing=("head.weight",) if missing and step else (),
+            changed={"head.weight": Changed(what, HERE, by)} if step and rank in ranks else {},
+        )
+        for step in range(3)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("what", ["replaced", "removed", "frozen", "unfrozen", "cast or moved"])
+def test_what_forward_does_to_a_parameter_that_ddp_knows_is_one_finding_with_its_line(what: str) -> None:
+    finding = only(judge(changed(what)))
+    assert (finding.code, finding.subjects, finding.ranks) == ("DDP503", ("head.weight",), ())
+    assert finding.location == HERE and f"was {what} in the forward pass of step 1" in finding.message
+    assert "None" not in finding.message and "{" not in finding.message
+
+
+def test_the_parameter_that_stands_in_the_place_of_another_and_the_rank_are_named() -> None:
+    assert "replaced by body.weight in the forward" in only(judge(changed("replaced", by="body.weight"))).message
+    assert only(
+        judge(changed("replaced", ranks=(1,))),
+    ).ranks == (1,)
+
+
+@pytest.mark.parametrize("what", ["removed", "frozen"])
+def test_what_is_gone_and_not_waited_for_is_nothing(what: str) -> None:
+    assert judge(changed(what, missing=False)) == []
+    tolerant = judge(changed(what), WrapperFacts(find_unused_parameters=True))
+    assert "DDP503" not in [finding.code for finding in tolerant]
+    assert "DDP503" not in [finding.code for finding in judge(changed("replaced"), WrapperFacts(is_ddp=False))]
 
 
 def blocks_missing(*places: tuple[int, int, int]) -> list[StepEvidence]:

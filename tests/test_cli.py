@@ -206,9 +206,9 @@ def test_a_bug_of_ours_is_one_sentence_and_debug_shows_the_traceback(stub_check,
     stub_check(ZeroDivisionError("division\nby zero"))
     assert cli.main(["report", "t"]) == 2
     err = capsys.readouterr().err
-    assert (
-        err
-        == "ddpcheck: error: ZeroDivisionError: division by zero; this is a bug in ddpcheck; run again with --debug\n"
+    assert err == (
+        "ddpcheck: error: ZeroDivisionError: division by zero; this is a bug in ddpcheck: please report it with the "
+        "traceback that --debug shows\n"
     )
     for arguments in (["--debug", "report", "t"], ["report", "t", "--debug"]):
         with pytest.raises(ZeroDivisionError):

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
     errors findings rules options exchange config evidence wording sameness acceptance picture trials matrix advice
-    locate nests recipe target
+    locate blame nests recipe target
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
     rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
     graph paths zeros collectives lockstep
@@ -44,7 +44,7 @@ LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.sameness
     ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
-    ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
+    ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpcheck.blame import passes_on
 from ddpcheck.collectives import COLLECTIVES
 
 
@@ -31,6 +32,7 @@ class _Done:
         return future
 
 
+@passes_on
 def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
     """The result of a collective if this rank's contribution were everybody's, in place where it is made in place."""
     mine = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
@@ -54,6 +56,7 @@ class CommunicatesError(Exception):
 class _NoCommunication(TorchDispatchMode):
     """Refuses whatever goes to a process group past the functions that are replaced."""
 
+    @passes_on
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -87,6 +90,7 @@ def _answering(name: str, original: Any) -> Any:
     parameters = tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
+    @passes_on
     def answer(*args: Any, **kwargs: Any) -> Any:
         return answer_alone(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
 

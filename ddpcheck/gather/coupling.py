@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ddpcheck.blame import passes_on
 from ddpcheck.findings import Location
 from ddpcheck.locate import is_user_file, relative_path
 from ddpcheck.nests import iter_tensors
@@ -57,6 +58,7 @@ class _Operations(TorchFunctionMode):
         super().__init__()
         self.seen = seen
 
+    @passes_on
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         caller = sys._getframe(1)

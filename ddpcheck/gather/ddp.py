@@ -16,9 +16,10 @@ from ddpcheck.gather.session import Session, plain_state, seed_of, the_session
 from ddpcheck.gather.stepping import (
     clear_gradients,
     compute_loss,
+    run_backward,
+    run_optimizer,
 )
 from ddpcheck.gather.surroundings import put_back
-from ddpcheck.graph import named_parameters
 
 
 def ddp_step(step: int) -> DdpStepEvidence:
@@ -28,18 +29,20 @@ def ddp_step(step: int) -> DdpStepEvidence:
     session.calls.clear()
     put_back(session.started)
     this_rank.set_place(f"step {step}: zero_grad")
-    session.optimizer.zero_grad()
+    run_optimizer(session.optimizer, "zero_grad")
     clear_gradients(session.module)
+    for parameter in session.owners.values():  # also of those that the module has no more
+        parameter.grad = None
     assert session.wrapper is not None
     with recorded(session.module, session.wrapper, session.optimizer) as recorder:
         loss = compute_loss(
             session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
         )
         this_rank.set_place(f"step {step}: DDP backward")
-        loss.total.backward()
+        run_backward(loss.total)
         del loss
         this_rank.set_place(f"step {step}: DDP comparison")
-        owners = {name: p for name, p in named_parameters(session.module).items() if p.requires_grad}
+        owners = session.owners
         lossy = hook_loss(session.wrapper)
         floor = scales({name: t for name, t in session.averaged.items() if t is not None}) if lossy else {}
         differences = tuple(
@@ -57,7 +60,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
         computed_with = fingerprints(session.module.named_parameters())
         this_rank.set_place(f"step {step}: optimizer")
-        session.optimizer.step()
+        run_optimizer(session.optimizer, "step")
     held = fingerprints(plain_state(session.module))
     return DdpStepEvidence(
         rank=session.rank,

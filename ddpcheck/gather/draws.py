@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import SharedDraw
 from ddpcheck.findings import Location
 from ddpcheck.gather.describe import fingerprint
@@ -30,6 +31,7 @@ class _Draws(TorchDispatchMode):
         self.modules: list[str] = []
         self.seeded: Location | None = None
 
+    @passes_on
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -80,6 +82,7 @@ def _seeding_seen(log: _Draws) -> Iterator[None]:
     """Note the line of the user's code that seeds torch's global generator."""
     original = torch.manual_seed
 
+    @passes_on
     def manual_seed(seed: int) -> torch.Generator:
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import LoopEvent
 from ddpcheck.gather.describe import fingerprint
 from ddpcheck.graph import named_parameters, walk_graph
@@ -40,6 +41,7 @@ class Recorder:
         where = user_location(sys._getframe(1))
         self.events.append(LoopEvent(kind, location=str(where) if where else "", **more))
 
+    @passes_on
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass; those inside another one (of a checkpoint) are part of it."""
         if self._depth:
@@ -81,6 +83,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
 
     def zeroing(original: Any) -> Any:
         @functools.wraps(original)
+        @passes_on
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
             recorder.zero_grad()
             return original(self, *args, **kwargs)
@@ -91,10 +94,12 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
+        @passes_on
         def __enter__(self) -> Any:
             recorder.note("enter no_sync")
             return self.inner.__enter__()
 
+        @passes_on
         def __exit__(self, *error: Any) -> Any:
             recorder.note("leave no_sync")
             return self.inner.__exit__(*error)
@@ -102,6 +107,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
     no_sync = _DDP.no_sync
 
     @functools.wraps(no_sync)
+    @passes_on
     def noted_no_sync(self: Any) -> Any:
         recorder.note("no_sync")
         return Context(no_sync(self))
@@ -128,6 +134,7 @@ def backward_through(handler: Any) -> Iterator[None]:
     original = torch.autograd.backward
 
     @functools.wraps(original)
+    @passes_on
     def backward(*args: Any, **kwargs: Any) -> Any:
         return handler(original, args, kwargs)
 
@@ -148,6 +155,7 @@ def counted_backwards() -> Iterator[list[int]]:
     count = [0]
     depth = [0]
 
+    @passes_on
     def handler(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count[0] += not depth[0]
         depth[0] += 1

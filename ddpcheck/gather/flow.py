@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import PathEnd
 from ddpcheck.graph import WALK_LIMIT
 from ddpcheck.locate import user_location
@@ -165,6 +166,7 @@ class FlowRecorder(TorchFunctionMode):
 
     # Functions
 
+    @passes_on
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import GradientHook
 from ddpcheck.findings import Location
 from ddpcheck.locate import is_user_file, relative_path, user_location
@@ -34,6 +35,7 @@ def record_hooks() -> None:
 
 def _recording(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(original)
+    @passes_on
     def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):  # not DDP's own, nor ddpcheck's

@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import is_ours
 from ddpcheck.collectives import read_log, unlogged
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
+    Changed,
     LocalStep,
     PathEnd,
     StepEvidence,
     Unregistered,
 )
+from ddpcheck.findings import Location
 from ddpcheck.gather.compare import norm
 from ddpcheck.gather.describe import fingerprint, fingerprints
 from ddpcheck.gather.events import counted_backwards
@@ -34,12 +37,14 @@ from ddpcheck.gather.stepping import (
     compute_gradients,
     compute_loss,
     gradients_of,
+    run_backward,
+    run_optimizer,
     visible_tensors,
 )
-from ddpcheck.gather.wrapping import broadcasts_buffers
+from ddpcheck.gather.wrapping import broadcasts_buffers, changes_in_forward
 from ddpcheck.graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.launchers import average_over_ranks
-from ddpcheck.locate import assignment_of, record_origins
+from ddpcheck.locate import Origins, assignment_of, record_origins
 from ddpcheck.nests import iter_tensors, to_device
 from ddpcheck.paths import Explainer, swallower
 from ddpcheck.recipe import Recipe
@@ -68,10 +73,11 @@ def local_step(step: int) -> LocalStep:
     """Forward and backward of the unwrapped module on this rank's shard."""
     session = the_session()
     twin = session.twin
-    before = named_parameters(twin)
-    parameters = {name: p for name, p in before.items() if p.requires_grad and name not in session.late}
+    parameters = session.known  # forward may put others in their place, of which DDP does not hear
     session.outputs.clear()
     clear_gradients(twin)
+    for parameter in parameters.values():  # also of those that the twin has no more
+        parameter.grad = None
     log_start = len(read_log(this_rank.current().directory, session.rank))
     with blaming_empty_shards(step):
         batch = make_batch(session.recipe, step, seed=session.seed)
@@ -79,7 +85,7 @@ def local_step(step: int) -> LocalStep:
         session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
         with record_origins() as late, counted_backwards() as backwards:
             loss = compute_loss(session.recipe, twin, session.batch, step=step, seed=seed_of(session, step))
-    session.late |= {name: late.of(p) for name, p in named_parameters(twin).items() if name not in before}
+    _note_changes(session, late)
     generator = fingerprint(torch.get_rng_state()) if "torch" in loss.drew else 0
     walk = walk_graph([loss.total])
     probe = EngineProbe(loss.total, list(parameters.values()))
@@ -89,8 +95,7 @@ def local_step(step: int) -> LocalStep:
     session.outputs.clear()
     this_rank.set_place(f"step {step}: backward")
     session.arrivals.clear()  # of backward passes inside the loss
-    loss.total.backward()
-    # Of the parameters that were there before: forward may have put others in their place, which DDP does not know.
+    run_backward(loss.total)
     session.local = gradients_of(parameters)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     for name, size in session.norms.items():
@@ -124,6 +129,7 @@ def local_step(step: int) -> LocalStep:
         else tuple(n for n, p in parameters.items() if states[n] != "missing" and id(p) not in visible_ids),
         output_type=opaque if visible_ids is not None and not visible_ids else "",
         reentrant=not complete or any("CheckpointFunctionBackward" in name for name in names),
+        changed={n: c for n, c in session.changed.items() if c.what != "unfrozen" or _has_gradient(twin, n)},
     )
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
     return LocalStep(
@@ -141,6 +147,35 @@ def local_step(step: int) -> LocalStep:
         backwards=backwards[0] + 1,
         generator=generator,
     )
+
+
+def _note_changes(session: Session, made: Origins) -> None:
+    """Keep what the forward pass has done to the parameters that DDP knows, and which new ones it has made."""
+    found = changes_in_forward(session.seen, session.twin)
+    now = named_parameters(session.twin)
+    for name, (what, by) in found.items():
+        after = now.get(name)
+        where = made.of(after) if after is not None and not by else None
+        session.changed.setdefault(name, Changed(what, where or _line_of_change(session, made, name), by))
+    session.changed = {name: change for name, change in session.changed.items() if name in found}
+    known = {before.identity for before in session.seen.values()}
+    late = {name: made.of(p) for name, p in now.items() if id(p) not in known and name not in found}
+    session.late |= {name: where for name, where in late.items() if name not in session.late}
+
+
+def _line_of_change(session: Session, made: Origins, name: str) -> Location | None:
+    """The line that has put something else under a part of `name`, or taken it away."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        holder = session.holders.get(".".join(parts[:place]))
+        if holder is not None and (where := made.of_place(holder, part)) is not None:
+            return where
+    return None
+
+
+def _has_gradient(module: nn.Module, name: str) -> bool:
+    parameter = named_parameters(module).get(name)
+    return parameter is not None and parameter.grad is not None
 
 
 def batch_again(step: int) -> tuple[int, ...]:
@@ -195,8 +230,7 @@ def explain(step: int) -> dict[str, PathEnd]:
     session = the_session()
     assert session.before is not None
     before = session.before
-    parameters = named_parameters(session.twin)
-    missing = {name: parameters[name] for name in session.missing}
+    missing = {name: session.known[name] for name in session.missing}
     communicates = bool(read_log(this_rank.current().directory, session.rank))
 
     def forward() -> list[torch.Tensor]:
@@ -208,7 +242,9 @@ def explain(step: int) -> dict[str, PathEnd]:
     explainer = Explainer(session.twin, forward, lambda: before.restore(session.twin), once=communicates)
     try:
         return explainer.explain(missing)
-    except Exception:  # what the replay cannot tell, the missing gradient still does
+    except Exception as error:  # what the replay cannot tell, the missing gradient still does
+        if is_ours(error):
+            raise
         return {name: PathEnd("unknown") for name in missing}
     finally:
         before.restore(session.twin)
@@ -265,7 +301,7 @@ def average(step: int, file: Path | None) -> None:
     """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result."""
     session = the_session()
     this_rank.set_place(f"step {step}: averaging local gradients")
-    owners = {n: p for n, p in named_parameters(session.twin).items() if p.requires_grad and n not in session.late}
+    owners = session.known
     local = [session.local.get(name) for name in owners]
     with unlogged():
         averaged = average_over_ranks(local, list(owners.values()), group=session.group)
@@ -316,7 +352,6 @@ def why_zero(names: Sequence[str], step: int) -> dict[str, PathEnd]:
     """Where the gradients of `names` become zero, as far as that can be told; with every parameter moved a little."""
     session = the_session()
     _move_a_little(session, step)
-    parameters = named_parameters(session.twin)
 
     def forward() -> torch.Tensor:
         seed = seed_of(session, step)
@@ -325,7 +360,7 @@ def why_zero(names: Sequence[str], step: int) -> dict[str, PathEnd]:
         ).total
 
     try:
-        return zero_ends(forward, {name: parameters[name] for name in names})
+        return zero_ends(forward, {name: session.known[name] for name in names})
     except TargetError:  # such values are not good for this model
         return {}
     finally:
@@ -360,5 +395,5 @@ def local_update(step: int) -> None:
     for name, parameter in named_parameters(session.twin).items():
         gradient = session.averaged.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-    session.twin_optimizer.step()
+    run_optimizer(session.twin_optimizer, "step")
     clear_gradients(session.twin)

@@ -25,6 +25,8 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
     Raises:
         UsageError: `loss` needs no gradient, no parameter requires one, or a pattern in `ignore` matches nothing.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is an nn.Module, not {type(model).__name__}")
     wrapped = hasattr(model, "reducer") and isinstance(getattr(model, "module", None), nn.Module)
     bare: nn.Module = model.module if wrapped else model  # type: ignore[assignment]
     parameters = {name: p for name, p in named_parameters(bare).items() if p.requires_grad}

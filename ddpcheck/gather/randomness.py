@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpcheck.blame import passes_on
+
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's (where it is in use) and torch's global generators, on every device."""
@@ -141,6 +143,7 @@ class QuietRandomness(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._left = _MOST_DRAWS
 
+    @passes_on
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -152,12 +155,14 @@ class QuietRandomness(TorchDispatchMode):
 
 
 def _constant(value: float) -> Callable[..., Any]:
+    @passes_on
     def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs).fill_(value)
 
     return fill
 
 
+@passes_on
 def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     drawn = func(*args, **kwargs)
     given = args[1] if len(args) > 1 else kwargs.get("p")
@@ -168,17 +173,20 @@ def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return drawn.copy_(args[0] > 0) if not func.overloadpacket.__name__.endswith("_") else drawn.fill_(1.0)
 
 
+@passes_on
 def _lowest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     drawn = func(*args, **kwargs)
     low = args[0] if "low" in func._overloadname else 0
     return drawn.fill_(low if isinstance(low, int) else 0)
 
 
+@passes_on
 def _in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     drawn = func(*args, **kwargs)
     return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
 
 
+@passes_on
 def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     drawn = func(*args, **kwargs)
     count = drawn.shape[-1]
@@ -186,6 +194,7 @@ def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return drawn.copy_(order[..., torch.arange(count, device=drawn.device) % order.shape[-1]])
 
 
+@passes_on
 def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A randomised leaky ReLU with the middle of its range as the slope."""
     value, noise = args[0], args[1]
@@ -197,18 +206,22 @@ def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return value.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
 
 
+@passes_on
 def _expected_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (args[0] * args[1]).round()
 
 
+@passes_on
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
 
 
+@passes_on
 def _native_dropout_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] * args[1]
 
 
+@passes_on
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `func` with every argument called dropout or dropout_p at 0."""
     names = [argument.name for argument in func._schema.arguments]

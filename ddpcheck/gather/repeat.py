@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ddpcheck.blame import passes_on
 from ddpcheck.evidence import Difference, Repeated
 from ddpcheck.gather.compare import difference, eps_of, norm
 from ddpcheck.gather.events import backward_through
 from ddpcheck.gather.hooks import own_functions, recorded_hooks
 from ddpcheck.gather.session import Session, rewound, seed_of, the_session
-from ddpcheck.gather.stepping import Gradients, clear_gradients, compute_loss, gradients_of
+from ddpcheck.gather.stepping import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
 from ddpcheck.gather.surroundings import put_back
 from ddpcheck.graph import named_parameters, walk_graph
 
@@ -55,6 +56,7 @@ def _run(session: Session, step: int, factor: float) -> _Run:
     own = {id(p) for p in session.twin.parameters()}
     depth = 0
 
+    @passes_on
     def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal depth
         if depth:  # of a checkpoint: what comes in is large already
@@ -78,7 +80,7 @@ def _run(session: Session, step: int, factor: float) -> _Run:
         loss = compute_loss(
             session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="repeating, "
         )
-        loss.total.backward()
+        run_backward(loss.total)
     run.gradients = {name: gradient.clone() for name, gradient in gradients_of(named_parameters(session.twin)).items()}
     return run
 

@@ -23,16 +23,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import passes_on
 from ddpcheck.collectives import unlogged
 from ddpcheck.evidence import Wrapped
 from ddpcheck.gather import session as phases
 from ddpcheck.gather.randomness import seed_everything
 from ddpcheck.gather.session import Session, seed_of, the_session
-from ddpcheck.gather.stepping import ModuleState
+from ddpcheck.gather.stepping import ModuleState, run_backward, run_optimizer
 from ddpcheck.gather.surroundings import Undo, put_back
 from ddpcheck.gather.wrapping import broadcasts_buffers
 from ddpcheck.locate import record_origins
 from ddpcheck.nests import iter_tensors
+from ddpcheck.recipe import call_loss
 from ddpcheck.reference import model_seed
 from ddpcheck.trials import VARIED, ModelFacts, Options
 
@@ -142,6 +144,7 @@ def overridden_options(options: Options | None, given: list[dict[str, Any]]) -> 
     signature = inspect.signature(original)
 
     @functools.wraps(original)
+    @passes_on
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             arguments = dict(signature.bind(self, *args, **kwargs).arguments)
@@ -275,10 +278,10 @@ def _seconds(session: Session, wrapping: Wrapping, kept: KeptStep, step: int) ->
     seed_everything(seed_of(session, step))
     _settle(session)
     begun = time.perf_counter()
-    wrapping.optimizer.zero_grad()
-    losses = _scalars(session.recipe.loss(wrapping.wrapped, kept.batch))
-    functools.reduce(torch.add, losses).backward()
-    wrapping.optimizer.step()
+    run_optimizer(wrapping.optimizer, "zero_grad")
+    losses = _scalars(call_loss(session.recipe, wrapping.wrapped, kept.batch, step))
+    run_backward(functools.reduce(torch.add, losses))
+    run_optimizer(wrapping.optimizer, "step")
     if session.device.type == "cuda":
         torch.cuda.synchronize(session.device)
     return time.perf_counter() - begun

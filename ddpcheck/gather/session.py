@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import passes_on
 from ddpcheck.collectives import record_collectives, unlogged
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Built,
+    Changed,
     GradientHook,
     ModuleDescription,
     Wrapped,
@@ -66,6 +68,11 @@ class Session:
         watched: The twin on which hooks of ours are.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
+        known: The twin's parameters that were trainable when it was wrapped, which is all that DDP ever hears of.
+        seen: All of its parameters then, under all of their names.
+        holders: Its modules then, by name.
+        changed: What forward passes of the twin have done to them.
+        owners: As `known`, of `module`.
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
         wrap_hooks: What `wrap` has put in the way of gradients.
@@ -102,6 +109,11 @@ class Session:
     arrivals: dict[str, int] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    known: dict[str, nn.Parameter] = field(default_factory=dict)
+    seen: dict[str, SeenParameter] = field(default_factory=dict)
+    holders: dict[str, nn.Module] = field(default_factory=dict)
+    changed: dict[str, Changed] = field(default_factory=dict)
+    owners: dict[str, nn.Parameter] = field(default_factory=dict)
     late: dict[str, Location | None] = field(default_factory=dict)
     own_state: frozenset[str] = frozenset()
     calls: dict[str, int] = field(default_factory=dict)
@@ -160,6 +172,14 @@ def build(target: str | Recipe, seed: int) -> Built:
     return Built(digest_of(description), description.uninitialised, trainable, len(description.parameters))
 
 
+def recover() -> None:
+    """Be ready for the next phase after one that raised: the twin is what it was when the step began."""
+    session = the_session()
+    session.outputs.clear()
+    if session.before is not None:
+        session.before.restore(session.twin)
+
+
 def description() -> ModuleDescription:
     """The module of this rank, in full; asked for when the digests differ."""
     return describe(the_session().module)
@@ -210,6 +230,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     owned = {id(p): name for name, p in session.module.named_parameters()}
     held = {id(p) for group in session.optimizer.param_groups for p in group["params"]}
     session.own_state = frozenset(name for name, _ in plain_state(session.module))
+    session.owners = {name: p for name, p in session.module.named_parameters() if p.requires_grad}
     _count_calls(session)
     _watch_twin(session)
     ours = (session.wrapped, session.wrapper, session.module, session.twin, session.optimizer)
@@ -297,6 +318,7 @@ def _watch_construction() -> Iterator[_Construction]:
     found = _Construction()
 
     @functools.wraps(original)
+    @passes_on
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
         found.options = constructor_options(original, self, *args, **kwargs)
         compare_options(found.options)
@@ -344,6 +366,11 @@ def _watch_twin(session: Session) -> None:
     if session.watched is session.twin:  # wrapped once more, with other options
         return
     session.watched = session.twin
+    session.known = {name: p for name, p in session.twin.named_parameters() if p.requires_grad}
+    every = nn.Module.named_parameters(session.twin, remove_duplicate=False)
+    session.seen = {name: SeenParameter.of(p) for name, p in every}
+    session.holders = dict(session.twin.named_modules())
+    session.changed = {}
     for name, parameter in session.twin.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_arrival(session, name))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import is_ours
 from ddpcheck.collectives import replaced_by
 from ddpcheck.errors import EmptyShardError, TargetError
 from ddpcheck.evidence import Call, Packed
@@ -31,6 +32,8 @@ def blaming_empty_shards(step: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_ours(error):
+            raise
         if isinstance(error.__cause__, StopIteration):
             raise EmptyShardError(f"its loader has ended: {error}", step) from error
         if session.batch is not None and samples_of(session.batch) == 0:

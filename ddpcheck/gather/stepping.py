@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ddpcheck.blame import for_target
 from ddpcheck.errors import TargetError
 from ddpcheck.gather.compare import dense
 from ddpcheck.gather.randomness import (
@@ -27,7 +28,7 @@ from ddpcheck.gather.randomness import (
 from ddpcheck.graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.nests import iter_tensors
 from ddpcheck.rank import set_place
-from ddpcheck.recipe import Recipe
+from ddpcheck.recipe import Recipe, call_loss
 
 Gradients = dict[str, torch.Tensor]
 
@@ -63,7 +64,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     before = generator_states(device)
-    result = recipe.loss(model, batch)
+    result = call_loss(recipe, model, batch, step)
     drew = drawn_since(before, device)
     parts = list(iter_tensors(result))
     at = f"loss(model, batch) in step {step}"
@@ -81,6 +82,18 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     if not bool(torch.isfinite(total)):
         raise TargetError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
     return Loss(terms, total, drew)
+
+
+@for_target
+def run_backward(total: torch.Tensor, *, retain_graph: bool = False) -> None:
+    """Call `backward` as a training loop does."""
+    total.backward(retain_graph=retain_graph)
+
+
+@for_target
+def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zero_grad"]) -> None:
+    """Call a method of the optimizer as a training loop does."""
+    getattr(optimizer, method)()
 
 
 def compute_gradients(
@@ -104,11 +117,11 @@ def compute_gradients(
         with quiet_modules(model), QuietRandomness():
             loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
             set_place(f"step {step}: {place}backward")
-            loss.total.backward()
+            run_backward(loss.total)
     else:
         loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
         set_place(f"step {step}: {place}backward")
-        loss.total.backward()
+        run_backward(loss.total)
     return gradients_of(parameters), loss
 
 

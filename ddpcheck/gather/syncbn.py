@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.blame import passes_on
+
 
 class _SumOverRanks(torch.autograd.Function):
     """An all-reduce by sum whose gradient is the sum of the ranks' gradients."""
 
     @staticmethod
+    @passes_on
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         total = tensor.contiguous().clone()
@@ -27,17 +30,20 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
+    @passes_on
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
+@passes_on
 def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     total: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
+@passes_on
 def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
     group = module.process_group or dist.group.WORLD
     axes = [0, *range(2, inputs.dim())]
@@ -72,6 +78,7 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
     original = nn.SyncBatchNorm.forward
     used: list[str] = []
 
+    @passes_on
     def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
         together = dist.is_available() and dist.is_initialized()
         wants_batch = self.training or (self.running_mean is None and self.running_var is None)
@@ -103,6 +110,7 @@ def _let_ddp_wrap() -> Callable[[], None]:
     if original is None:
         return lambda: None
 
+    @passes_on
     def handle(self: Any, module: nn.Module) -> None:
         if self.device_type != "cpu":
             original(self, module)

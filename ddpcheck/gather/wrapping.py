@@ -80,3 +80,32 @@ def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, s
         elif before.node is not after.node:
             changed[name] = "cast or moved"
     return changed
+
+
+def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
+    """What a forward pass has done to the parameters of `module`, in a word, and what stands in their place, by name.
+
+    One that has only moved to another name is still the one that DDP knows.
+
+    Args:
+        seen: Under all of their names, as DDP saw them; they are still alive.
+        module: As it is now.
+    """
+    now = dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    there = {id(parameter) for parameter in now.values()}
+    names = {before.identity: name for name, before in reversed(list(seen.items()))}
+    changed = {}
+    for name, before in seen.items():
+        after = now.get(name)
+        if after is None:
+            if before.identity not in there and before.requires_grad:
+                changed[name] = ("removed", "")
+        elif id(after) != before.identity:
+            known = names.get(id(after), "")
+            if (before.requires_grad or after.requires_grad) and not (known and before.identity in there):
+                changed[name] = ("replaced", known)
+        elif before.requires_grad != after.requires_grad:
+            changed[name] = ("unfrozen" if after.requires_grad else "frozen", "")
+        elif before.requires_grad and before.node is not gradient_node(after):
+            changed[name] = ("cast or moved", "")
+    return changed

@@ -50,11 +50,12 @@ with ddp.no_sync():                      # no_sync takes effect in forward
         code="DDP503",
         name="changed-after-wrapping",
         severity=ERROR,
-        summary="A parameter was added, replaced, frozen, unfrozen, cast or moved after the module was wrapped.",
+        summary="A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.",
         why=(
             "DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none "
             "(`.double().float()` and `.cpu().cuda()` replace, pytorch issue 104336), frozen ones are waited for, "
-            "unfrozen and added ones are never reduced. (PyTorch docs, DistributedDataParallel: do not change "
+            "unfrozen and added ones are never reduced. A forward pass that ties, replaces or deletes layers comes too "
+            "late as well. (PyTorch docs, DistributedDataParallel: do not change "
             "parameters after wrapping.)"
         ),
         fix="Finish the module first, wrap it last; wrap again after any such change.",

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import for_target
 from ddpcheck.errors import RankError, UsageError
 from ddpcheck.harness import Watch
 from ddpcheck.launched import Session, detect, require
@@ -189,6 +190,7 @@ class JoinedWorld:
                     self._luggage[rank], printed = pickle.loads(data)
                     self._printed[rank] = self._printed.get(rank, "") + printed
 
+    @for_target
     def _work(self, payload: bytes) -> Any:
         """On a rank, in its process group."""
         with _threads(self._threads), _heard(self._capture), _logged():

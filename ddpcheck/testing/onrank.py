@@ -8,6 +8,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck import rank as this_rank
+from ddpcheck.blame import for_target
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.testing import debugging
 from ddpcheck.testing.conditions import Conditions, Luggage, Style
@@ -57,7 +59,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         What it returns, or how it has `Ended` where it skips or expects to fail.
     """
     with _under(conditions):
-        return _unless_it_ends(lambda: function(*args, **kwargs))
+        return _unless_it_ends(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: Conditions) -> Ended:
@@ -67,7 +69,7 @@ def perform(body: bytes, conditions: Conditions) -> Ended:
         BaseException: Whatever the test raises, unless it skips or expects to fail.
     """
     with _under(conditions) as luggage:
-        result = _unless_it_ends(lambda: _with_fixtures(body, luggage))
+        result = _unless_it_ends(functools.partial(_with_fixtures, body, luggage))
         if isinstance(result, Ended):
             return result
         if result is None:
@@ -76,6 +78,7 @@ def perform(body: bytes, conditions: Conditions) -> Ended:
         return Ended("passed", returned=repr(type(result)))
 
 
+@for_target
 def _with_fixtures(body: bytes, luggage: Luggage) -> Any:
     arguments, function, setups = wire.loads(body)
     with contextlib.ExitStack() as teardown:
@@ -86,6 +89,7 @@ def _with_fixtures(body: bytes, luggage: Luggage) -> Any:
         return function(**made)
 
 
+@for_target
 def _unless_it_ends(run: Callable[[], Any]) -> Any:
     """Return what `run` returns, or which of the outcomes that are no failure it has."""
     try:

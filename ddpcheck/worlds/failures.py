@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddpcheck.blame import as_bug, is_ours
 from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure, UsageError
 from ddpcheck.locate import exception_location, is_user_file, relative_path, user_traceback
 from ddpcheck.worlds import wire
@@ -167,6 +168,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         text = repr(error.code) if isinstance(error, SystemExit) else str(error)
     except Exception:
         text = "(its message cannot be shown: __str__ raised)"
+    bug = as_bug(error, place) if is_ours(error) and not _FELL.search(f"{name} {text}") else None
     return {
         "when": when,
         "kind": "exited" if isinstance(error, SystemExit) else "raised",
@@ -176,7 +178,8 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "usage": isinstance(error, UsageError),
         "place": place,
         "collective": collective,
-        "traceback": _format(error),
+        "bug": "" if bug is None else str(bug),
+        "traceback": _format(error) if bug is None else f"{bug.detail}\n",
         "location": str(exception_location(error) or ""),
         "exception": _pickled(error),
     }
@@ -211,6 +214,8 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         message = f"rank {rank} called exit({text}) in the middle of a run"
     else:
         message = f"rank {rank} raised {reply['type']}" + (f": {text}" if text else "")
+    if reply["bug"]:
+        message = f"rank {rank} met a bug: {_first_line(reply['bug'])}"
     return RankFailure(
         rank,
         reply["kind"],
@@ -221,6 +226,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         exception=exception if isinstance(exception, BaseException) else None,
         location=reply["location"],
         exit_code=reply["code"],
+        bug=reply["bug"],
     )
 
 
