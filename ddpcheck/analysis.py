@@ -33,15 +33,27 @@ _LARGEST_ROUNDING = 0.01  # of what may be put down to rounding where float64 te
 _COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, and are the same row by row
 
 
-def analyse(step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:
+def analyse(step: int, gradient_file: Path, world_size: int, threads: int) -> ShardAnalysis:
     """Run the shards one by one without a process group, to tell coupling from normalisation and from the world.
+
+    Args:
+        step: Counted from 0.
+        gradient_file: Where rank 0 has put the average of the ranks' gradients.
+        world_size: Number of ranks.
+        threads: With which a rank computes. With as many, a shard gives the very same numbers here: a sum that is cut
+            into other parts is rounded otherwise, and a deep network can make a thousand times more of that.
 
     Returns:
         What could be measured: where a shard cannot be run here, only what the global batch tells.
     """
     own: SingleProcess = this_rank.state["single"]
-    with own.aside():
-        return _analyse(own, step, gradient_file, world_size)
+    here = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with own.aside():
+            return _analyse(own, step, gradient_file, world_size)
+    finally:
+        torch.set_num_threads(here)
 
 
 def _analyse(own: SingleProcess, step: int, gradient_file: Path, world_size: int) -> ShardAnalysis:

@@ -309,10 +309,10 @@ class CheckRun(Conduct):
         """Average gradients without random numbers; returns whether the loss can do without."""
         what = "the gradients without random numbers"
         said = self._explained(what, "local.quiet_step", step, otherwise="the step without them failed")
-        trouble = next(filter(None, said), "")
-        if trouble:
+        if trouble := next((item for item in said if isinstance(item, str)), ""):
             self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
+        self.outcome.add_quiet_losses([float(loss) for loss in said])
         self._all("local.average", step, averaged)
         return True
 
@@ -373,8 +373,9 @@ class CheckRun(Conduct):
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
         """What the shards, one by one, tell of a difference; nothing where they cannot."""
-        what, function = "why the ranks' average differs from the global batch", "analysis.analyse"
-        result = self._settle_single(self.single.start(try_on_rank, function, step, averaged, self.asked.world_size))
+        what = "why the ranks' average differs from the global batch"
+        known = (step, averaged, self.asked.world_size, self.outcome.local[0].threads)
+        result = self._settle_single(self.single.start(try_on_rank, "analysis.analyse", *known))
         unknown = result is None or self.outcome.add_unexplained(what, result)
         return ShardAnalysis() if unknown else result
 

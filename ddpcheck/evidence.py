@@ -244,7 +244,7 @@ class LocalStep:
 
     Attributes:
         evidence: Of the parameters.
-        loss: Its value.
+        loss: Its value; with random numbers silenced where the forward pass draws some and can do without.
         drew: The libraries from whose generators the forward pass drew random numbers.
         batch: Fingerprint of the global batch.
         samples: How many this rank has; 0 where that is not known.
@@ -256,6 +256,7 @@ class LocalStep:
         all_rows: Of each sample of the global batch, on rank 0.
         backwards: The user's own backward passes in the step, and the last one.
         generator: Fingerprint of the state in which the forward pass has left torch's global generator.
+        threads: With how many of them torch has computed it.
     """
 
     evidence: StepEvidence
@@ -271,6 +272,7 @@ class LocalStep:
     all_rows: tuple[int, ...] = ()
     backwards: int = 1
     generator: int = 0
+    threads: int = 1
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""

@@ -81,6 +81,26 @@ def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in iter_leaves(nest) if isinstance(leaf, torch.Tensor))
 
 
+def copied(nest: Any) -> Any:
+    """A copy of `nest` to write into: with containers, tensors and numpy arrays of its own.
+
+    A tensor that requires grad is the same in it: autograd lets nobody write into that.
+    """
+    copies: dict[int, Any] = {}
+
+    def leaf_copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.requires_grad:
+            return leaf.clone()
+        return leaf.copy() if type(leaf).__module__ == "numpy" and hasattr(leaf, "copy") else leaf
+
+    def once(leaf: Any) -> Any:
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf_copied(leaf)
+        return copies[id(leaf)]
+
+    return map_nest(once, nest)
+
+
 def to_device(nest: Any, device: torch.device) -> Any:
     """A copy of `nest` with its tensors on `device`."""
     kinds: Any = (torch.Tensor, PackedSequence)

@@ -198,6 +198,10 @@ class Outcome:
         step = local[0].evidence.step
         self._norms[step] = max(item.norm for item in local)
 
+    def add_quiet_losses(self, losses: Sequence[float]) -> None:
+        """The ranks' losses of the last step without random numbers, which are those to compare with other runs."""
+        self.local = [replace(item, loss=loss) for item, loss in zip(self.local, losses, strict=True)]
+
     def decide_on_ddp(self, step: int) -> None:
         """Find out whether the wrapper can be used in this step, or would raise, hang or abort."""
         facts = self._facts

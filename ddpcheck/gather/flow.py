@@ -223,7 +223,8 @@ class FlowRecorder(TorchFunctionMode):
         for output in outputs:
             grad = output.requires_grad
             self._made[output] = _Made(place, stop=None if grad else cut, off=off, after=frozenset() if grad else after)
-            if output._is_view() and output._base is not None and name.endswith("_"):
+            in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))  # no __getitem__
+            if output._is_view() and output._base is not None and in_place:
                 self._made[output._base] = self._made[output]
             if self.keeps and output.grad_fn is not None:
                 self.owners.setdefault(id(output.grad_fn), frame.module)

@@ -79,6 +79,7 @@ def local_step(step: int) -> LocalStep:
     for parameter in parameters.values():  # also of those that the twin has no more
         parameter.grad = None
     log_start = len(read_log(this_rank.current().directory, session.rank))
+    lasting = session.leaves | _trained(twin, session.recipe)
     with blaming_empty_shards(step):
         batch = make_batch(session.recipe, step, seed=session.seed)
         whole = batch_fingerprint(batch)
@@ -105,10 +106,9 @@ def local_step(step: int) -> LocalStep:
     lost = [name for name, state in states.items() if state == "lost"]
     ends = {name: swallower([loss.total.grad_fn], parameters[name]) for name in lost}
     value, drew = loss.value, loss.drew
+    ignore = [*iter_tensors(loss.batch), *session.constants.values()]
+    leaves = unregistered_leaves(walk.leaves, twin, ignore=ignore, before=lasting, recipe=session.recipe)
     del loss, visible, seen
-    leaves = unregistered_leaves(
-        walk.leaves, twin, ignore=[*iter_tensors(session.batch)], before=session.leaves, recipe=session.recipe
-    )
     leaves = (*_located(leaves, session), *_late_parameters(session))
     session.leaves = {id(leaf): leaf for leaf in walk.leaves}
     names, complete = walk.node_names, walk.complete
@@ -146,6 +146,7 @@ def local_step(step: int) -> LocalStep:
         all_rows=sample_fingerprints(batch) if session.rank == 0 else (),
         backwards=backwards[0] + 1,
         generator=generator,
+        threads=torch.get_num_threads(),
     )
 
 
@@ -261,24 +262,34 @@ def unregistered_leaves(
 ) -> tuple[Unregistered, ...]:
     """The leaves that receive gradient without being parameters of `module`, by name where they have one.
 
-    A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them: it must be
-    held by the module or by the loss function, or have been there in the step before. Where no step before is known
-    (`before` is None), an `nn.Parameter` is taken to last.
+    A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them, wherever it is
+    kept: it must be among those that were there `before` the forward pass. Where they are not known, what the module
+    holds is taken to last, and so is an `nn.Parameter`.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
     if not strange:
         return ()
-    names = {id(tensor): name for name, tensor in unregistered_tensors(module)}
-    for name, tensor in _held_by_functions(recipe):
-        names.setdefault(id(tensor), name)
+    names = {id(tensor): name for name, tensor in _held(module, recipe)}
+    if before is None:
+        before = {id(leaf): leaf for leaf in strange if isinstance(leaf, nn.Parameter)}
+        before |= {id(tensor): tensor for _, tensor in unregistered_tensors(module)}
     found = []
     for leaf in strange:
-        lasting = id(leaf) in names or (isinstance(leaf, nn.Parameter) if before is None else id(leaf) in before)
-        if lasting:
+        if id(leaf) in before:
             name = names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
             found.append(Unregistered(name, tuple(leaf.shape)))
     return tuple(sorted(found, key=lambda item: item.name))
+
+
+def _held(module: nn.Module, recipe: Recipe | None) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that are no parameters of `module`, where somebody holds them."""
+    return [*_held_by_functions(recipe), *module.named_buffers(), *unregistered_tensors(module)]
+
+
+def _trained(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
+    """Those of them that require grad."""
+    return {id(tensor): tensor for _, tensor in _held(module, recipe) if tensor.requires_grad}
 
 
 def _held_by_functions(recipe: Recipe | None) -> Iterable[tuple[str, torch.Tensor]]:
@@ -316,17 +327,17 @@ def average(step: int, file: Path | None) -> None:
 
 
 @rewound
-def quiet_step(step: int) -> str:
+def quiet_step(step: int) -> float | str:
     """The local step again with every random operation silenced, for the comparison with the global batch.
 
     Returns:
-        Why that cannot be done, empty where it can: the loss may be another thing without its random numbers.
+        The loss, or why that cannot be done: it may be another thing without its random numbers.
     """
     session = the_session()
     assert session.before is not None
     session.before.restore(session.twin)
     try:
-        session.local, _ = compute_gradients(
+        session.local, loss = compute_gradients(
             session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
         )
     except TargetError as error:
@@ -334,7 +345,7 @@ def quiet_step(step: int) -> str:
     finally:
         session.before.restore(session.twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
-    return ""
+    return loss.value
 
 
 def wake(names: Sequence[str], step: int) -> list[str]:

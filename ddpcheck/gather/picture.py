@@ -19,7 +19,7 @@ from ddpcheck.gather.operations import read_operations
 from ddpcheck.gather.session import Session, build, seed_of, the_session, wrap
 from ddpcheck.gather.stepping import compute_loss
 from ddpcheck.graph import all_names, unregistered_tensors, walk_graph
-from ddpcheck.nests import iter_leaves, iter_tensors, to_device
+from ddpcheck.nests import copied, iter_leaves, iter_tensors, to_device
 from ddpcheck.picture import Detail, Edge, ModuleFact, Node, ParameterFact, Picture
 from ddpcheck.recipe import Recipe, call_loss
 from ddpcheck.reference import make_batch
@@ -42,7 +42,7 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
     if materialise:
         for module in (session.module, session.twin):
             with torch.no_grad():
-                call_loss(session.recipe, module, session.batch, STEP)
+                call_loss(session.recipe, module, copied(session.batch), STEP)
     if wrapped:
         wrap()
 
@@ -94,10 +94,11 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> Picture | No
     ends = list(dict.fromkeys(end for end in path_ends.values() if end.cause in ("cut", "unreachable")))
     names = _module_names(session.twin)
     registered = {id(module) for module in session.twin.modules()}
-    recorder = FlowRecorder(names, registered, iter_tensors(session.batch), ends, keep=detail == "operations")
+    batch = copied(session.batch)
+    recorder = FlowRecorder(names, registered, iter_tensors(batch), ends, keep=detail == "operations")
     losses: dict[str, torch.Tensor] = {}
 
-    def recorded(model: nn.Module, batch: Any) -> Any:
+    def recorded(model: nn.Module, _batch: Any) -> Any:
         with recorder:
             result = call_loss(session.recipe, model, batch, STEP)
         losses.update(_named_losses(result))

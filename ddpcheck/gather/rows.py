@@ -33,7 +33,7 @@ from ddpcheck.gather.stepping import ModuleState, run_backward, run_optimizer
 from ddpcheck.gather.surroundings import Undo, put_back
 from ddpcheck.gather.wrapping import broadcasts_buffers
 from ddpcheck.locate import record_origins
-from ddpcheck.nests import iter_tensors
+from ddpcheck.nests import copied, iter_tensors
 from ddpcheck.recipe import call_loss
 from ddpcheck.reference import model_seed
 from ddpcheck.trials import VARIED, ModelFacts, Options
@@ -275,11 +275,12 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
 def _seconds(session: Session, wrapping: Wrapping, kept: KeptStep, step: int) -> float:
     kept.before.restore(wrapping.module)
     put_back(kept.started)
+    batch = copied(kept.batch)
     seed_everything(seed_of(session, step))
     _settle(session)
     begun = time.perf_counter()
     run_optimizer(wrapping.optimizer, "zero_grad")
-    losses = _scalars(call_loss(session.recipe, wrapping.wrapped, kept.batch, step))
+    losses = _scalars(call_loss(session.recipe, wrapping.wrapped, batch, step))
     run_backward(functools.reduce(torch.add, losses))
     run_optimizer(wrapping.optimizer, "step")
     if session.device.type == "cuda":

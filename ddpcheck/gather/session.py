@@ -73,6 +73,8 @@ class Session:
         holders: Its modules then, by name.
         changed: What forward passes of the twin have done to them.
         owners: As `known`, of `module`.
+        leaves: Of the graph of the step before.
+        constants: Tensors that required no grad before the first forward, whatever it makes of them.
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
         wrap_hooks: What `wrap` has put in the way of gradients.
@@ -114,6 +116,7 @@ class Session:
     holders: dict[str, nn.Module] = field(default_factory=dict)
     changed: dict[str, Changed] = field(default_factory=dict)
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
     late: dict[str, Location | None] = field(default_factory=dict)
     own_state: frozenset[str] = frozenset()
     calls: dict[str, int] = field(default_factory=dict)
@@ -362,7 +365,10 @@ def _count_calls(session: Session) -> None:
 
 
 def _watch_twin(session: Session) -> None:
-    """Count the gradients that arrive at each of the twin's parameters, and keep what its forward returns."""
+    """Count the gradients that arrive at each of the twin's parameters, and keep what its forward returns.
+
+    What it holds that requires no grad yet is noted.
+    """
     if session.watched is session.twin:  # wrapped once more, with other options
         return
     session.watched = session.twin
@@ -371,6 +377,8 @@ def _watch_twin(session: Session) -> None:
     session.seen = {name: SeenParameter.of(p) for name, p in every}
     session.holders = dict(session.twin.named_modules())
     session.changed = {}
+    held = (*session.twin.buffers(), *(tensor for _, tensor in unregistered_tensors(session.twin)))
+    session.constants = {id(tensor): tensor for tensor in held if not tensor.requires_grad}
     for name, parameter in session.twin.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_arrival(session, name))

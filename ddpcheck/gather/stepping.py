@@ -26,7 +26,7 @@ from ddpcheck.gather.randomness import (
     seed_everything,
 )
 from ddpcheck.graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
-from ddpcheck.nests import iter_tensors
+from ddpcheck.nests import copied, iter_tensors
 from ddpcheck.rank import set_place
 from ddpcheck.recipe import Recipe, call_loss
 
@@ -41,11 +41,13 @@ class Loss:
         parts: The scalar tensors that the recipe returned.
         total: Their sum, which is what backward is called on.
         drew: The libraries from whose generators random numbers were drawn on the way.
+        batch: What the recipe was handed.
     """
 
     parts: list[torch.Tensor]
     total: torch.Tensor
     drew: frozenset[str]
+    batch: Any
 
     @property
     def value(self) -> float:
@@ -54,7 +56,7 @@ class Loss:
 
 
 def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, place: str = "") -> Loss:
-    """Run the forward pass and the loss under `seed`.
+    """Run the forward pass and the loss under `seed`, on a copy of `batch`, which they may write into or take apart.
 
     Raises:
         TargetError: The loss is no scalar tensor, no nest of them, not finite, or does not require grad.
@@ -63,6 +65,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     set_place(f"step {step}: {place}forward")
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    batch = copied(batch)
     before = generator_states(device)
     result = call_loss(recipe, model, batch, step)
     drew = drawn_since(before, device)
@@ -81,7 +84,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     total = functools.reduce(torch.add, terms)
     if not bool(torch.isfinite(total)):
         raise TargetError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
-    return Loss(terms, total, drew)
+    return Loss(terms, total, drew, batch)
 
 
 @for_target
