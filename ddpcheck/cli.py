@@ -24,6 +24,7 @@ from ddpcheck.config import Settings, load_settings, misspelled_variables
 from ddpcheck.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings import Report
 from ddpcheck.matrix import Matrix, is_matrix
+from ddpcheck.reading import IncompleteError
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
 from ddpcheck.render.layout import lay_out, picture_format
 from ddpcheck.repro import command_for, demonstration_for, prepare, write_reproduction
@@ -319,19 +320,25 @@ def _follow(launch: Launch) -> int:
 def _render(arguments: argparse.Namespace) -> int:
     name = "standard input" if arguments.path == "-" else arguments.path
     try:
-        text = sys.stdin.read() if arguments.path == "-" else Path(arguments.path).read_text(encoding="utf-8")
+        text = _standard_input() if arguments.path == "-" else Path(arguments.path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {name}: {_reason(error)}") from error
     saved: type[Report] | type[Matrix] = Matrix if is_matrix(text) else Report
     try:
         report = saved.from_json(text)
-    except KeyError as error:
-        raise UsageError(f"{name} is not a complete report: {error} is missing") from error
-    except (ValueError, TypeError) as error:
+    except IncompleteError as error:
+        raise UsageError(f"{name} is not a complete report: {error}") from error
+    except ValueError as error:
         raise UsageError(f"{name} is not a report: {error}") from error
     with _Output(arguments, load_settings().format, MATRIX_FORMATS if saved is Matrix else FORMATS) as output:
         output.show(report)
     return EXIT_CLEAN
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise UsageError("cannot read standard input: it is closed")
+    return sys.stdin.read()
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from ddpcheck.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
+from ddpcheck.reading import added, parse, read
 
 SCHEMA_VERSION = 1
 
@@ -109,7 +110,7 @@ class CheckResult:
     status: CheckStatus
     seconds: float = 0.0
     detail: str = ""
-    asked: bool = True
+    asked: bool = added(True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class Report:
     world: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = added(())
     parity: tuple[ParityEntry, ...] = ()
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
@@ -283,52 +284,45 @@ class Report:
         Raises:
             ValueError: `text` is not a report, or was written by a newer ddpcheck.
         """
-        data = json.loads(text)
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version is None:
-            raise ValueError("this JSON is not a ddpcheck report: it has no schema_version")
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"this report has schema_version {version}; this ddpcheck reads {SCHEMA_VERSION}")
-        return cls(
-            target=data["target"],
-            environment=data["environment"],
-            world=data["world"],
-            checks=tuple(CheckResult(**check) for check in data["checks"]),
-            findings=tuple(finding_from_dict(value) for value in data["findings"]),
-            ignored=tuple(data.get("ignored", ())),
-            parity=tuple(ParityEntry(**entry) for entry in data["parity"]),
-            timing=data["timing"],
-            error=None if data["error"] is None else ReportError(**data["error"]),
-            tool=data["tool"],
-        )
+        data = checked_version(parse(text), "report")
+        report = read(cls, data)
+        return dataclasses.replace(report, findings=tuple(map(without_rules_fix, report.findings)))
+
+
+def checked_version(data: Any, what: str) -> dict[str, Any]:
+    """`data`, which is an object that this ddpcheck can read.
+
+    Raises:
+        ValueError: It is not.
+    """
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None:
+        raise ValueError(f"this JSON is not a ddpcheck {what}: it has no schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ValueError(f"this {what} has schema_version {str(version)[:40]}; this ddpcheck reads {SCHEMA_VERSION}")
+    notes = data["world"].get("notes") if isinstance(data.get("world"), dict) else None
+    if not isinstance(notes, list | str | None) or not all(isinstance(note, str) for note in notes or ()):
+        raise ValueError("world.notes must be a list of strings")
+    made: dict[str, Any] = data
+    return made
 
 
 def finding_to_dict(value: Finding) -> dict[str, Any]:
     """A finding as plain data, with the name of its rule."""
     from ddpcheck.rules import RULES  # the rule table is built on this module
 
-    rule = RULES[value.code]
+    rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
     data = dataclasses.asdict(value)
-    data.update(name=rule.name, severity=value.severity.value, fix=value.what_to_do)
+    data.update(name=rule.name if rule is not None else "", severity=value.severity.value, fix=value.what_to_do)
     return data
 
 
-def finding_from_dict(data: Mapping[str, Any]) -> Finding:
-    """Read what `finding_to_dict` wrote."""
+def without_rules_fix(value: Finding) -> Finding:
+    """A finding that was read, without the advice that is its rule's."""
     from ddpcheck.rules import RULES
 
-    location, rule = data["location"], RULES.get(data["code"])
-    return Finding(
-        code=data["code"],
-        subjects=tuple(data["subjects"]),
-        message=data["message"],
-        severity=Severity(data["severity"]),
-        ranks=tuple(data["ranks"]),
-        steps=tuple(data["steps"]),
-        location=None if location is None else Location(**location),
-        evidence=tuple(data["evidence"]),
-        fix="" if rule is not None and data["fix"] == rule.fix else data["fix"],
-    )
+    rule = RULES.get(value.code)
+    return dataclasses.replace(value, fix="") if rule is not None and value.fix == rule.fix else value
 
 
 def select_findings(

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.errors import EXIT_CLEAN, EXIT_FINDINGS
-from ddpcheck.findings import SCHEMA_VERSION, Finding, ReportError, Severity, finding_from_dict, finding_to_dict
+from ddpcheck.findings import (
+    SCHEMA_VERSION,
+    Finding,
+    ReportError,
+    Severity,
+    checked_version,
+    finding_to_dict,
+    without_rules_fix,
+)
+from ddpcheck.reading import parse, read
 from ddpcheck.rules import RULES
 from ddpcheck.trials import Options
 
@@ -208,41 +217,18 @@ class Matrix:
         Raises:
             ValueError: `text` is not a matrix, or was written by a newer ddpcheck.
         """
-        data = json.loads(text)
+        data = parse(text)
         if not isinstance(data, dict) or data.get("kind") != "matrix":
             raise ValueError("this JSON is not a matrix of ddpcheck: it has no kind 'matrix'")
-        if data["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(
-                f"this matrix has schema_version {data['schema_version']}; this ddpcheck reads {SCHEMA_VERSION}"
-            )
-        return cls(
-            target=data["target"],
-            rows=tuple(_row(value) for value in data["rows"]),
-            advice=tuple(Advice(**value) for value in data["advice"]),
-            environment=data["environment"],
-            world=data["world"],
-            noise=data["noise"],
-            timing=data["timing"],
-            error=None if data["error"] is None else ReportError(**data["error"]),
-            tool=data["tool"],
-        )
+        matrix = read(cls, checked_version(data, "matrix"))
+        rows = (dataclasses.replace(row, findings=tuple(map(without_rules_fix, row.findings))) for row in matrix.rows)
+        return dataclasses.replace(matrix, rows=tuple(rows))
 
 
 def is_matrix(text: str) -> bool:
     """Whether `text` is what `Matrix.to_json` wrote, and not a report, say."""
     try:
-        data = json.loads(text)
+        data = parse(text)
     except ValueError:
         return False
     return isinstance(data, dict) and data.get("kind") == "matrix"
-
-
-def _row(data: Mapping[str, Any]) -> MatrixRow:
-    return MatrixRow(
-        **{
-            **data,
-            "step_time": None if data["step_time"] is None else StepTime(**data["step_time"]),
-            "findings": tuple(finding_from_dict(value) for value in data["findings"]),
-            "failure": None if data["failure"] is None else ReportError(**data["failure"]),
-        }
-    )

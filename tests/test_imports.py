@@ -18,8 +18,8 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors findings rules options exchange config evidence wording sameness acceptance picture trials matrix advice
-    locate blame nests recipe target
+    errors reading findings rules options exchange config evidence wording sameness acceptance picture trials matrix
+    advice locate blame nests recipe target
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
     rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
     graph paths zeros collectives lockstep

@@ -1,0 +1,166 @@
+"""A report that was mangled is the file's fault: one sentence, exit code 2, and never a traceback."""
+
+import contextlib
+import copy
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddpcheck import cli
+from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError, Severity
+from ddpcheck.matrix import Advice, Matrix, MatrixRow, StepTime
+
+FOUND = Finding(
+    "DDP104",
+    ("head.weight",),
+    "It does not contribute.",
+    Severity.ERROR,
+    (1,),
+    (0, 2),
+    Location("net.py", 3),
+    ("a fact",),
+    "Mend it.",
+)
+WORLD = {"world_size": 2, "backend": "gloo", "device": "cpu", "steps": 3, "seed": 0, "timeout": 30.0, "notes": ["n"]}
+REPORT = Report(
+    "net.py",
+    {"torch": "2.13.0"},
+    WORLD,
+    (CheckResult("model", "passed", 0.1, "built"), CheckResult("parity", "skipped", detail="no", asked=False)),
+    (FOUND,),
+    ("DDP305",),
+    (ParityEntry(0, "head.weight", "local", 0.1, 0.2, 0.3, 0.4, 5),),
+    {"total": 1.0},
+    ReportError("It raised.", 3, "Traceback"),
+    {"name": "ddpcheck", "version": "1"},
+)
+TIME = StepTime(1.0, 0.9, 1.1, 0.01, 9)
+MATRIX = Matrix(
+    "net.py",
+    (
+        MatrixRow({}, "right", own=True, baseline=True, step_time=TIME, findings=(FOUND,), error=0.1),
+        MatrixRow({"static_graph": True}, "stops", code="DDP104", failure=ReportError("It hung.", 4)),
+        MatrixRow({"bucket_cap_mb": 1}, "skipped", "hook", reason="no"),
+    ),
+    (Advice("own", "It is right."),),
+    {"torch": "2.13.0"},
+    WORLD,
+    0.1,
+    {"total": 1.0},
+)
+SAVED = {"report": json.loads(REPORT.to_json()), "matrix": json.loads(MATRIX.to_json())}
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to everything in `data`."""
+    yield path
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from places(value, (*path, key))
+
+
+numbers = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), 1e308, 2**70])
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=9) | st.sampled_from(["\ud800", "error", "DDP999", "\x00"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def render(text: str, folder: Path, *options: str) -> tuple[int, str, str]:
+    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
+    (folder / "r.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(["render", str(folder / "r.json"), *options])
+    out.seek(0)
+    return code, out.read(), err.getvalue()
+
+
+def assert_told(text: str, folder: Path) -> None:
+    for options in ((), ("--format", "json")):
+        code, out, err = render(text, folder, *options)
+        if code == 0:
+            assert out and not err
+        else:
+            said = (code, err.count("\n"), "bug in ddpcheck" in err, "Traceback" in err)
+            assert said == (2, 1, False, False) and err.startswith("ddpcheck: error: "), err
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), kind=st.sampled_from(sorted(SAVED)), more=st.integers(0, 2))
+def test_a_mangled_report_is_told_or_shown(data: st.DataObject, kind: str, more: int, tmp_path: Path) -> None:
+    mangled = copy.deepcopy(SAVED[kind])
+    for _ in range(1 + more):
+        path = data.draw(st.sampled_from(list(places(mangled))))
+        if not path:
+            mangled = data.draw(values)
+            continue
+        holder = mangled
+        for key in path[:-1]:
+            holder = holder[key]
+        if data.draw(st.booleans()):
+            holder[path[-1]] = data.draw(values)
+        else:
+            del holder[path[-1]]
+    assert_told(json.dumps(mangled), tmp_path)
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), kind=st.sampled_from(sorted(SAVED)))
+def test_a_torn_report_is_told_or_shown(data: st.DataObject, kind: str, tmp_path: Path) -> None:
+    text = json.dumps(SAVED[kind])
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
+    assert_told(text[:start] + data.draw(st.text(max_size=5)) + text[stop:], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"findings": {}}, "findings must be a list, not {}"),
+        ({"findings": [3]}, "findings[0] must be an object, not 3"),
+        ({"checks": [{"name": "x"}]}, "'checks[0].status' is missing"),
+        ({"checks": [{**SAVED["report"]["checks"][0], "status": "fine"}]}, "checks[0].status must be one of passed, w"),
+        ({"timing": {"total": "1"}}, 'timing.total must be a number, not "1"'),
+        ({"timing": {"total": True}}, "timing.total must be a number, not true"),
+        ({"timing": {"total": 10**400}}, "timing.total must be a number, not a number that is too large"),
+        ({"target": "t" * 99, "world": 3}, "world must be an object, not 3"),
+        ({"world": {"notes": 3}}, "world.notes must be a list of strings"),
+        ({"schema_version": True}, "schema_version True"),
+    ],
+)
+def test_the_sentence_names_the_place(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    code, _, err = render(json.dumps({**SAVED["report"], **change}), tmp_path)
+    assert code == 2 and sentence in err, err
+
+
+def test_what_is_no_number_and_what_is_too_deep_are_refused(tmp_path: Path) -> None:
+    text = json.dumps(SAVED["report"])
+    assert "NaN is no number in JSON" in render(text.replace("30.0", "NaN"), tmp_path)[2]
+    assert "a number that is too large" in render(text.replace("30.0", "1e999"), tmp_path)[2]
+    assert "nested too deeply" in render("[" * 100_000, tmp_path)[2]
+
+
+def test_a_report_of_another_version_loses_what_is_unknown_and_misses_nothing_that_was_added(tmp_path: Path) -> None:
+    newer = copy.deepcopy(SAVED["report"])
+    newer["more"], newer["checks"][0]["more"], newer["findings"][0]["code"] = 1, 2, "DDP999"
+    assert render(json.dumps(newer), tmp_path)[0] == 0
+    assert json.loads(render(json.dumps(newer), tmp_path, "--format", "json")[1])["findings"][0]["name"] == ""
+    older = copy.deepcopy(SAVED["report"])
+    del older["ignored"], older["checks"][1]["asked"]
+    read = Report.from_json(json.dumps(older))
+    assert (read.ignored, read.checks[1].asked) == ((), True)
+
+
+def test_a_byte_order_mark_is_no_fault_of_the_report(tmp_path: Path) -> None:
+    assert render("\ufeff" + json.dumps(SAVED["report"]), tmp_path)[0] == 0
+
+
+def test_what_was_written_comes_back() -> None:
+    assert Report.from_json(REPORT.to_json()) == REPORT and Matrix.from_json(MATRIX.to_json()) == MATRIX
