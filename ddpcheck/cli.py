@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self, TextIO
@@ -22,7 +23,7 @@ from ddpcheck import __version__
 from ddpcheck.blame import BUG
 from ddpcheck.config import Settings, load_settings, misspelled_variables
 from ddpcheck.errors import EXIT_CLEAN, EXIT_TARGET, EXIT_USAGE, DdpcheckError, UsageError
-from ddpcheck.findings import Report
+from ddpcheck.findings import SCHEMA_VERSION, Report
 from ddpcheck.matrix import Matrix, is_matrix
 from ddpcheck.reading import IncompleteError
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Format, Medium, renderer_for
@@ -135,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = command("explain", _explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
 
-    command("rules", _rules, "list all rules")
+    listing = command("rules", _rules, "list all rules")
+    listing.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
 
     render = command("render", _render, "show a report that was saved as JSON")
     render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
@@ -358,6 +360,12 @@ def _explanation(rule: Rule) -> str:
 
 
 def _rules(arguments: argparse.Namespace) -> int:
+    if arguments.format not in ("text", "json"):
+        raise UsageError(f"there is no format {arguments.format!r} for rules; the formats are text, json")
+    if arguments.format == "json":
+        rules = [{**asdict(rule), "severity": rule.severity.value} for rule in RULES.values()]
+        _print(json.dumps({"schema_version": SCHEMA_VERSION, "families": dict(FAMILIES), "rules": rules}, indent=2))
+        return EXIT_CLEAN
     lines: list[str] = []
     for prefix, family in FAMILIES.items():
         lines += ["", f"{prefix}xx {family}"] if lines else [f"{prefix}xx {family}"]

@@ -203,16 +203,18 @@ def _status(comparison: Comparison, told: Sequence[Told], kept: frozenset[Findin
     said = _listed(shown, comparison)
     if worst is Severity.ERROR:
         return "failed", said
+    hidden = [item for item in told if item.by not in kept]
+    if comparison.differing:  # in some of the steps, where others are lacking
+        if shown:
+            return "warned", said
+        unknown = f"{comparison.differing}, cause unknown"
+        return ("ignored", f"ignored: {_listed(hidden, comparison)}") if hidden else ("failed", unknown)
     if comparison.lacking:
-        before = f"{comparison.held or comparison.differing}; " if comparison.held or comparison.differing else ""
-        return "skipped", f"{before}{comparison.lacking}"
+        return "skipped", f"{comparison.held}; {comparison.lacking}" if comparison.held else comparison.lacking
     if worst is Severity.WARNING:
         return "warned", said
-    hidden = [item for item in told if item.by not in kept]
     if hidden:
         return "ignored", f"ignored: {_listed(hidden, comparison)}"
-    if comparison.differing:
-        return "failed", f"{comparison.differing}, cause unknown"
     return "passed", f"{comparison.held}; {said}" if said else comparison.held
 
 
