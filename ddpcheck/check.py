@@ -291,7 +291,13 @@ class CheckRun(Conduct):
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
         self.outcome.decide_on_ddp(step)
-        return False if self.outcome.ddp_skipped else self._run_ddp(step, words)
+        if self.outcome.ddp_skipped:
+            return False
+        doubtful = self._run_ddp(step, words)
+        if any(item.compiles for item in self.outcome.local) and not self.outcome.ranks_apart:
+            with self._phase("reducer", f"{words}: through the compiled wrapper"):
+                self.outcome.add_compiled(self._all("compiled.compiled_step", step))
+        return doubtful
 
     def _update_alone(self, step: int, words: str) -> None:
         """Change the weights where the wrapper did not; after all that puts the step's first state back."""

@@ -14,19 +14,16 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpcheck import rank as this_rank
 from ddpcheck.blame import passes_on
 from ddpcheck.evidence import Call
 from ddpcheck.locate import user_location
-
-if TYPE_CHECKING:
-    pass
 
 _MATCHED_BY_PAYLOAD = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter")
 _MATCHED_BY_NAME = (
@@ -48,7 +45,7 @@ _FUNCTIONAL = (  # of torch.distributed._functional_collectives
 _FUNCTIONAL_OPERATORS = (  # of torch.ops._c10d_functional
     *("all_reduce", "all_reduce_", "broadcast", "broadcast_", "all_gather_into_tensor", "reduce_scatter_tensor"),
     *("all_to_all_single", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor_coalesced"),
-    *("reduce_scatter_tensor_coalesced", "all_gather_into_tensor_out"),
+    *("reduce_scatter_tensor_coalesced", "all_gather_into_tensor_out", "wait_tensor"),
 )
 
 
@@ -114,62 +111,83 @@ def record_collectives(directory: Path, rank: int) -> None:
             setattr(distributed_c10d, name, logged)
             if getattr(dist, name, None) is original:
                 setattr(dist, name, logged)
-    functional = list(_functional_collectives(torch))  # importing them uses operators that are about to be replaced
-    _say_when_waiting(torch)
-    for holder, names in functional:
-        for name in names:
-            original = getattr(holder, name, None)
-            if original is not None:
-                setattr(holder, name, _logged(name, original, descriptor, functional=True))
-
-
-def _say_when_waiting(torch: Any) -> None:
-    """Asynchronous collectives return at once: what a rank is stuck in is the wait for their result."""
-    from torch.distributed import distributed_c10d
-
-    def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        @passes_on
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) or this_rank.own_slots()[1]:
-                return original(*args, **kwargs)
-            this_rank.set_collective(f"wait() at {user_location(sys._getframe(1))}")
-            try:
-                return original(*args, **kwargs)
-            finally:
-                this_rank.set_collective("")
-
-        return wait
-
-    work: Any = distributed_c10d.Work
-    with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
-        work.wait = waiting(work.wait)
-    with contextlib.suppress(AttributeError):
-        torch.ops._c10d_functional.wait_tensor = waiting(torch.ops._c10d_functional.wait_tensor)
-
-
-def _functional_collectives(torch: Any) -> Iterator[tuple[Any, Sequence[str]]]:
-    """Where the functional collectives are; private to torch, and left out where they are not there."""
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError):  # private to torch
         from torch.distributed import _functional_collectives as functional
 
-        yield functional, _FUNCTIONAL
-    yield torch.ops._c10d_functional, _FUNCTIONAL_OPERATORS
+        for name in _FUNCTIONAL:
+            if (original := getattr(functional, name, None)) is not None:
+                setattr(functional, name, _logged(name, original, descriptor, functional=True))
+    _record_operators(torch, descriptor)
+    work: Any = distributed_c10d.Work
+    with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
+        work.wait = _waiting(work.wait)
+
+
+_kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go
+
+
+def _record_operators(torch: Any, descriptor: int) -> None:
+    """Log functional collectives that are called as operators of torch.
+
+    A kernel of our own for each device stands before torch's, which is for all of them, and calls it. `torch.ops` stays
+    as it is; and nothing that traces the operators, as compilation does, gets as far as a kernel. Private to torch:
+    where it is not there, such calls are made and not logged.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError, ImportError):
+        library = torch.library.Library("_c10d_functional", "IMPL")
+        beneath = torch._C.DispatchKey.CompositeExplicitAutograd
+        for name in _FUNCTIONAL_OPERATORS:
+            operator: Any = getattr(torch.ops._c10d_functional, name, None)
+            if operator is None:
+                continue
+            original: Any = functools.partial(operator.default._op_dk, beneath)
+            if name == "wait_tensor":
+                kernel = _waiting(original)
+            else:
+                parameters = tuple(argument.name for argument in operator.default._schema.arguments)
+                kernel = _logged(name, original, descriptor, functional=True, parameters=parameters)
+            for device in ("CPU", "CUDA"):
+                library.impl(name, kernel, device)
+        _kernels.append(library)
+
+
+def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Asynchronous collectives return at once: what a rank is stuck in is the wait for their result."""
+    import torch
+
+    @passes_on
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0 or this_rank.own_slots()[1]:
+            return original(*args, **kwargs)
+        this_rank.set_collective(f"wait() at {user_location(sys._getframe(1))}")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            this_rank.set_collective("")
+
+    return wait
 
 
 def _logged(
-    name: str, original: Callable[..., Any], descriptor: int, *, matched: bool = True, functional: bool = False
+    name: str,
+    original: Callable[..., Any],
+    descriptor: int,
+    *,
+    matched: bool = True,
+    functional: bool = False,
+    parameters: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     import torch
 
     operation = name.removesuffix("_").removesuffix("_autograd") if functional else name
+    parameters = parameters or tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     @passes_on
     def logged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0:
             return original(*args, **kwargs)
-        given = {**dict(zip(_parameters_of(original), args, strict=False)), **kwargs}
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if name == "new_group" and given.get("use_local_synchronization"):
             return original(*args, **kwargs)  # its members alone
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
@@ -185,19 +203,7 @@ def _logged(
         finally:
             this_rank.set_collective("")
 
-    overloads: Any = getattr(original, "overloads", tuple)
-    for overload in map(str, overloads()):
-        setattr(logged, overload, getattr(original, overload))
     return logged
-
-
-@functools.cache
-def _parameters_of(function: Any) -> tuple[str, ...]:
-    """The names of the parameters of a Python function or of an operator of torch."""
-    if hasattr(function, "overloads"):
-        first: str = function.overloads()[0]
-        return tuple(argument.name for argument in getattr(function, first)._schema.arguments)
-    return tuple(inspect.signature(function).parameters)
 
 
 _KERNELS = {"all_gather_tensor": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor"}

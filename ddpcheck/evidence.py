@@ -257,6 +257,7 @@ class LocalStep:
         backwards: The user's own backward passes in the step, and the last one.
         generator: Fingerprint of the state in which the forward pass has left torch's global generator.
         threads: With how many of them torch has computed it.
+        compiles: Whether the user's code has asked for `torch.compile` so far.
     """
 
     evidence: StepEvidence
@@ -273,6 +274,7 @@ class LocalStep:
     backwards: int = 1
     generator: int = 0
     threads: int = 1
+    compiles: bool = False
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""
@@ -433,6 +435,25 @@ class DdpStepEvidence:
     inner_calls: int = 1
     events: tuple[LoopEvent, ...] = ()
     before: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """What one rank saw in one step under the wrapper as the recipe compiles it; all else is run as it is written.
+
+    Attributes:
+        rank: The rank.
+        step: Counted from 0.
+        gradients: Fingerprint of each gradient after backward.
+        differences: From the average of the ranks' own gradients without compilation.
+        drew: Whether random numbers were drawn: compiled code draws others.
+    """
+
+    rank: int
+    step: int
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    drew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

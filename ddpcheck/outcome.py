@@ -17,9 +17,11 @@ from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, zero_everywhere
 from ddpcheck.blame import as_bug
 from ddpcheck.causes import merged_with
+from ddpcheck.compiled import judge_compiled, plain_name, tell_compiled, without_prefix
 from ddpcheck.consistency import differing_names
 from ddpcheck.errors import EXIT_USAGE, RankError
 from ddpcheck.evidence import (
+    CompiledStep,
     DdpStepEvidence,
     Difference,
     LocalStep,
@@ -110,6 +112,7 @@ class Outcome:
     _at: str = ""
     _evidence: list[StepEvidence] = field(default_factory=list)
     _ddp: list[DdpStepEvidence] = field(default_factory=list)
+    _compiled: list[CompiledStep] = field(default_factory=list)
     _single: dict[int, tuple[Difference, ...]] = field(default_factory=dict)
     _norms: dict[int, float] = field(default_factory=dict)
     _parity: list[ParityEntry] = field(default_factory=list)
@@ -133,6 +136,7 @@ class Outcome:
             _unjudged=set(self._unjudged),
             _evidence=list(self._evidence),
             _ddp=list(self._ddp),
+            _compiled=list(self._compiled),
             _single=dict(self._single),
             _norms=dict(self._norms),
             _parity=list(self._parity),
@@ -220,6 +224,10 @@ class Outcome:
         for difference in evidence[0].against_local:
             self._note_parity(evidence[0].step, "local", difference)
         return bool(self.judged("reducer", judge_reducer, evidence, self._circumstances()))
+
+    def add_compiled(self, evidence: Sequence[CompiledStep]) -> None:
+        """What the ranks saw in a step through the wrapper as the recipe compiles it."""
+        self._compiled += evidence
 
     def add_single(self, step: int, result: SingleStep) -> None:
         """What the single process says of a step."""
@@ -352,7 +360,7 @@ class Outcome:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
             single = {step: self._widened(differences) for step, differences in self._single.items()}
             reducer = self.judged("reducer", judge_reducer, ddp, known) if ddp else []
-            found += reducer
+            found += reducer or self.judged("reducer", judge_compiled, self._compiled, known)
             if self._first_local:
                 found += self.judged("parity", judge_samples, self._first_local, differs=known.differs)
             found += self.judged("parity", judge_draws, self._draws)
@@ -365,6 +373,9 @@ class Outcome:
                 found += self.judged("reducer", judge_optimizer, self.wrapped, self._ddp, self.names)
             if self.error is None:
                 found += self.judged("parity", judge_nothing_compared, self._norms)
+        if any(item.compiles for item in self.local):
+            self.notes.append(tell_compiled(self._compiled))
+            found, before = list(map(without_prefix, found)), frozenset(map(without_prefix, before))
         self._after_steps = frozenset(found) - before
         self.findings, self._came_with = found, []
         if pairs := self.judged("", lambda: [merged_with(found)]):
@@ -530,4 +541,9 @@ class Outcome:
         """The comparisons of gradients that mean something."""
         if self.withheld:
             return []
-        return [replace(entry, tolerance=self._room(entry.parameter, entry.tolerance)) for entry in self._parity]
+        return [
+            replace(
+                entry, parameter=plain_name(entry.parameter), tolerance=self._room(entry.parameter, entry.tolerance)
+            )
+            for entry in self._parity
+        ]

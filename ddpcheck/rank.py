@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpcheck import compiling
 from ddpcheck.blame import for_target
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import failures, wire
@@ -96,6 +97,7 @@ def standing_in(context: RankContext) -> Iterator[None]:
 
 _SLOT = 2048
 _LENGTH = struct.Struct("=H")
+_COMPILING = struct.Struct("=dd")
 
 
 def set_place(text: str) -> None:
@@ -108,6 +110,22 @@ def set_collective(text: str) -> None:
     """Say which collective this rank is about to wait in, `""` when it is in none."""
     if _slots is not None:
         _write_slot(_slots, _SLOT, text)
+
+
+def set_compiling(seconds: float, since: float) -> None:
+    """Say how long this rank has compiled in this run, and since when, by `time.monotonic()`, it does; 0: not now."""
+    if _slots is not None:
+        _COMPILING.pack_into(_slots, 2 * _SLOT, seconds, since)
+
+
+def read_compiling(directory: Path, rank: int, now: float) -> float:
+    """Return the seconds that a rank has compiled in its last run until `now`."""
+    try:
+        data = (directory / f"rank{rank}.slots").read_bytes()
+        seconds, since = _COMPILING.unpack_from(data, 2 * _SLOT)
+    except (OSError, struct.error):
+        return 0.0
+    return float(seconds + max(0.0, now - since if since else 0.0))
 
 
 def _write_slot(slots: mmap.mmap, offset: int, text: str) -> None:
@@ -208,6 +226,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     global _task
     set_place("")
     set_collective("")
+    compiling.forget_time()
     _task = _Task(sock, run)
     own = os.getpid()
     try:
@@ -310,6 +329,7 @@ def _set_up(config: wire.RankConfig) -> None:
 
     torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
     _adopt(config, config.surroundings)
+    compiling.watch_compiling(set_compiling)
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
@@ -332,8 +352,8 @@ def _redirect(path: Path) -> None:
 def _open_slots(path: Path) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
-        os.ftruncate(fd, 2 * _SLOT)
-        return mmap.mmap(fd, 2 * _SLOT)
+        os.ftruncate(fd, 2 * _SLOT + _COMPILING.size)
+        return mmap.mmap(fd, 2 * _SLOT + _COMPILING.size)
     finally:
         os.close(fd)
 
@@ -349,6 +369,7 @@ def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
         LOCAL_WORLD_SIZE=str(local_world_size),
     )
     environment[wire.NO_LAUNCH] = "0"
+    environment = {**compiling.ONE_THREAD, **environment}
     if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
         environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():

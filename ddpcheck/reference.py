@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck import rank as this_rank
+from ddpcheck.compiling import run_as_written
 from ddpcheck.evidence import Difference, SingleStep
 from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
@@ -110,6 +111,7 @@ class SingleProcess:
 
 def start(target: str | Recipe, seed: int) -> None:
     """Load the recipe and build the module, and a copy of it in float64."""
+    run_as_written()
     recipe = load_on_rank(target)
     device = torch.device(this_rank.current().device)
     settle_device(device)

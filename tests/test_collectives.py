@@ -169,12 +169,14 @@ def test_functional_collectives_are_logged_once_each_by_either_spelling(log: Cal
     assert gathered.shape == (8,)
     operator = torch.ops._c10d_functional.all_reduce
     total = torch.ops._c10d_functional.wait_tensor(operator(x.detach(), "sum", dist.group.WORLD.group_name))
-    assert total.tolist() == [2.0] * 4 and operator.default is not None
+    assert total.tolist() == [2.0] * 4 and isinstance(operator, torch._ops.OpOverloadPacket)
+    torch.ops._c10d_functional.wait_tensor.default(operator.default(x.detach(), "sum", dist.group.WORLD.group_name))
     functional.broadcast(x, 0, dist.group.WORLD)
     assert this_rank.own_slots()[1] == ""
     assert [(c.operation, c.members, c.elements, c.carries_gradient, c.differentiable) for c in log()] == [
         ("all_gather_tensor", (0, 1), 4, True, True),
         ("all_gather_tensor", (0, 1), 4, False, False),
+        ("all_reduce", (0, 1), 4, False, False),
         ("all_reduce", (0, 1), 4, False, False),
         ("broadcast", (0, 1), 4, True, False),
     ]

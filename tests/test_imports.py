@@ -21,15 +21,15 @@ ROOMS = """
     errors reading findings rules options exchange config evidence wording sameness acceptance picture trials matrix
     advice locate blame nests recipe target
     worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
+    compiling rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
     graph paths zeros collectives lockstep
     gather gather.alone gather.randomness gather.syncbn gather.compare gather.describe gather.construction
     gather.wrapping gather.samples
     gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
     gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
-    gather.rows gather.flow gather.operations gather.picture
-    consistency program absences anomalous gather.parts loop parity reducer causes headings outcome conduct check
-    sweep depict folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks
+    gather.compiled gather.rows gather.flow gather.operations gather.picture
+    consistency program absences anomalous gather.parts loop parity reducer compiled causes headings outcome conduct
+    check sweep depict folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks
     testing.values testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict
     testing.record testing.ranks testing.fixture testing.joined testing.session testing.quiet testing.instep
     pytest_plugin
@@ -43,8 +43,8 @@ EXCEPTIONS = {
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.sameness
-    ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
-    ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
+    ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.compiling
+    ddpcheck.compiled ddpcheck.blame ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
     ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
     ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict

@@ -1,6 +1,7 @@
 """Every recipe of the zoo gets its verdict: silence on the healthy ones, the right code on the broken ones."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ def expected_of(path: Path) -> dict[str, Any]:
     raise AssertionError(f"{path.name} has no EXPECT")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_code_goes_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 def report_on(path: Path, world_size: int = 2) -> Report:
     return check(str(path), world_size=world_size, timeout=20)
 
@@ -45,6 +53,10 @@ def test_a_healthy_recipe_passes_every_check_without_a_finding(path: Path) -> No
     assert_healthy(report)
     compared = [entry for entry in report.parity if entry.reference == "single-process"]
     assert compared and all(entry.relative_error <= entry.tolerance for entry in compared)
+    if path.stem.startswith("compiled_"):
+        (note,) = report.world["notes"]
+        assert "with torch.compile only the wrapper's steps are run again, which" in note
+        assert ("other random numbers" if "inductor" in path.stem else "the same gradients there, within") in note
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])

@@ -15,6 +15,7 @@ from torch import nn
 from ddpcheck import rank as this_rank
 from ddpcheck.blame import is_ours
 from ddpcheck.collectives import read_log, unlogged
+from ddpcheck.compiling import is_asked_for
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Changed,
@@ -147,6 +148,7 @@ def local_step(step: int) -> LocalStep:
         backwards=backwards[0] + 1,
         generator=generator,
         threads=torch.get_num_threads(),
+        compiles=is_asked_for(),
     )
 
 

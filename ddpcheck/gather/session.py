@@ -21,6 +21,7 @@ from torch import nn
 from ddpcheck import rank as this_rank
 from ddpcheck.blame import passes_on
 from ddpcheck.collectives import record_collectives, unlogged
+from ddpcheck.compiling import run_as_written
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Built,
@@ -78,6 +79,7 @@ class Session:
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
         wrap_hooks: What `wrap` has put in the way of gradients.
+        counters: Handles of our own hooks on the wrapper and the module in it.
         started: What puts that back to what it was when the step began.
         twin_optimizer: Set once the wrapper cannot be used any more; then the twin holds the state of training.
     """
@@ -120,6 +122,7 @@ class Session:
     late: dict[str, Location | None] = field(default_factory=dict)
     own_state: frozenset[str] = frozenset()
     calls: dict[str, int] = field(default_factory=dict)
+    counters: list[Any] = field(default_factory=list)
     syncbn: list[str] = field(default_factory=list)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -134,6 +137,7 @@ def build(target: str | Recipe, seed: int) -> Built:
     """Load the recipe and build the module twice, under the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
+    run_as_written()
     this_rank.set_place("loading the target")
     stack = contextlib.ExitStack()
     syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
@@ -234,7 +238,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     held = {id(p) for group in session.optimizer.param_groups for p in group["params"]}
     session.own_state = frozenset(name for name, _ in plain_state(session.module))
     session.owners = {name: p for name, p in session.module.named_parameters() if p.requires_grad}
-    _count_calls(session)
+    count_calls(session)
     _watch_twin(session)
     ours = (session.wrapped, session.wrapper, session.module, session.twin, session.optimizer)
     recipe = session.recipe
@@ -351,7 +355,9 @@ def plain_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in unregistered_tensors(module) if not tensor.requires_grad]
 
 
-def _count_calls(session: Session) -> None:
+def count_calls(session: Session) -> None:
+    """From now on, count the calls of the wrapper and of the module in it."""
+
     def counter(key: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any) -> None:
             session.calls[key] = session.calls.get(key, 0) + 1
@@ -359,9 +365,9 @@ def _count_calls(session: Session) -> None:
         return hook
 
     assert session.wrapper is not None
-    session.wrapper.register_forward_pre_hook(counter("wrapper"))
+    session.counters = [session.wrapper.register_forward_pre_hook(counter("wrapper"))]
     if session.module is not session.wrapper:
-        session.module.register_forward_pre_hook(counter("inner"))
+        session.counters.append(session.module.register_forward_pre_hook(counter("inner")))
 
 
 def _watch_twin(session: Session) -> None:

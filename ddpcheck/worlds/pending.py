@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import DdpcheckError
+from ddpcheck.rank import read_compiling
 from ddpcheck.worlds import verdict, wire
 from ddpcheck.worlds.crew import Crew, Rank
 from ddpcheck.worlds.stillness import Stillness
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
+_LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
 
 Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
@@ -104,6 +106,8 @@ class Pending:
                 return 0.0
             return self._first_trouble + _GRACE - now
         deadline, headline = self._deadline()
+        if now >= deadline:  # what torch.compile takes comes on top; files are read only now
+            deadline += min(self._compilation(now), _LONGEST_COMPILATION)
         if now >= deadline:
             self._fail(headline)
             return 0.0
@@ -143,6 +147,11 @@ class Pending:
                 return self._crew.born + seconds + self._allowed, f"{{ranks}} did not start within {seconds:g} s"
             started = max(started, rank.ready)
         return started + self._timeout + self._allowed, f"{{ranks}} did not finish within {self._timeout:g} s"
+
+    def _compilation(self, now: float) -> float:
+        """The seconds that the ranks have compiled in this run until `now`; together they have waited no longer."""
+        directory = self._world.directory
+        return sum(read_compiling(directory, rank.number, now) for rank in self._crew.ranks)
 
     def _settle(self, ranks: Iterable[Rank]) -> None:
         results = []
