@@ -16,11 +16,11 @@ from ddpcheck.wording import make_finding, spelled, verb
 
 _VERDICTS = {
     "reducer": ("local", ("DDP301", "DDP302")),
-    "parity": ("single-process", ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310")),
+    "parity": ("single-process", ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312")),
 }
 """By check: the reference that it compares with, and the rules that say what comes of it."""
 
-_BY_TOLERANCE = frozenset({"DDP302", "DDP303", "DDP304", "DDP305", "DDP309", "DDP310"})
+_BY_TOLERANCE = frozenset({"DDP302", "DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312"})
 _NO_VERDICT = frozenset({"DDP307", "DDP308"})
 _MOST_ENTRIES = 5
 

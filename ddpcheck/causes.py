@@ -27,7 +27,7 @@ def merged_with(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[
         for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
             merged.remove(found)
             came_with.append((found, causes[0]))
-            if found.code in ("DDP304", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
+            if found.code in ("DDP304", "DDP312", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
                 continue  # where ranks run different programs, it goes without saying that their losses are others
             place = merged.index(causes[0])
             causes[0] = replace(
@@ -82,27 +82,27 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
         _of_the_loss,
     ),
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
-    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _always),
+    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _always),
     (("DDP223",), ("DDP306",), _always),
-    (("DDP505", "DDP519"), ("DDP303", "DDP304", "DDP305"), _always),
+    (("DDP505", "DDP519"), ("DDP303", "DDP304", "DDP312", "DDP305"), _always),
     (("DDP502", "DDP509"), ("DDP301", "DDP302"), _always),
     (
         ("DDP515",),
-        ("DDP208", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),
+        ("DDP208", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
         _always,
     ),
-    (("DDP311",), ("DDP214", "DDP215", "DDP302", "DDP304"), _always),
+    (("DDP311",), ("DDP214", "DDP215", "DDP302", "DDP304", "DDP312"), _always),
     (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
-    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP305", "DDP214", "DDP215", "DDP216", "DDP516"), _always),
+    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP312", "DDP305", "DDP214", "DDP215", "DDP216", "DDP516"), _always),
     (("DDP406",), ("DDP301", "DDP302"), _always),
-    (("DDP104", "DDP105", "DDP513"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305"), _always),
+    (("DDP104", "DDP105", "DDP513"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305"), _always),
     (
         ("DDP503",),
-        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"),
+        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
         _always,
     ),
-    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP306"), _knew_nothing),
+    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _knew_nothing),
     (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
-    (("DDP216",), ("DDP304", "DDP303", "DDP216"), _always),
-    (("DDP214",), ("DDP304",), _always),
+    (("DDP216",), ("DDP304", "DDP312", "DDP303", "DDP216"), _always),
+    (("DDP214",), ("DDP304", "DDP312"), _always),
 )

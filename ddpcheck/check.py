@@ -380,10 +380,17 @@ class CheckRun(Conduct):
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
         """What the shards, one by one, tell of a difference; nothing where they cannot."""
         what = "why the ranks' average differs from the global batch"
-        known = (step, averaged, self.asked.world_size, self.outcome.local[0].threads)
+        known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.outcome.local[0].threads)
         result = self._settle_single(self.single.start(try_on_rank, "analysis.analyse", *known))
         unknown = result is None or self.outcome.add_unexplained(what, result)
-        return ShardAnalysis() if unknown else result
+        return ShardAnalysis(trouble="that failed") if unknown else result
+
+    def _average_exactly(self, step: int) -> Path | None:
+        """The ranks' average in float64, where no process alone can compute their part; None where it is not needed."""
+        if not any(item.forward_calls for item in self.outcome.local):
+            return None
+        file = self.world.directory / f"exact-{step}.pt"
+        return None if any(self._all("exact.average_exactly", step, file)) else file
 
     def _look_again(self) -> None:
         asleep = self.outcome.zero_everywhere()

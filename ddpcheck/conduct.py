@@ -87,7 +87,7 @@ class Conduct:
         self._alone_in_group = False
         self._single_hang = ""
         self._packing_checked = False
-        self._earlier: list[tuple[Any, ...]] = [("reference.start", target, asked.seed)]
+        self._earlier: list[tuple[Any, ...]] = [("reference.start", target, asked.seed, asked.world_size)]
 
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
         with self.outcome.timed("start"):

@@ -45,8 +45,8 @@ HEADINGS = (
     Heading(
         "parity",
         (
-            *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP505", "DDP510", "DDP514"),
-            *("DDP516", "DDP519"),
+            *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP312"),
+            *("DDP505", "DDP510", "DDP514", "DDP516", "DDP519"),
         ),
     ),
 )

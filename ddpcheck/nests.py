@@ -81,6 +81,23 @@ def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in iter_leaves(nest) if isinstance(leaf, torch.Tensor))
 
 
+def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in `nest` with the expressions that reach them ("batch['mask']"), in order."""
+    inside: list[tuple[str, Any]] = []
+    if isinstance(nest, torch.Tensor):
+        yield path, nest
+    elif isinstance(nest, Mapping):
+        inside = [(f"{path}[{key!r}]", nest[key]) for key in nest]
+    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        inside = [(f"{path}.{key}", getattr(nest, key)) for key in nest._fields]
+    elif isinstance(nest, list | tuple):
+        inside = [(f"{path}[{index}]", item) for index, item in enumerate(nest)]
+    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        inside = [(f"{path}.{item.name}", getattr(nest, item.name)) for item in dataclasses.fields(nest)]
+    for name, item in inside:
+        yield from named_tensors(item, name)
+
+
 def copied(nest: Any) -> Any:
     """A copy of `nest` to write into: with containers, tensors and numpy arrays of its own.
 
@@ -183,7 +200,17 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
             f"batch: {size} sample{'' if size == 1 else 's'} cannot be split over {world_size} ranks; "
             f"return at least {world_size} samples, or check with a smaller --world-size"
         )
-    start, stop = shard_bounds(size, rank, world_size)
+    return _samples(batch, size, *shard_bounds(size, rank, world_size))
+
+
+def equal_parts(batch: Any, parts: int) -> Any:
+    """`batch` without the last samples that `parts` equal shards have no room for."""
+    size = batch_size(batch)
+    return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
+
+
+def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
+    """The samples from `start` to before `stop` of a batch of `size` samples."""
 
     def are_words(value: Any) -> bool:
         """Whether `value` is a list with a word for each sample."""

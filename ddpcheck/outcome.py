@@ -17,6 +17,7 @@ from ddpcheck import __version__
 from ddpcheck.anomalous import judge_parameters, zero_everywhere
 from ddpcheck.blame import as_bug
 from ddpcheck.causes import merged_with
+from ddpcheck.circumstances import Circumstances
 from ddpcheck.compiled import judge_compiled, plain_name, tell_compiled, without_prefix
 from ddpcheck.consistency import differing_names
 from ddpcheck.errors import EXIT_USAGE, RankError
@@ -47,7 +48,7 @@ from ddpcheck.findings import (
 )
 from ddpcheck.headings import HEADINGS, Comparison, Heading, Tally, Told, check_line, heading_of, is_asked
 from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples
-from ddpcheck.parity import Circumstances, judge_nothing_compared, judge_repeat, judge_single_process
+from ddpcheck.parity import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.wording import Names, counted
 
@@ -69,7 +70,7 @@ class Asked:
 
 _NOISE_MULTIPLE = 5.0
 _LIBRARIES = {"random": "Python's random"}
-_UNPATTERNED = frozenset({"DDP304"})
+_UNPATTERNED = frozenset({"DDP304", "DDP312"})
 _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP503", "DDP513"})
 
 

@@ -1,4 +1,4 @@
-"""DDP303 to 310: what data parallelism itself changed, and the pattern that names the cause.
+"""DDP303 to 312: what data parallelism itself changed, and the pattern that names the cause.
 
 Pure functions from measured differences (`ddpcheck.gather.compare`, `ddpcheck.reference`) to findings.
 """
@@ -6,83 +6,28 @@ Pure functions from measured differences (`ddpcheck.gather.compare`, `ddpcheck.r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 
-from ddpcheck.evidence import Call, Difference, GradientHook, ShardAnalysis, WrapperFacts
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.circumstances import (
+    SMALLEST_FACTOR,
+    Circumstances,
+    SingleProcessFacts,
+    some_steps,
+    spelled_factor,
+)
+from ddpcheck.evidence import LOOSEST_FIT, Call, Difference, LossTerm, ShardAnalysis
+from ddpcheck.findings import Finding, Location
+from ddpcheck.loss_causes import explain_by_terms, judge_normalisation, judge_unexplained, spoken_term
 from ddpcheck.program import judge_program_data, judge_programs
-from ddpcheck.wording import Names, listed, make_finding, spelled
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What else is known when a difference is to be explained.
-
-    Attributes:
-        names: How to speak of parameters.
-        wrapper: What the wrapper was told.
-        world_size: Number of ranks.
-        losses: Of each rank.
-        shard_sizes: Samples a rank, where they are known.
-        collectives: What the forward pass called, without a derivative, on rank 0.
-        gathers: What it called at all.
-        module_locations: The lines that made the modules.
-        local_buffers: Buffers that a step by itself leaves different on the ranks.
-        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
-        held: Plain values that each rank's program holds, spelled, by name.
-        apart: Parameters that differed between ranks before the first step.
-        wrapper_class: What the wrapper is.
-        nonlinear: Parameters whose gradient does not double with the loss, on a rank.
-        hooks: What the user's code puts in the way of gradients.
-        backwards: Backward passes in a step, of the single process and of a rank.
-        loss_location: The line that defines the loss.
-        wrap_hooks: Those of them that are put there while wrapping, and so only under the wrapper.
-        differs: Whether the ranks' average is another gradient than the global batch's.
-    """
-
-    names: Names
-    wrapper: WrapperFacts
-    world_size: int
-    losses: tuple[float, ...] = ()
-    shard_sizes: tuple[int, ...] = ()
-    collectives: tuple[Call, ...] = ()
-    gathers: tuple[Call, ...] = ()
-    module_locations: Mapping[str, Location] = field(default_factory=dict)
-    local_buffers: tuple[str, ...] = ()
-    broadcasts_buffers: bool = False
-    held: Sequence[Mapping[str, str]] = ()
-    apart: frozenset[str] = frozenset()
-    wrapper_class: str = ""
-    nonlinear: tuple[str, ...] = ()
-    hooks: tuple[GradientHook, ...] = ()
-    backwards: tuple[int, int] = (1, 1)
-    loss_location: Location | None = None
-    wrap_hooks: tuple[GradientHook, ...] = ()
-    differs: bool = False
-
-
-LOOSEST_FIT = 0.05
-"""A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
-
-
-def spelled_factor(ratio: float, world_size: int) -> str:
-    """A factor in words, where it is one that the world size explains."""
-    for text, value in ((f"1/{world_size}", 1 / world_size), (str(world_size), float(world_size))):
-        if math.isclose(ratio, value, rel_tol=1e-2):
-            return f"{text} (one over the world size)" if text.startswith("1/") else f"{text} (the world size)"
-    return f"{ratio:.4g}"
-
-
-def some_steps(steps: Sequence[int], of: int) -> tuple[int, ...]:
-    """`steps`, or nothing where they are all of them."""
-    return tuple(steps) if len(steps) < of else ()
+from ddpcheck.wording import listed, make_finding, spelled
 
 
 def judge_single_process(
     differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: Circumstances
 ) -> list[Finding]:
-    """DDP303, 304, 305, 309 and 310: what data parallelism itself changed.
+    """DDP303, 304, 305, 309, 310, 312, 514 and 516: what data parallelism itself changed.
+
+    The first of `EXPLANATIONS` that knows the pattern speaks; a difference that none of them knows is DDP312.
 
     Args:
         differences: By step: the ranks' averaged gradients against the global batch's.
@@ -91,147 +36,138 @@ def judge_single_process(
     """
     bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
     bad = {step: items for step, items in bad.items() if items}
-    if not bad or analysis is None:
+    if not bad:
         return []
     first = bad[min(bad)]
     worst = sorted(first, key=lambda item: -float(f"{item.error:.2g}"))
-    total = len(differences[min(bad)])
-    steps = some_steps(sorted(bad), len(differences))
-    facts = [f"{len(first)} of {total} gradients differ from the single process", *(item.tell() for item in worst[:3])]
-    tolerance = min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT)
-    far = max(item.error for item in first)
-    ran = bool(analysis.weights)
-    world_changed = ran and (abs(analysis.world_ratio - 1) > tolerance or analysis.world_residual > tolerance)
-    scaled = _is_explained(analysis.global_ratio, analysis.global_residual, tolerance)
-    by_world = world_changed and _is_explained(analysis.world_ratio, analysis.world_residual, tolerance)
-    blind = [call for call in known.collectives if _may_carry_the_loss(call)] if world_changed or not ran else []
-    blind.sort(key=lambda call: (not call.carries_gradient, -call.elements))
-    changed = _judge_changed_gradients(first, far, steps, analysis, known, facts, world_changed=world_changed)
-    if changed is not None:
-        return [changed]
-    alone, here = known.backwards
-    if scaled and alone != here and math.isclose(analysis.global_ratio, here / alone, rel_tol=1e-2):
-        return [
-            make_finding(
-                "DDP514",
-                ("loss",),
-                "The loss accumulates gradients over micro-batches and does not divide by their number, which is "
-                f"another on a rank: the gradient is {analysis.global_ratio:.4g} times the global batch's.",
-                steps=steps,
-                location=known.loss_location,
-                evidence=[f"{alone} backward passes in the single process, {here} on a rank", *facts],
-            )
-        ]
-    if scaled and not by_world and (world_changed or not ran) and not any(call.elements > 1 for call in blind):
-        # Shards alone give other gradients, or cannot be run alone: the loss values must tell.
-        if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
-            by_world, analysis = True, replace(analysis, world_ratio=analysis.global_ratio)
-        elif _are_all(known.losses, analysis.global_loss):
-            return [_judge_own_share(analysis, known, steps, facts)]
-        else:
-            weight = 1 / (known.world_size * analysis.global_ratio)
-            return [_judge_weights(replace(analysis, weights=(weight,) * known.world_size), known, steps, facts)]
-    if by_world:
-        return [
-            make_finding(
-                "DDP303",
-                ("loss",),
-                f"Every gradient is {spelled_factor(analysis.world_ratio, known.world_size)} times that of the same "
-                "shards without a process group: the model or the loss scales by the world size, and DDP averages "
-                "already.",
-                steps=steps,
-                evidence=facts,
-            )
-        ]
-    if world_changed and (derived := judge_program_data(known.held, far=far, steps=steps, facts=facts)):
+    count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
+    facts = SingleProcessFacts(
+        wrong=tuple(first),
+        steps=some_steps(sorted(bad), len(differences)),
+        tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
+        analysis=analysis or ShardAnalysis(trouble="they were not run"),
+        known=known,
+        evidence=(count, *(item.tell() for item in worst[:3])),
+    )
+    return next((found for explain in EXPLANATIONS if (found := explain(facts))), [judge_unexplained(facts)])
+
+
+def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP310: something on the way of the gradients changes them, by what they are or by the rank that they are on.
+
+    Comes first: a gradient that backward has changed fits no pattern of losses, or a wrong one.
+    """
+    known = facts.known
+    names = [item.name for item in facts.wrong]
+    nonlinear = [name for name in known.nonlinear if name in names]
+    by_rank = facts.world_changed and known.hooks and not known.collectives and _losses_are_those_of_shards(facts)
+    if not nonlinear and not by_rank:
+        return []
+    where = next((hook.location for hook in known.hooks if hook.location), None)
+    subjects = known.names.subjects(known.nonlinear if nonlinear else names)
+    said = f"{known.hooks[0].what[0].upper()}{known.hooks[0].what[1:]}" if known.hooks else "Something in backward"
+    return [
+        facts.finding(
+            "DDP310",
+            f"{said} changes the local gradient of {listed(subjects)} before it is averaged, and the result is "
+            f"{facts.far:.2g} away from that of the global batch.",
+            "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
+            if nonlinear
+            else "the losses are those of the same shards without a process group; only the gradients are not",
+            *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
+            subjects=subjects,
+            location=where or known.names.location(names),
+        )
+    ]
+
+
+def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of."""
+    alone, here = facts.known.backwards
+    ratio = facts.analysis.global_ratio
+    if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
+        return []
+    return [
+        facts.finding(
+            "DDP514",
+            "The loss accumulates gradients over micro-batches and does not divide by their number, which is another "
+            f"on a rank: the gradient is {ratio:.4g} times the global batch's.",
+            f"{alone} backward passes in the single process, {here} on a rank",
+            location=facts.known.loss_location,
+        )
+    ]
+
+
+def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303 or 305 where all is one factor away, and shards alone give other gradients or cannot be run.
+
+    Then the values of the loss must tell who applies the factor.
+    """
+    analysis, known = facts.analysis, facts.known
+    wide = any(call.elements > 1 for call in facts.blind)
+    if not facts.scaled or facts.scaled_by_world or wide or (facts.ran and not facts.world_changed):
+        return []
+    if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
+        return [_factor_of_the_world(facts, analysis.global_ratio)]
+    if _are_all(known.losses, analysis.global_loss):
+        return [_own_share(facts)]
+    weight = 1 / (known.world_size * analysis.global_ratio)
+    return [judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)], of=1)]
+
+
+def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: the ranks' gradients are those of their shards times one factor."""
+    return [_factor_of_the_world(facts, facts.analysis.world_ratio)] if facts.scaled_by_world else []
+
+
+def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP516: ranks hold other values, or compute another loss from the same samples than without a process group."""
+    analysis, known = facts.analysis, facts.known
+    if not facts.world_changed:
+        return []
+    if derived := judge_program_data(known.held, far=facts.far, steps=facts.steps, facts=facts.evidence):
         return derived
-    communicates = bool(known.collectives or known.gathers)
-    if world_changed and not communicates and analysis.rank_residual > tolerance:
-        deliberate = known.wrapper.find_unused_parameters
-        apart = judge_programs(known.losses, analysis.shard_losses, deliberate=deliberate, steps=steps, facts=facts)
-        if apart:
-            return apart
-    if world_changed and analysis.rank_residual <= tolerance:
-        share = ", ".join(f"{weight:.4g}" for weight in analysis.rank_weights)
-        return [
-            make_finding(
-                "DDP303",
-                ("loss",),
-                f"The ranks weigh their gradients by {share} and not by {1 / known.world_size:.4g} each: the loss or "
-                "the model applies a factor that depends on the rank.",
-                steps=steps,
-                evidence=facts,
-            )
-        ]
-    if blind:
-        calls = list(dict.fromkeys(str(call) for call in blind))
-        path, _, at = next((call.location for call in blind if call.location), "").rpartition(":")
-        return [
-            make_finding(
-                "DDP309",
-                tuple(dict.fromkeys(call.operation for call in blind)),
-                f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
-                f"{far:.2g} away from those of the global batch.",
-                steps=steps,
-                location=Location(path, int(at)) if path else None,
-                evidence=[*(f"called: {call}" for call in calls[1:]), *facts],
-                fix=fix_without_gradient(blind),
-            )
-        ]
-    even = all(abs(weight * known.world_size - 1) <= tolerance for weight in analysis.weights)
-    if ran and not world_changed and analysis.weights_residual <= tolerance and not even:
-        if scaled:  # with a common factor there is no need to tell the ranks' weights apart
-            weight = 1 / (known.world_size * analysis.global_ratio)
-            analysis = replace(analysis, weights=(weight,) * known.world_size)
-        return [_judge_weights(analysis, known, steps, facts)]
-    found = []
-    if not world_changed and analysis.summed:
-        terms = max(len(analysis.weights) // known.world_size, 1)
-        which = "The loss" if len(analysis.summed) == terms else f"Term {analysis.summed[0]} of {terms} of the loss"
-        found.append(
-            make_finding(
-                "DDP305",
-                ("loss",),
-                f"{which} sums over samples, and DDP averages over ranks: its gradient is about 1/{known.world_size} "
-                "of the global batch's.",
-                steps=steps,
-                location=known.loss_location,
-                evidence=["its gradient doubles when every sample is in the batch twice", *facts],
-            )
+    if known.collectives or known.gathers or analysis.rank_residual <= facts.tolerance:
+        return []
+    deliberate = known.wrapper.find_unused_parameters
+    return judge_programs(
+        known.losses, analysis.shard_losses, deliberate=deliberate, steps=facts.steps, facts=facts.evidence
+    )
+
+
+def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank."""
+    if not facts.world_changed or facts.analysis.rank_residual > facts.tolerance:
+        return []
+    if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
+        return []  # those of the global batch: what differs is something else
+    share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights)
+    return [
+        facts.finding(
+            "DDP303",
+            f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
+            "or the model applies a factor that depends on the rank.",
         )
-    if not ran:
-        return found or [
-            make_finding(
-                "DDP304",
-                ("loss",),
-                f"Gradients on shards are up to {far:.2g} (relative) away from the global batch's, and the shards "
-                "cannot be run one by one to tell why.",
-                steps=steps,
-                evidence=facts,
-                severity=Severity.ERROR,
-            )
-        ]
-    where = (
-        f"{analysis.module or 'the model itself'} ({analysis.module_class})" if analysis.module_class else "the loss"
-    )
-    line = analysis.line
-    how = (
-        f"the output of {where} for one sample depends on the other samples of the batch"
-        if analysis.module_class
-        else "no module mixes samples: the loss itself couples them"
-    )
-    found.append(
-        make_finding(
-            "DDP304",
-            (analysis.module or "loss",),
-            f"Samples are coupled through {where}, so gradients on shards are up to {far:.2g} (relative) away from "
-            "those of the global batch.",
-            steps=steps,
-            location=known.module_locations.get(analysis.module) if analysis.module else line or known.loss_location,
-            evidence=[how, *([f"samples first meet at {line}"] if line else []), *facts],
+    ]
+
+
+def _explain_by_blind_collective(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP309: a collective without derivative stands on the way, and shards alone give something else."""
+    if not facts.blind:
+        return []
+    calls = list(dict.fromkeys(str(call) for call in facts.blind))
+    path, _, at = next((call.location for call in facts.blind if call.location), "").rpartition(":")
+    return [
+        facts.finding(
+            "DDP309",
+            f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
+            f"{facts.far:.2g} away from those of the global batch.",
+            *(f"called: {call}" for call in calls[1:]),
+            subjects=tuple(dict.fromkeys(call.operation for call in facts.blind)),
+            location=Location(path, int(at)) if path else None,
+            fix=fix_without_gradient(facts.blind),
         )
-    )
-    return found
+    ]
 
 
 _WITH_GRADIENT = (
@@ -261,80 +197,62 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
     return advice
 
 
-def _may_carry_the_loss(call: Call) -> bool:
-    """Whether what comes out of a collective may be part of the loss: not a barrier, an object, or a logged number."""
-    return not call.differentiable and call.elements > 0 and (call.elements > 1 or call.carries_gradient)
+def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: the ranks communicate, and some terms of the loss come out times a factor, others do not."""
+    analysis = facts.analysis
+    off = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
+    most = max((abs(term.ratio - 1) for term in off), default=0.0)
+    if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
+        return []
+    said = [
+        f"the gradient of {spoken_term(term, analysis.terms)} is "
+        f"{spelled_factor(term.ratio, facts.known.world_size)} times the global batch's"
+        for term in off
+    ]
+    return [
+        facts.finding(
+            "DDP303",
+            f"{said[0][0].upper()}{said[0][1:]}: what it is divided by is counted over all ranks, or scaled by the "
+            "world size, and DDP averages already.",
+            *said[1:],
+            location=off[0].location or facts.known.loss_location,
+        )
+    ]
 
 
-def _judge_changed_gradients(
-    wrong: Sequence[Difference],
-    far: float,
-    steps: tuple[int, ...],
-    analysis: ShardAnalysis,
-    known: Circumstances,
-    facts: Sequence[str],
-    *,
-    world_changed: bool,
-) -> Finding | None:
-    """DDP310: something on the way of the gradients changes them, by what they are or by the rank that they are on."""
-    names = [item.name for item in wrong]
-    nonlinear = [name for name in known.nonlinear if name in names]
-    by_rank = (
-        world_changed
-        and known.hooks
-        and not known.collectives
-        and len(analysis.shard_losses) == len(known.losses)
-        and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(analysis.shard_losses, known.losses, strict=True))
-    )
-    if not nonlinear and not by_rank:
-        return None
-    where = next((hook.location for hook in known.hooks if hook.location), None)
-    subjects = known.names.subjects(known.nonlinear if nonlinear else names)
-    said = f"{known.hooks[0].what[0].upper()}{known.hooks[0].what[1:]}" if known.hooks else "Something in backward"
-    return make_finding(
-        "DDP310",
-        subjects,
-        f"{said} changes the local gradient of {listed(subjects)} before it is averaged, and the result is {far:.2g} "
-        "away from that of the global batch.",
-        steps=steps,
-        location=where or known.names.location(names),
-        evidence=[
-            "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
-            if nonlinear
-            else "the losses are those of the same shards without a process group; only the gradients are not",
-            *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
-            *facts,
-        ],
-    )
-
-
-def _judge_own_share(
-    analysis: ShardAnalysis, known: Circumstances, steps: tuple[int, ...], facts: list[str]
-) -> Finding:
-    calls = [str(call) for call in known.gathers]
-    return make_finding(
+def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> Finding:
+    spoken = spelled_factor(ratio, facts.known.world_size)
+    return facts.finding(
         "DDP303",
-        ("loss",),
+        f"Every gradient is {spoken} times that of the same shards without a process group: the model or the loss "
+        "scales by the world size, and DDP averages already.",
+        fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
+        "all-reduce of the loss): DDP averages already.",
+    )
+
+
+def _own_share(facts: SingleProcessFacts) -> Finding:
+    analysis, known = facts.analysis, facts.known
+    return facts.finding(
+        "DDP303",
         f"Every gradient is {spelled_factor(analysis.global_ratio, known.world_size)} times the global batch's: each "
         "rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP "
         "averages.",
-        steps=steps,
+        f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
+        *(f"gathered by {call}" for call in known.gathers[:2]),
         location=known.loss_location,
-        evidence=[
-            f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
-            *(f"gathered by {call}" for call in calls[:2]),
-            *facts,
-        ],
+        fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
+        "backward adds up the gradients of all ranks.",
     )
+
+
+def _losses_are_those_of_shards(facts: SingleProcessFacts) -> bool:
+    alone, here = facts.analysis.shard_losses, facts.known.losses
+    return len(alone) == len(here) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(alone, here, strict=True))
 
 
 def _are_all(values: Sequence[float], wanted: float) -> bool:
     return bool(values) and all(math.isclose(value, wanted, rel_tol=1e-3) for value in values)
-
-
-def _is_explained(ratio: float, residual: float, tolerance: float) -> bool:
-    """Whether a constant factor other than 1 accounts for a difference."""
-    return abs(ratio - 1) > tolerance and residual <= max(tolerance, LOOSEST_FIT * abs(1 - ratio))
 
 
 def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
@@ -346,30 +264,18 @@ def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio:
     return abs(middle - math.log(ratio)) < abs(middle)
 
 
-def _judge_weights(analysis: ShardAnalysis, known: Circumstances, steps: tuple[int, ...], facts: list[str]) -> Finding:
-    terms = max(len(analysis.weights) // known.world_size, 1)
-    by_term = [analysis.weights[term::terms] for term in range(terms)]
-    spoken = "; ".join(", ".join(f"{weight:.4g}" for weight in weights) for weights in by_term)
-    summed = [all(math.isclose(weight, 1.0, rel_tol=1e-3) for weight in weights) for weights in by_term]
-    if any(summed) and known.world_size > 1:
-        which = "The loss" if all(summed) else f"Term {summed.index(True)} of {terms} of the loss"
-        message = (
-            f"{which} sums over samples, and DDP averages over ranks: its gradient is 1/"
-            f"{known.world_size} of the global batch's."
-        )
-        why = "the gradients of the shards add up to the global batch's"
-    else:
-        message = (
-            "The loss is normalised by a count that differs between ranks, so the mean of the ranks' gradients is not "
-            "the gradient of the global batch."
-        )
-        why = f"the global batch weighs the ranks by {spoken}; DDP weighs each by {1 / known.world_size:.4g}"
-    if analysis.count and analysis.count != "samples":
-        why = f"{analysis.count}: {' and '.join(f'{count:g}' for count in analysis.counts)} on the ranks; {why}"
-    sizes = [f"samples a rank: {', '.join(map(str, known.shard_sizes))}"] if len(set(known.shard_sizes)) > 1 else []
-    return make_finding(
-        "DDP305", ("loss",), message, steps=steps, location=known.loss_location, evidence=[why, *sizes, *facts]
-    )
+EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
+    _explain_by_changed_gradients,
+    _explain_by_micro_batches,
+    _explain_by_loss_values,
+    _explain_by_the_world,
+    _explain_by_program,
+    _explain_by_rank_weights,
+    _explain_by_blind_collective,
+    _explain_by_factors_of_terms,
+    explain_by_terms,
+)
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""
 
 
 def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:

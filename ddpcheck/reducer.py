@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from ddpcheck.circumstances import Circumstances, some_steps, spelled_factor
 from ddpcheck.consistency import differing_names
 from ddpcheck.errors import RankError
-from ddpcheck.evidence import DdpStepEvidence, Difference
+from ddpcheck.evidence import LOOSEST_FIT, DdpStepEvidence, Difference
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_departure
-from ddpcheck.parity import LOOSEST_FIT, Circumstances, some_steps, spelled_factor
 from ddpcheck.wording import counted, listed, make_finding, spelled, spelled_steps, verb
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -18,6 +18,7 @@ from torch import nn
 
 from ddpcheck import rank as this_rank
 from ddpcheck.compiling import run_as_written
+from ddpcheck.errors import TargetError
 from ddpcheck.evidence import Difference, SingleStep
 from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
@@ -32,7 +33,7 @@ from ddpcheck.gather.stepping import (
 )
 from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.nests import iter_tensors, to_device, upcast
+from ddpcheck.nests import batch_size, equal_parts, iter_tensors, to_device, upcast
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.target import load_on_rank
 from ddpcheck.worlds import wire
@@ -59,11 +60,34 @@ def batch_seed(seed: int, step: int) -> int:
     return mixed_seed(seed, _BATCH_SEED, step)
 
 
-def make_batch(recipe: Recipe, step: int, *, seed: int) -> Any:
-    """The global batch of `step`, made under a seed of its own."""
+def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
+    """The global batch of `step`, made under a seed of its own.
+
+    Where ddpcheck splits it itself, samples that do not divide by the ranks are left out: unequal shards would make the
+    mean of the ranks another thing than the mean of the batch, and that would be no fault of the recipe.
+    """
     this_rank.set_place(f"step {step}: batch")
     seed_everything(batch_seed(seed, step))
-    return recipe.global_batch(step)
+    batch = recipe.global_batch(step)
+    if recipe.shard is None:
+        with contextlib.suppress(TargetError):  # told where the batch is split
+            return equal_parts(batch, world_size)
+    return batch
+
+
+def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
+    """A sentence on the samples that `make_batch` leaves out; empty where there are none."""
+    if recipe.shard is not None:
+        return ""
+    seed_everything(batch_seed(seed, step))
+    with contextlib.suppress(TargetError):
+        size = batch_size(recipe.global_batch(step))
+        if size > world_size and size % world_size:
+            return (
+                f"the batch of {size} samples does not divide by {world_size} ranks: it was checked with equal shards, "
+                f"without the last {size % world_size}"
+            )
+    return ""
 
 
 def batch_fingerprint(batch: Any) -> tuple[int, ...]:
@@ -80,6 +104,7 @@ class SingleProcess:
     double: nn.Module | None
     device: torch.device
     seed: int
+    world_size: int
     draws: bool = False
     double_trouble: str = ""
     state: ModuleState | None = None
@@ -109,7 +134,7 @@ class SingleProcess:
             put_back(now)
 
 
-def start(target: str | Recipe, seed: int) -> None:
+def start(target: str | Recipe, seed: int, world_size: int) -> None:
     """Load the recipe and build the module, and a copy of it in float64."""
     run_as_written()
     recipe = load_on_rank(target)
@@ -133,7 +158,7 @@ def start(target: str | Recipe, seed: int) -> None:
             double = (copy.deepcopy(double) if shared else double).double()
         except Exception as error:
             trouble = summary(error)
-    single = SingleProcess(recipe, module, double, device, seed, double_trouble=trouble, stack=stack)
+    single = SingleProcess(recipe, module, double, device, seed, world_size, double_trouble=trouble, stack=stack)
     this_rank.state["single"] = single
 
 
@@ -169,8 +194,10 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         functions = (own.recipe.loss, own.recipe.shard, own.recipe.optimizer)
         own.surroundings = Surroundings(functions, own.module, [id(own.module), id(own.double)])
     own.started = own.surroundings.capture()
-    batch = make_batch(own.recipe, step, seed=own.seed)
-    again = batch_fingerprint(make_batch(own.recipe, step, seed=own.seed)) if step == 0 else ()
+    batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
+    again = (
+        batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
+    )
     on_device = to_device(batch, own.device)
     with counted_backwards() as backwards:
         gradients, loss = _gradients(own, own.module, on_device, step)

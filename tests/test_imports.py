@@ -19,20 +19,18 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
     errors reading findings rules options exchange config evidence wording sameness acceptance picture trials matrix
-    advice locate blame nests recipe target
-    worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting worlds.failures worlds.processes worlds.crew
-    compiling rank worlds.verdict worlds.stillness worlds.pending worlds.forkserver harness supply launched launchers
-    graph paths zeros collectives lockstep
-    gather gather.alone gather.randomness gather.syncbn gather.compare gather.describe gather.construction
-    gather.wrapping gather.samples
-    gather.leaves gather.hooks gather.events gather.coupling gather.stepping gather.surroundings reference analysis
-    gather.session gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp
-    gather.compiled gather.rows gather.flow gather.operations gather.picture
-    consistency program absences anomalous gather.parts loop parity reducer compiled causes headings outcome conduct
-    check sweep depict folding render assertions watching wrapper integrations repro cli __main__ testing testing.marks
-    testing.values testing.measuring testing.conditions testing.debugging testing.onrank testing.verdict
-    testing.record testing.ranks testing.fixture testing.joined testing.session testing.quiet testing.instep
-    pytest_plugin
+    advice locate blame nests recipe target worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting
+    worlds.failures worlds.processes worlds.crew compiling rank worlds.verdict worlds.stillness worlds.pending
+    worlds.forkserver harness supply launched launchers graph paths zeros collectives lockstep gather gather.alone
+    gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.wrapping
+    gather.samples gather.leaves gather.hooks gather.events gather.coupling gather.influence gather.stepping
+    gather.loss_terms gather.surroundings reference shard_terms analysis gather.session gather.exact gather.shards
+    gather.program gather.local gather.repeat gather.draws gather.ddp gather.compiled gather.rows gather.flow
+    gather.operations gather.picture consistency program absences anomalous gather.parts loop circumstances
+    loss_causes parity reducer compiled causes headings outcome conduct check sweep depict folding render assertions
+    watching wrapper integrations repro cli __main__ testing testing.marks testing.values testing.measuring
+    testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
+    testing.joined testing.session testing.quiet testing.instep pytest_plugin
 """.split()
 
 # (importer, imported): why it may look forward
@@ -43,23 +41,22 @@ EXCEPTIONS = {
 LIGHT = """
     ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.sameness
-    ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.compiling
-    ddpcheck.compiled ddpcheck.blame ddpcheck.rank ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency
-    ddpcheck.loop ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check ddpcheck.render
-    ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
+    ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
+    ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency ddpcheck.loop ddpcheck.circumstances
+    ddpcheck.loss_causes ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check
+    ddpcheck.render ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
     ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session ddpcheck.sweep
-    ddpcheck.testing.joined ddpcheck.testing.quiet ddpcheck.testing.instep
-    ddpcheck.trials ddpcheck.matrix ddpcheck.advice ddpcheck.render.matrix_terminal ddpcheck.picture ddpcheck.depict
-    ddpcheck.folding ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
+    ddpcheck.testing.joined ddpcheck.testing.quiet ddpcheck.testing.instep ddpcheck.trials ddpcheck.matrix
+    ddpcheck.advice ddpcheck.render.matrix_terminal ddpcheck.picture ddpcheck.depict ddpcheck.folding
+    ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
     ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
-    ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched ddpcheck.launched.detection
-    ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict ddpcheck.watching.telling
-    ddpcheck.watching.normalisation
-    ddpcheck.launched.board ddpcheck.launched.peers ddpcheck.launched.freeing ddpcheck.launched.session
-    ddpcheck.launched.run ddpcheck.launched.world ddpcheck.launched.slurm ddpcheck.launched.interface
-    ddpcheck.launched.loopback ddpcheck.launched.meeting ddpcheck.launched.leading ddpcheck.launched.following
-    ddpcheck.launched.ending
+    ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched
+    ddpcheck.launched.detection ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict
+    ddpcheck.watching.telling ddpcheck.watching.normalisation ddpcheck.launched.board ddpcheck.launched.peers
+    ddpcheck.launched.freeing ddpcheck.launched.session ddpcheck.launched.run ddpcheck.launched.world
+    ddpcheck.launched.slurm ddpcheck.launched.interface ddpcheck.launched.loopback ddpcheck.launched.meeting
+    ddpcheck.launched.leading ddpcheck.launched.following ddpcheck.launched.ending
 """.split()
 
 

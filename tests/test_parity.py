@@ -6,16 +6,11 @@ from typing import Any
 import pytest
 
 from ddpcheck.causes import merge_causes
+from ddpcheck.circumstances import Circumstances
 from ddpcheck.errors import RankError, RankFailure
-from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, ShardAnalysis, WrapperFacts
+from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, LossTerm, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location, Severity
-from ddpcheck.parity import (
-    Circumstances,
-    fix_without_gradient,
-    judge_nothing_compared,
-    judge_repeat,
-    judge_single_process,
-)
+from ddpcheck.parity import fix_without_gradient, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.wording import Names
 
@@ -135,13 +130,25 @@ def test_buffers_broadcast_between_two_forwards() -> None:
 # --- The single process --------------------------------------------------------------------------------------------
 
 
-def analysis(**more: Any) -> ShardAnalysis:
-    base = ShardAnalysis(weights=(0.5, 0.5), weights_residual=0.4, world_ratio=1.0, world_residual=1e-9)
-    return replace(base, **more)
+COUPLED = LossTerm(error=0.5, weights=(0.5, 0.5), residual=0.4, coupled=True)
+UNKNOWN = replace(COUPLED, coupled=False)
+SUM = LossTerm(error=0.5, weights=(1.0, 1.0), residual=1e-9, coupled=False)
+COUNTED = LossTerm(error=0.2, weights=(0.625, 0.375), residual=1e-9, coupled=False)
+RIGHT = LossTerm(error=1e-9, weights=(0.5, 0.5), residual=1e-9, coupled=False)
 
 
-def judge_single(*differences: Difference, known: Circumstances = KNOWN, steps: int = 1, **more: Any) -> list[Finding]:
-    return judge_single_process(dict.fromkeys(range(steps), differences), analysis(**more), known)
+def analysis(*terms: LossTerm, **more: Any) -> ShardAnalysis:
+    return replace(ShardAnalysis(terms=terms or (COUPLED,), world_ratio=1.0, world_residual=1e-9), **more)
+
+
+def judge_single(
+    *differences: Difference,
+    known: Circumstances = KNOWN,
+    steps: int = 1,
+    terms: tuple[LossTerm, ...] = (),
+    **more: Any,
+) -> list[Finding]:
+    return judge_single_process(dict.fromkeys(range(steps), differences), analysis(*terms, **more), known)
 
 
 CALL = Call(
@@ -151,7 +158,6 @@ CALL = Call(
 
 def test_gradients_within_their_tolerance_are_clean() -> None:
     assert judge_single(*map(good, NAMES)) == []
-    assert judge_single_process({0: (off("a"),)}, None, KNOWN) == []
 
 
 def test_samples_that_are_coupled_in_a_module() -> None:
@@ -169,23 +175,78 @@ def test_samples_that_are_coupled_in_the_loss() -> None:
 
 
 def test_a_loss_that_is_summed() -> None:
-    finding = only(
-        judge_single(
-            scaled("a", 0.5), weights=(1.0, 1.0), weights_residual=1e-9, global_ratio=0.5, global_residual=1e-9
-        )
-    )
+    finding = only(judge_single(scaled("a", 0.5), terms=(SUM,), global_ratio=0.5, global_residual=1e-9))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP305", ("loss",), Severity.ERROR)
     assert "sums over samples" in finding.message and "1/2" in finding.message
 
 
 def test_one_term_of_several_that_is_summed() -> None:
-    finding = only(judge_single(off("a"), weights=(0.5, 1.0, 0.5, 1.0), weights_residual=1e-9))
-    assert finding.code == "DDP305" and "Term 1 of 2" in finding.message
+    term = replace(SUM, name="loss['penalty']", location=Location("loss.py", 7))
+    finding = only(judge_single(off("a"), terms=(RIGHT, term)))
+    assert finding.code == "DDP305" and finding.location == Location("loss.py", 7)
+    assert "Term 2 of 2 of the loss (loss['penalty'] at loss.py:7) sums over samples" in finding.message
+
+
+def test_every_term_that_is_normalised_wrongly_is_told_the_worst_first() -> None:
+    finding = only(judge_single(off("a"), terms=(COUNTED, RIGHT, SUM)))
+    assert finding.code == "DDP305" and finding.message.startswith("Term 3 of 3")
+    assert any(line.startswith("term 1 of 3 of the loss is normalised by a count") for line in finding.evidence)
+
+
+def test_one_term_may_be_a_sum_while_another_couples_samples() -> None:
+    assert [f.code for f in judge_single(off("a"), terms=(SUM, COUPLED))] == ["DDP305", "DDP304"]
+
+
+def test_a_difference_that_nothing_explains_is_an_error_that_says_so() -> None:
+    finding = only(judge_single(off("a"), terms=(UNKNOWN,)))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP312", ("loss",), Severity.ERROR)
+    assert "no cause was found" in finding.message and any("leaves the gradients" in line for line in finding.evidence)
+    untried = only(judge_single(off("a"), terms=(replace(UNKNOWN, coupled=None),)))
+    assert untried.code == "DDP312" and not any("leaves the gradients" in line for line in untried.evidence)
+    nothing = only(judge_single_process({0: (off("a"),)}, None, KNOWN))
+    assert nothing.code == "DDP312" and "they were not run" in nothing.evidence[0]
+    part = judge_single(off("a"), terms=(SUM, UNKNOWN))
+    assert [f.code for f in part] == ["DDP305", "DDP312"]
+
+
+def test_the_root_of_a_mean_is_no_count_although_one_weight_a_shard_fits_it() -> None:
+    rooted = replace(COUNTED, coupled=True)
+    assert only(judge_single(off("a"), terms=(rooted,))).code == "DDP304"
+    assert only(judge_single(off("a"), terms=(replace(rooted, count="batch['mask']", counts=(5, 3)),))).code == "DDP305"
+
+
+def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
+    norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
+    assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]
+    assert [f.code for f in judge_single(off("a"), terms=(RIGHT,), **norm)] == ["DDP304"]
+    assert [f.code for f in judge_single(off("a"), terms=(UNKNOWN,), **norm)] == ["DDP304", "DDP312"]
+
+
+def test_ranks_that_weigh_their_shards_as_the_global_batch_does_are_right_whatever_the_statistics_do() -> None:
+    here = replace(RIGHT, weights=(0.6, 0.4), rank_weights=(0.6, 0.4))
+    norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
+    world = {"world_ratio": 1.1, "world_residual": 0.3, "rank_weights": (0.6, 0.4), "rank_residual": 1e-9}
+    assert only(judge_single(off("a"), terms=(here,), **norm, **world)).code == "DDP304"
+    wrong = replace(here, error=0.2, rank_weights=(0.9, 0.1))
+    assert only(judge_single(off("a"), terms=(wrong,), **norm, **world)).code == "DDP303"
+
+
+def test_one_term_of_two_that_is_scaled_by_the_world_size() -> None:
+    world = {"world_ratio": 0.8, "world_residual": 0.3, "terms_residual": 1e-9}
+    finding = only(judge_single(off("a"), terms=(RIGHT, replace(RIGHT, ratio=0.5)), **world))
+    assert finding.code == "DDP303" and "The gradient of term 2 of 2 of the loss is 1/2" in finding.message
+
+
+def test_a_factor_that_fits_only_roughly_is_none() -> None:
+    rough = {"world_ratio": 0.9492, "world_residual": 0.045, "global_ratio": 0.9492, "global_residual": 0.045}
+    loose = replace(off("a"), tolerance=0.05)
+    assert "DDP303" not in {f.code for f in judge_single(loose, **rough)}
+    assert "DDP303" not in {f.code for f in judge_single(off("a"), world_ratio=1.0005, world_residual=1e-6)}
 
 
 def test_a_loss_that_is_averaged_over_unequal_counts() -> None:
     known = replace(KNOWN, shard_sizes=(5, 3))
-    finding = only(judge_single(off("a"), known=known, weights=(0.625, 0.375), weights_residual=1e-9))
+    finding = only(judge_single(off("a"), known=known, terms=(COUNTED,)))
     assert finding.code == "DDP305" and "count that differs" in finding.message
     assert "0.625, 0.375" in finding.evidence[0] and "samples a rank: 5, 3" in finding.evidence
 
@@ -235,20 +296,27 @@ def test_every_rank_with_the_loss_of_the_whole_batch_and_the_gradient_of_its_own
 
 
 def test_micro_batches_that_are_not_divided_by_their_number() -> None:
-    scale = {"global_ratio": 0.5, "global_residual": 1e-9, "weights": (1.0, 1.0), "weights_residual": 1e-9}
+    scale = {"global_ratio": 0.5, "global_residual": 1e-9, "terms": (SUM,)}
     assert only(judge_single(scaled("a", 0.5), known=replace(KNOWN, backwards=(4, 2)), **scale)).code == "DDP514"
     assert only(judge_single(scaled("a", 0.5), known=replace(KNOWN, backwards=(4, 4)), **scale)).code == "DDP305"
 
 
 def test_a_term_that_doubles_with_the_batch_is_a_sum_whatever_couples_the_samples() -> None:
-    summed, coupled = judge_single(off("a"), summed=(0,))
+    summed, coupled = judge_single(off("a"), terms=(replace(COUPLED, summed=True),))
     assert (summed.code, coupled.code) == ("DDP305", "DDP304") and "The loss sums" in summed.message
 
 
 def test_the_count_that_a_loss_divides_by_is_named() -> None:
-    weights = {"weights": (0.75, 0.25), "weights_residual": 1e-9}
-    finding = only(judge_single(off("a"), count="batch['mask']", counts=(9.0, 3.0), **weights))
+    term = replace(COUNTED, weights=(0.75, 0.25), count="batch['mask']", counts=(9.0, 3.0))
+    finding = only(judge_single(off("a"), terms=(term,)))
     assert "batch['mask']: 9 and 3 on the ranks" in finding.evidence[0]
+
+
+def test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises() -> None:
+    line = Location("loss.py", 3)
+    finding = only(judge_single(off("a"), terms=(UNKNOWN,), line=line, scaled=True))
+    assert (finding.code, finding.location) == ("DDP305", line)
+    assert only(judge_single(off("a"), terms=(UNKNOWN,), line=line)).code == "DDP304"
 
 
 def test_the_line_at_which_samples_meet_is_told() -> None:

@@ -34,7 +34,12 @@ def mean_of_squares(model: Any, x: Any) -> Any:
 
 
 def run(model: Any, loss: Any = mean_of_squares, **options: Any) -> Report:
-    recipe = Recipe(model=model, batch=options.pop("batch", lambda step: batch(step)[:8]), loss=loss)
+    recipe = Recipe(
+        model=model,
+        batch=options.pop("batch", lambda step: batch(step)[:8]),
+        loss=loss,
+        shard=options.pop("shard", None),
+    )
     return check(recipe, steps=2, timeout=20, **options)
 
 
@@ -68,10 +73,18 @@ def test_the_first_module_that_couples_samples_is_named_with_its_line() -> None:
 
 
 def test_uneven_shards_are_weighed_by_their_samples() -> None:
-    report = run(Net, batch=batch)
+    report = run(Net, batch=batch, shard=lambda batch, rank, world_size: batch.tensor_split(world_size)[rank])
     (finding,) = report.findings
     assert finding.code == "DDP305" and any("0.5556, 0.4444" in fact for fact in finding.evidence)
     assert "samples a rank: 5, 4" in finding.evidence
+
+
+def test_a_batch_that_does_not_divide_is_checked_with_equal_shards_and_a_note_says_so() -> None:
+    report = run(Net, batch=batch)
+    assert report.findings == () and report.error is None
+    (note,) = report.world["notes"]
+    assert "batch of 9 samples does not divide by 2 ranks" in note and "without the last 1" in note
+    assert run(Net).world["notes"] == []
 
 
 def test_every_gradient_of_every_step_is_in_the_report() -> None:

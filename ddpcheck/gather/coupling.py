@@ -30,10 +30,12 @@ class Coupling:
         module: Name of the module whose output does while its input does not; empty for the whole; None if there is
             none.
         line: Of the user's code at which an operation does.
+        scaled: Whether what that operation gives is only scaled by the other samples, as by their number.
     """
 
     module: str | None = None
     line: Location | None = None
+    scaled: bool = False
 
 
 @dataclass(slots=True)
@@ -90,17 +92,33 @@ def first_coupling(
     def meet(full: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], *, pairs: bool = False) -> bool:
         return _meet(full, alone, rounding, pairs=pairs)
 
-    return Coupling(
-        next(
-            (
-                key[0]
-                for key, alone in of_part.outputs.items()
-                if meet(made.get(key[0], ()), alone) and not meet(given.get(key[0], ()), of_part.inputs[key])
-            ),
-            None,
-        ),
-        next((line for line, alone in of_part.operations if meet(lines.get(line, ()), alone, pairs=True)), None),
+    modules = (
+        key[0]
+        for key, alone in of_part.outputs.items()
+        if meet(made.get(key[0], ()), alone) and not meet(given.get(key[0], ()), of_part.inputs[key])
     )
+    first = next(
+        ((line, alone) for line, alone in of_part.operations if meet(lines.get(line, ()), alone, pairs=True)), None
+    )
+    if first is None:
+        return Coupling(next(modules, None))
+    return Coupling(next(modules, None), first[0], _is_scaled(lines[first[0]], first[1]))
+
+
+def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
+    """Whether the rows of `part` are the first rows of one of `whole`, all times one number."""
+    for alone in part:
+        for full in whole:
+            axes = axes_that_grow(full, alone)
+            if len(axes) != 1 or alone.numel() < 2:
+                continue
+            rows = full.narrow(axes[0], 0, alone.shape[axes[0]]).double()
+            power = float((rows * rows).sum())
+            factor = float((rows * alone.double()).sum()) / power if power else 0.0
+            left = float(torch.linalg.vector_norm(alone.double() - factor * rows))
+            if factor and left <= 1e-3 * float(torch.linalg.vector_norm(alone.double())):
+                return True
+    return False
 
 
 def _by_module(calls: Mapping[tuple[str, int], Sequence[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
@@ -116,7 +134,7 @@ def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], rounding:
     """
     for alone in part:
         alike = [full for full in whole if full.shape == alone.shape]  # a micro-batch of the same size
-        grown = [full for full in whole if len(_axes(full, alone)) == 1]
+        grown = [full for full in whole if len(axes_that_grow(full, alone)) == 1]
         if grown and all(_depends(full, alone, rounding) for full in (*grown, *alike)):
             return True
         if pairs and any(_pairs(full, alone) for full in whole):
@@ -163,7 +181,7 @@ def _kept_calls(module: nn.Module, seen: _Pass) -> Iterator[None]:
 
 def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
     """Whether rows of `part` are not among those of `whole`; they may be at other places (two views in one batch)."""
-    axes = _axes(whole, part) or [0]
+    axes = axes_that_grow(whole, part) or [0]
     all_rows = whole.movedim(axes[0], 0).flatten(1).double() if whole.dim() > 1 else whole[:, None].double()
     rows = part.movedim(axes[0], 0).flatten(1).double() if part.dim() > 1 else part[:, None].double()
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
@@ -173,10 +191,10 @@ def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
 
 def _pairs(whole: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether there is an element for every pair of samples."""
-    return len(_axes(whole, part)) > 1
+    return len(axes_that_grow(whole, part)) > 1
 
 
-def _axes(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
+def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
     """The axes that grow with the batch, all of them alike; none where the tensors are of different kinds."""
     if whole.dim() != part.dim() or any(full < alone for full, alone in zip(whole.shape, part.shape, strict=True)):
         return []

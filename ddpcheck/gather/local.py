@@ -76,13 +76,14 @@ def local_step(step: int) -> LocalStep:
     twin = session.twin
     parameters = session.known  # forward may put others in their place, of which DDP does not hear
     session.outputs.clear()
+    session.quiet = False
     clear_gradients(twin)
     for parameter in parameters.values():  # also of those that the twin has no more
         parameter.grad = None
     log_start = len(read_log(this_rank.current().directory, session.rank))
     lasting = session.leaves | _trained(twin, session.recipe)
     with blaming_empty_shards(step):
-        batch = make_batch(session.recipe, step, seed=session.seed)
+        batch = make_batch(session.recipe, step, seed=session.seed, world_size=session.world_size)
         whole = batch_fingerprint(batch)
         session.batch = to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
         with record_origins() as late, counted_backwards() as backwards:
@@ -184,7 +185,7 @@ def _has_gradient(module: nn.Module, name: str) -> bool:
 def batch_again(step: int) -> tuple[int, ...]:
     """The fingerprints of the global batch of `step`, made once more."""
     session = the_session()
-    return batch_fingerprint(make_batch(session.recipe, step, seed=session.seed))
+    return batch_fingerprint(make_batch(session.recipe, step, seed=session.seed, world_size=session.world_size))
 
 
 def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
@@ -347,6 +348,7 @@ def quiet_step(step: int) -> float | str:
     finally:
         session.before.restore(session.twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
+    session.quiet = True
     return loss.value
 
 

@@ -48,7 +48,7 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
 
 
 def _batch(session: Session) -> Any:
-    batch = make_batch(session.recipe, STEP, seed=session.seed)
+    batch = make_batch(session.recipe, STEP, seed=session.seed, world_size=session.world_size)
     return to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
 
 

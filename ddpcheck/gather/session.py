@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,12 @@ from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes,
 from ddpcheck.graph import all_names, unregistered_tensors
 from ddpcheck.locate import Origins, record_origins, relative_path
 from ddpcheck.recipe import Recipe, summary
-from ddpcheck.reference import HANDOVER, model_seed, step_seed
+from ddpcheck.reference import HANDOVER, model_seed, step_seed, uneven_batch
 from ddpcheck.target import load_on_rank
 from ddpcheck.worlds import wire
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Session:
         constants: Tensors that required no grad before the first forward, whatever it makes of them.
         late: Parameters that a forward pass of the twin has made, with their lines; the wrapper has not heard of them.
         surroundings: The state that the recipe keeps outside of its modules.
+        quiet: Whether the local gradients of the step under way are those without random numbers.
         wrap_hooks: What `wrap` has put in the way of gradients.
         counters: Handles of our own hooks on the wrapper and the module in it.
         started: What puts that back to what it was when the step began.
@@ -108,6 +110,7 @@ class Session:
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    quiet: bool = False
     averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)
@@ -285,17 +288,17 @@ def _hand_over(module: nn.Module) -> str:
     return ""
 
 
-def rewound(function: Callable[[int], Result]) -> Callable[[int], Result]:
+def rewound(function: Callable[Concatenate[int, Arguments], Result]) -> Callable[Concatenate[int, Arguments], Result]:
     """A phase that runs the step under way again: the recipe's own state is what it was, and afterwards what it is."""
 
     @functools.wraps(function)
-    def phase(step: int) -> Result:
+    def phase(step: int, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         session = the_session()
         assert session.surroundings is not None
         now = session.surroundings.capture()
         put_back(session.started)
         try:
-            return function(step)
+            return function(step, *args, **kwargs)
         finally:
             put_back(now)
 
@@ -407,6 +410,8 @@ def notes() -> list[str]:
             "SyncBatchNorm refuses CPU tensors: ddpcheck stood in for it with the same statistics, over all-reduces "
             "that autograd differentiates"
         )
+    if uneven := uneven_batch(session.recipe, 0, seed=session.seed, world_size=session.world_size):
+        found.append(uneven)
     if this_rank.current().shared_gpu:
         found.append("several ranks share one GPU, through gloo with CUDA tensors")
     return found

@@ -69,7 +69,7 @@ def packed_payloads(step: int) -> tuple[Packed, ...]:
 
     session.before.restore(session.twin)
     try:
-        batch = make_batch(session.recipe, step, seed=session.seed)
+        batch = make_batch(session.recipe, step, seed=session.seed, world_size=session.world_size)
         shard = to_device(session.recipe.local_batch(batch, 0, session.world_size), session.device)
         with replaced_by(standing):
             seed = step_seed(session.seed, step, 0)

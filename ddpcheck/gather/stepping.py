@@ -26,7 +26,7 @@ from ddpcheck.gather.randomness import (
     seed_everything,
 )
 from ddpcheck.graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
-from ddpcheck.nests import copied, iter_tensors
+from ddpcheck.nests import copied, iter_tensors, named_tensors
 from ddpcheck.rank import set_place
 from ddpcheck.recipe import Recipe, call_loss
 
@@ -42,12 +42,14 @@ class Loss:
         total: Their sum, which is what backward is called on.
         drew: The libraries from whose generators random numbers were drawn on the way.
         batch: What the recipe was handed.
+        names: How to reach each part in what the recipe returned ("loss['penalty']").
     """
 
     parts: list[torch.Tensor]
     total: torch.Tensor
     drew: frozenset[str]
     batch: Any
+    names: list[str]
 
     @property
     def value(self) -> float:
@@ -78,13 +80,14 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
             raise TargetError(
                 f"{at} returned a tensor of shape {tuple(part.shape)}; reduce it to a scalar, as by .mean()"
             )
+    names = [name for name, part in named_tensors(result, "loss") if part.requires_grad]
     terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are there to be logged
     if not terms:
         raise TargetError(f"{at} does not require grad: no parameter of the model reaches it; is it detached?")
     total = functools.reduce(torch.add, terms)
     if not bool(torch.isfinite(total)):
         raise TargetError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
-    return Loss(terms, total, drew, batch)
+    return Loss(terms, total, drew, batch, names)
 
 
 @for_target

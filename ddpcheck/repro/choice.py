@@ -118,7 +118,7 @@ DEMONSTRATIONS = {
     "DDP223": _OPTIMIZER,
     **dict.fromkeys(("DDP301", "DDP501", "DDP509"), _GRADIENTS),
     **dict.fromkeys(("DDP302", "DDP311", "DDP406"), _AVERAGE),
-    **dict.fromkeys(("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP514", "DDP516"), _GLOBAL),
+    **dict.fromkeys(("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312", "DDP514", "DDP516"), _GLOBAL),
     "DDP306": _STATE,
     "DDP307": _ZERO,
     "DDP308": Demonstration("repeat", "how far two runs of one step, from the same seeds, are apart"),

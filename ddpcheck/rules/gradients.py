@@ -211,4 +211,24 @@ real, fake = ddp(a), ddp(b)              # the second call overwrites buffers th
 (real - fake).mean().backward()          # right: real, fake = ddp(torch.cat([a, b])).chunk(2)
 """,
     ),
+    Rule(
+        code="DDP312",
+        name="unexplained-difference",
+        severity=ERROR,
+        summary="Gradients differ from the single process, and no pattern that ddpcheck knows explains it.",
+        why=(
+            "The same model on the same samples gives another gradient under DDP than in one process. It is no "
+            "constant factor, no count that ranks divide by, and no coupling of samples that could be shown, so "
+            "nothing says that it is harmless. (PyTorch docs, DistributedDataParallel: gradients are averaged over "
+            "processes.)"
+        ),
+        fix=(
+            "Compare the loss of a batch with the mean of the losses of its two halves, term by term: the first that "
+            "differs depends on more than its own samples. Return the terms of the loss as a dict, and check again."
+        ),
+        example="""\
+weight = 1 / (1 + labels.unique().numel())   # depends on the whole batch; right: a constant
+loss = weight * cross_entropy(model(x), labels)
+""",
+    ),
 )

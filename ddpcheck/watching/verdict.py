@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpcheck.anomalous import judge_parameters
+from ddpcheck.circumstances import Circumstances
 from ddpcheck.consistency import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.loop import judge_loop
-from ddpcheck.parity import Circumstances
 from ddpcheck.program import judge_changes
 from ddpcheck.reducer import judge_reducer, judge_state
 from ddpcheck.watching.account import Account, Stock, is_look

@@ -13,7 +13,7 @@ EXPECT = {
     "subjects": ["loss"],
     "ranks": [],
     "severity": "error",
-    "cause": "Term 1 of 2 of the loss sums over samples",
+    "cause": "Term 2 of 2 of the loss (loss['penalty'] at examples/faults/gradients/one_summed_term.py:36) sums",
 }
 
 

@@ -20,6 +20,10 @@ def batch(step: int) -> Tensor:
     return torch.randn(13, 8, generator=torch.Generator().manual_seed(step))
 
 
+def unequal(batch: Tensor, rank: int, world_size: int) -> Tensor:
+    return batch.tensor_split(world_size)[rank]
+
+
 def errors(model: nn.Module, batch: Tensor) -> Tensor:
     return (model(batch)[:, 0] - batch.sum(1)).square()
 
@@ -36,5 +40,5 @@ def global_mean(model: nn.Module, batch: Tensor) -> Tensor:
     return errors(model, batch).sum() * ranks / count
 
 
-broken = Recipe(model=model, batch=batch, loss=local_mean)
-fixed = Recipe(model=model, batch=batch, loss=global_mean)
+broken = Recipe(model=model, batch=batch, loss=local_mean, shard=unequal)
+fixed = Recipe(model=model, batch=batch, loss=global_mean, shard=unequal)
