@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddpcheck.circumstances import Circumstances
 from ddpcheck.consistency import differing_names
 from ddpcheck.evidence import CompiledStep, Difference
 from ddpcheck.findings import Finding
-from ddpcheck.parity import Circumstances
 from ddpcheck.wording import make_finding
 
 _PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
