@@ -181,7 +181,7 @@ def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigE
 
 
 def _whole(least: int) -> Callable[[Any], int]:
-    expected = "a whole number" + (f" of at least {least}" if least else "")
+    expected = f"a whole number of at least {least}"
 
     def parse(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int | str):

@@ -86,7 +86,11 @@ class Recipe:
         """The part of the global `batch` that `rank` works on."""
         if self.shard is None:
             return shard_batch(batch, rank, world_size)
-        return call(f"shard(batch, rank={rank}, world_size={world_size})", self.shard, batch, rank, world_size)
+        what = f"shard(batch, rank={rank}, world_size={world_size})"
+        shard = call(what, self.shard, batch, rank, world_size)
+        if shard is None:
+            raise TargetError(f"{what} returned None; it must return the part of the batch that the rank works on")
+        return shard
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Call `optimizer(parameters)`, or make the default one."""
@@ -165,7 +169,7 @@ def require_target(target: object) -> None:
         name = target.__name__ if isinstance(target, type) else type(target).__name__
         hint = f"describe how it is trained: ddpcheck.Recipe(model={name}, batch=..., loss=...)"
     elif isinstance(target, FunctionType):
-        hint = f"call it, if it returns a recipe, or name it in a string: 'path/to/file.py:{target.__name__}'"
+        hint = "call it, if it returns a recipe"
     elif isinstance(target, ModuleType):
         hint = f"name it in a string: {target.__name__!r}"
     raise WrongTypeError(f"target must be a ddpcheck.Recipe or a string that names one, not {kind_of(target)}; {hint}")

@@ -115,9 +115,12 @@ def find_file(place: str) -> Path:
     if path.is_dir():
         raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
     if not path.is_file():
-        raise UsageError(f"no such file: {place}")
+        beside = path.with_name(f"{path.name}.py")
+        raise UsageError(f"no such file: {place}" + (f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else ""))
     if path.suffix != ".py":
         raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"cannot read {place}: permission denied")
     return path.resolve()
 
 
@@ -169,7 +172,11 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UsageError(f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module") from None
+            around, _, last = name.rpartition(".")
+            hint = f", or {around}:{last} for an attribute of {around}" if around and error.name == name else ""
+            raise UsageError(
+                f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
+            ) from None
         raise blame(f"importing {name}", error) from error
     except (Exception, SystemExit) as error:
         if is_ours(error):
@@ -187,6 +194,8 @@ def _make_working_folder_importable() -> None:
 def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
     from ddpcheck.recipe import Recipe, kind_of
 
+    if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+        raise UsageError(f"{place} is a folder without __init__.py; TARGET must be a Python file or a module")
     missing = [name for name in ("model", "batch", "loss") if not hasattr(module, name)]
     if missing:
         raise UsageError(

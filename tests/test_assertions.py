@@ -617,6 +617,8 @@ def test_ignored_parameters_may_be_missing_and_must_exist() -> None:
 def test_what_has_no_gradient_at_all_is_wrong_use() -> None:
     with pytest.raises(UsageError, match="no tensor that requires grad"):
         ddpcheck.assert_no_anomalous_params(torch.ones(()), Gated())
+    with pytest.raises(UsageError, match=r"model is an nn\.Module, not Tensor"):
+        ddpcheck.assert_no_anomalous_params(nn.Linear(2, 1), torch.ones(2))
     with pytest.raises(UsageError, match="no parameter of the model requires grad"):
         ddpcheck.assert_no_anomalous_params(torch.ones((), requires_grad=True), Gated().requires_grad_(False))
 

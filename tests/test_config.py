@@ -84,7 +84,7 @@ def test_patterns_come_repeated_and_comma_separated() -> None:
         ({"world_size": "0"}, "--world-size: expected a whole number of at least 1, got '0'"),
         ({"world_size": "two"}, "--world-size: expected a whole number"),
         ({"steps": "-1"}, "--steps: expected a whole number of at least 1"),
-        ({"seed": "1.5"}, "--seed: expected a whole number, got '1.5'"),
+        ({"seed": "1.5"}, "--seed: expected a whole number of at least 0, got '1.5'"),
         ({"timeout": "0"}, "--timeout: expected a number of seconds greater than 0"),
         ({"timeout": "nan"}, "--timeout: expected a number of seconds"),
         ({"timeout": "inf"}, "--timeout: expected a number of seconds"),

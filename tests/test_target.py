@@ -40,6 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for at in (folder, tmp_path):
         (at / "recipes.py").write_text(SOURCE)
         (at / "helper_beside_it.py").write_text("WIDTH = 2\n")
+    (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.path[:] = path
@@ -127,6 +128,12 @@ def test_a_target_without_a_place_is_wrong_usage(target: str) -> None:
         ("helper_beside_it", "has no model and no batch and no loss"),
         ("nowhere", "no module named 'nowhere'"),
         ("nowhere.py", "no such file: nowhere.py"),
+        ("./recipes", "no such file: ./recipes; did you mean './recipes.py'?"),
+        (
+            "recipes.model",
+            "give a file or a module, or recipes:model for an attribute of recipes",
+        ),
+        ("folder", "folder is a folder without __init__.py"),
         ("target_package/", "is a folder"),
         ("not a module", "'not a module'"),
         ("..recipes", "'..recipes'"),

@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
@@ -110,8 +111,21 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             try:
                 wire.dumps(value)
             except Exception as own:
+                what = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
                 raise UsageError(
-                    f"{name} of {whose}, a {type(value).__qualname__}, cannot be sent to the ranks "
+                    f"{what} cannot be sent to the ranks "
                     f"({type(own).__name__}: {own}); make it inside the function that runs there."
                 ) from error
         raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
+
+
+def _part_that_stays(value: object) -> str:
+    """Which field of a dataclass, such as a recipe, cannot be pickled; empty for anything else."""
+    if not dataclasses.is_dataclass(value):
+        return ""
+    for field in dataclasses.fields(value):
+        try:
+            wire.dumps(getattr(value, field.name))
+        except Exception:
+            return f"{field.name} of the {type(value).__qualname__}"
+    return ""
