@@ -23,6 +23,7 @@ from ddpcheck.evidence import Difference, SingleStep
 from ddpcheck.gather.compare import difference, fit, norm, scales, tolerances
 from ddpcheck.gather.describe import fingerprint
 from ddpcheck.gather.events import counted_backwards
+from ddpcheck.gather.mode import into_training
 from ddpcheck.gather.randomness import mixed_seed, seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
@@ -144,7 +145,9 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     def build() -> nn.Module:
         this_rank.set_place("building the model")
         seed_everything(model_seed(seed))
-        return recipe.build_model().to(device)
+        module = recipe.build_model().to(device)
+        into_training(module)
+        return module
 
     stack = contextlib.ExitStack()
     if device.type == "cpu":

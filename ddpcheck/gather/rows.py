@@ -27,6 +27,7 @@ from ddpcheck.blame import passes_on
 from ddpcheck.collectives import unlogged
 from ddpcheck.evidence import Wrapped
 from ddpcheck.gather import session as phases
+from ddpcheck.gather.mode import into_training
 from ddpcheck.gather.randomness import seed_everything
 from ddpcheck.gather.session import Session, seed_of, the_session
 from ddpcheck.gather.stepping import ModuleState, run_backward, run_optimizer
@@ -123,6 +124,7 @@ def _build(session: Session, rows: Rows) -> nn.Module:
     if taken & {id(p) for p in module.parameters()}:
         module = copy.deepcopy(module)  # model() hands out the same parameters every time
     _note(rows, module)
+    into_training(module)
     return module.to(session.device)
 
 

@@ -40,6 +40,7 @@ from ddpcheck.gather.construction import (
 )
 from ddpcheck.gather.describe import describe, digest_of, fingerprint, fingerprints
 from ddpcheck.gather.hooks import record_hooks, recorded_hooks
+from ddpcheck.gather.mode import ARRIVED_EVALUATING, into_training
 from ddpcheck.gather.randomness import seed_everything, settle_device
 from ddpcheck.gather.stepping import (
     Gradients,
@@ -67,6 +68,8 @@ class Session:
     Attributes:
         module: The module that is wrapped.
         twin: A second one, built alike and never wrapped, on which the Local steps run.
+        built: What `model()` has returned.
+        arrived_evaluating: Whether that was in eval mode.
         watched: The twin on which hooks of ours are.
         wrapped: What `wrap` made of `module`, and what the loss is called with.
         wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
@@ -95,6 +98,8 @@ class Session:
     module: nn.Module
     twin: nn.Module
     origins: Origins
+    built: ModuleDescription | None = None
+    arrived_evaluating: bool = False
     watched: nn.Module | None = None
     wrapped: nn.Module | None = None
     wrapper: nn.Module | None = None
@@ -177,7 +182,9 @@ def build(target: str | Recipe, seed: int) -> Built:
         stack=stack,
     )
     this_rank.state["session"] = session
-    description = describe(module)
+    session.built = description = describe(module)
+    session.arrived_evaluating = into_training(module)
+    into_training(twin)
     trainable = sum(p.requires_grad for p in module.parameters())
     return Built(digest_of(description), description.uninitialised, trainable, len(description.parameters))
 
@@ -191,8 +198,10 @@ def recover() -> None:
 
 
 def description() -> ModuleDescription:
-    """The module of this rank, in full; asked for when the digests differ."""
-    return describe(the_session().module)
+    """The module of this rank as `model()` has returned it, in full; asked for when the digests differ."""
+    built = the_session().built
+    assert built is not None
+    return built
 
 
 def locations(names: Sequence[str]) -> dict[str, Location]:
@@ -404,7 +413,7 @@ def _arrival(session: Session, name: str) -> Any:
 def notes() -> list[str]:
     """Sentences on how this rank ran the recipe."""
     session = the_session()
-    found = []
+    found = [ARRIVED_EVALUATING] if session.arrived_evaluating else []
     if session.syncbn:
         found.append(
             "SyncBatchNorm refuses CPU tensors: ddpcheck stood in for it with the same statistics, over all-reduces "
