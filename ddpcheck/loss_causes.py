@@ -31,6 +31,8 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         found.append(_coupling(facts, rest))
     elif rest and analysis.line is not None and not facts.world_changed:
         found.append(_normalising_line(facts) if analysis.scaled else _coupling(facts, rest))
+    elif rest and not facts.world_changed and all(term.coupled is False for term in rest):
+        return [*found, _weights_of_the_batch(facts, rest)]
     explained = (analysis.module_class and not analysis.frozen) or any(term.coupled for term in rest)
     return [*found, judge_unexplained(facts)] if rest and found and not explained and not analysis.line else found
 
@@ -141,6 +143,20 @@ def _normalising_line(facts: SingleProcessFacts) -> Finding:
         "gradients is not the gradient of the global batch.",
         f"what {facts.analysis.line} gives for a sample has another scale in the global batch",
         location=facts.analysis.line,
+    )
+
+
+def _weights_of_the_batch(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
+    """DDP305: no sample's gradient depends on what the model computes for others, so only their weights are left."""
+    spoken = spoken_term(terms[0], facts.analysis.terms)
+    return facts.finding(
+        "DDP305",
+        f"{spoken[0].upper()}{spoken[1:]} weighs samples by something that it computes from its whole local batch "
+        "(class frequencies or the batch size, say), so they have other weights than in the global batch.",
+        "changing what the model computes for some samples leaves the gradients of the others as they are",
+        location=terms[0].location or facts.known.loss_location,
+        fix="Compute the weights from the data of all ranks: all_reduce the counts or statistics that they are made of "
+        "(they need no gradient), or fix them before training.",
     )
 
 

@@ -131,7 +131,8 @@ def test_buffers_broadcast_between_two_forwards() -> None:
 
 
 COUPLED = LossTerm(error=0.5, weights=(0.5, 0.5), residual=0.4, coupled=True)
-UNKNOWN = replace(COUPLED, coupled=False)
+UNKNOWN = replace(COUPLED, coupled=None)
+WEIGHED = replace(COUPLED, coupled=False)
 SUM = LossTerm(error=0.5, weights=(1.0, 1.0), residual=1e-9, coupled=False)
 COUNTED = LossTerm(error=0.2, weights=(0.625, 0.375), residual=1e-9, coupled=False)
 RIGHT = LossTerm(error=1e-9, weights=(0.5, 0.5), residual=1e-9, coupled=False)
@@ -200,13 +201,20 @@ def test_one_term_may_be_a_sum_while_another_couples_samples() -> None:
 def test_a_difference_that_nothing_explains_is_an_error_that_says_so() -> None:
     finding = only(judge_single(off("a"), terms=(UNKNOWN,)))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP312", ("loss",), Severity.ERROR)
-    assert "no cause was found" in finding.message and any("leaves the gradients" in line for line in finding.evidence)
-    untried = only(judge_single(off("a"), terms=(replace(UNKNOWN, coupled=None),)))
-    assert untried.code == "DDP312" and not any("leaves the gradients" in line for line in untried.evidence)
+    assert "no cause was found" in finding.message
     nothing = only(judge_single_process({0: (off("a"),)}, None, KNOWN))
     assert nothing.code == "DDP312" and "they were not run" in nothing.evidence[0]
     part = judge_single(off("a"), terms=(SUM, UNKNOWN))
     assert [f.code for f in part] == ["DDP305", "DDP312"]
+
+
+def test_where_samples_are_not_coupled_and_no_count_fits_it_is_their_weights_that_differ() -> None:
+    finding = only(judge_single(off("a"), terms=(RIGHT, WEIGHED)))
+    assert finding.code == "DDP305" and "Term 2 of 2 of the loss weighs samples by something" in finding.message
+    assert any("leaves the gradients of the others" in line for line in finding.evidence)
+    world = {"world_ratio": 0.8, "world_residual": 0.3}
+    elsewhere = only(judge_single(off("a"), terms=(WEIGHED,), **world))
+    assert elsewhere.code == "DDP312" and any("leaves the gradients" in line for line in elsewhere.evidence)
 
 
 def test_the_root_of_a_mean_is_no_count_although_one_weight_a_shard_fits_it() -> None:

@@ -439,6 +439,18 @@ def itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def class_frequencies(count: Count) -> Loss:
+    """Each class weighs as much as it is rare in the batch: the counts of all ranks, or of the local batch."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        frequencies = count(torch.bincount(batch["label"], minlength=CLASSES)).clamp_min(0.5).to(logits.dtype)
+        each = F.cross_entropy(logits, batch["label"], reduction="none") / frequencies[batch["label"]]
+        return each.sum() / CLASSES
+
+    return loss
+
+
 def plain_classes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["label"])
 
@@ -500,6 +512,14 @@ ROWS = (
     _counted("terms added before they are summed", Heads, samples, elementwise_sum),
     _counted("weights that add up to one", classifier, samples, weights_that_add_up_to_one),
     _counted("terms weighted by their uncertainty", Heads, samples, uncertainty_weighted),
+    _row(
+        "classes weighted by their frequency",
+        classifier,
+        samples,
+        class_frequencies(spread),
+        class_frequencies(alone),
+        "DDP304",
+    ),
     _counted("a loop over samples", Heads, samples, sample_by_sample),
     _sum("cross entropy, summed", classifier, samples, summed),
     _sum("evidence lower bound", Autoencoder, samples, evidence_bound),
