@@ -75,7 +75,7 @@ class StoreExchange:
             SilentRanksError: A rank handed in nothing before the deadline.
         """
         store = default_store()
-        _hand_in(store, f"{self.prefix}/{key}/{self.rank}", data)
+        self.hand_in(key, data)
         found: list[bytes] = []
         silent: list[int] = []
         for rank in self.ranks:
@@ -95,6 +95,10 @@ class StoreExchange:
             self._delete(store, key)
             raise SilentRanksError([rank for rank in silent if not _holds(store, self._sign_of(key, rank))] or silent)
         return found
+
+    def hand_in(self, key: str, data: bytes) -> None:
+        """Hand in what others may wait for under `key`, and wait for nobody."""
+        _hand_in(default_store(), f"{self.prefix}/{key}/{self.rank}", data)
 
     def _sign_of(self, key: str, rank: int) -> str:
         """Set by a rank that was there, and has given up waiting for the others."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.options import are_harmless
-from ddpcheck.wording import counted, listed, make_finding, odd_ranks, spelled, verb, who_says_what
+from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
@@ -172,14 +172,15 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
         for name, what in of_rank.items():
             if name not in by_what.setdefault(what, []):
                 by_what[what].append(name)
+    if not by_what:
+        return []
     ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
+    told = [f"{listed(names)} {verb('was', 'were', names)} {what}" for what, names in by_what.items()]
     return [
         make_finding(
             "DDP503",
-            names,
-            f"{counted(len(names), 'parameter')} {verb('was', 'were', names)} {what} after wrapping; "
-            "the reducer keeps to what it saw then.",
+            list(dict.fromkeys(name for names in by_what.values() for name in names)),
+            f"{listed(told)} after wrapping; the reducer keeps to what it saw then.",
             ranks=ranks if len(ranks) < len(changes) else (),
         )
-        for what, names in by_what.items()
     ]

@@ -447,8 +447,22 @@ def test_a_choice_that_there_is_not_is_refused_at_once(ddp_world):
             mmruns.DdpCheckHook(on_finding="print")
         with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):
             mmruns.CheckedMMDistributedDataParallel(mmruns.Net(), on_finding="print")
+        with pytest.raises(UsageError, match=r"names no function: 'no\.such:function'"):
+            mmruns.DdpCheckHook(on_finding="no.such:function")
 
     ddp_world.run(run)
+
+
+def test_a_function_travels_through_a_config_as_text(ddp_world, tmp_path):
+    def run(folder):
+        from tests import mmruns
+
+        name = "ddpcheck.integrations.mmengine:log_finding"
+        wrapper = {**LOGGING, "on_finding": name, "broadcast_buffers": False}
+        model = mmruns.Net(mmruns.nn.BatchNorm1d)
+        return mmruns.train(folder, model, wrapper, hooks=[{**HOOK, "on_finding": name}])
+
+    assert told(ddp_world.run(run, tmp_path), "DDP214").subjects == STATISTICS
 
 
 # The example

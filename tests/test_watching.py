@@ -282,12 +282,45 @@ def test_a_frozen_parameter_is_told_as_what_it_is(rank):
     assert [(f.code, f.subjects) for f in model.findings] == [("DDP503", ("spare.bias",))]
 
 
-def test_a_layer_added_after_wrapping_is_told():
-    model = CheckedDistributedDataParallel(Net())
-    model.module.spare = nn.Sequential(model.module.spare, nn.Linear(2, 2))
-    with pytest.raises(FindingsError):
-        train(model, 2)
-    assert "DDP503" in {finding.code for finding in model.findings}
+@pytest.mark.parametrize("consistency", [0, 1])
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_layer_added_after_wrapping_is_told_once_with_its_name_and_not_by_what_comes_of_it(consistency, begin):
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_consistency=consistency, on_finding=told.append)
+    train(model, begin)
+    model.module.spare = nn.Sequential(model.module.spare, nn.Linear(2, 2))  # the old one has another name now
+    train(model, 8)
+    assert [(f.code, set(f.subjects)) for f in told] == [("DDP503", {"spare.1.weight", "spare.1.bias"})]
+    assert "spare.1.weight" in told[0].message
+
+
+def test_what_no_operation_reads_in_the_first_steps_is_not_said_to_be_of_no_use():
+    told = []
+    model = CheckedDistributedDataParallel(Net(), on_finding=told.append)
+    train(model, 6, way=lambda step: "short" if step == 0 else "whole")
+    assert [f.code for f in told] == ["DDP101"]
+    assert told[0].message.endswith("in step 0.") and told[0].fix.startswith("If other steps read it")
+
+
+def test_a_checkpoint_that_one_rank_has_loaded_is_not_told_of_its_forward_pass(rank):
+    torch.manual_seed(rank)
+    told = []
+    model = CheckedDistributedDataParallel(Net(), check_consistency=1, on_finding=told.append)
+    if rank == 1:
+        model.module.load_state_dict(Net().state_dict())
+    train(model, 3)
+    assert [(f.code, f.ranks) for f in told] == [("DDP515", (1,))]
+    assert (
+        "were changed on rank 1 after the wrapper" in told[0].message and "forward or backward" not in told[0].message
+    )
+
+
+def test_a_checkpoint_that_every_rank_loads_is_no_finding():
+    with silent() as wrap:
+        model = wrap(Net())
+        torch.manual_seed(0)
+        model.load_state_dict(Net().state_dict())
+        train(model, 4)
 
 
 # The loop
@@ -1127,6 +1160,21 @@ def test_ranks_that_do_not_come_to_a_meeting_are_named_and_hold_up_nobody_for_lo
         return
     with pytest.warns(UserWarning, match="rank 1 did not answer within 0.5 s"), ddpcheck.watch(model, timeout=0.5):
         train(model, 4)
+
+
+@pytest.mark.parametrize("failing", [True, False])
+def test_a_comparison_does_not_wait_for_a_rank_that_has_stopped(rank, failing):
+    model = nn.parallel.DistributedDataParallel(Net())
+    watch = ddpcheck.watch(model, timeout=600)  # which the test does not have
+    train(model, 3)
+    if rank == 1:
+        with contextlib.suppress(ValueError), watch:
+            if failing:
+                raise ValueError("no such file")
+        return
+    said = r"stopped with ValueError at .*test_watching.py:\d+" if failing else "closed its watch"
+    with pytest.warns(UserWarning, match=rf"rank 1 has {said}; rank 0 has met nobody at .*test_watching.py"):
+        assert watch.compare() == []
 
 
 def test_watch_attaches_to_a_plain_wrapper_and_leaves_it_as_it_was():

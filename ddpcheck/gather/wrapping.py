@@ -68,9 +68,14 @@ class SeenParameter:
 def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
     """What has happened to the parameters of `module` since they were `seen`, in a word, by name."""
     now = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+    then, left = {one.identity for one in seen.values()}, {one.identity for one in now.values()}
     changed = {}
     for name in dict.fromkeys((*seen, *now)):
         before, after = seen.get(name), now.get(name)
+        if (before is None and after is not None and after.identity in then) or (
+            after is None and before is not None and before.identity in left
+        ):
+            continue  # it has another name now
         if before is None or after is None:
             changed[name] = "added" if before is None else "removed"
         elif before.identity != after.identity:

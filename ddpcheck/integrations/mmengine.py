@@ -6,7 +6,9 @@ A config names them by `custom_imports = dict(imports=["ddpcheck.integrations.mm
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ from ddpcheck.watching.watch import Watch
 from ddpcheck.wording import counted
 from ddpcheck.wrapper import CheckedDistributedDataParallel
 
-OnFinding = Literal["raise", "warn", "log"] | Callable[[Finding], object]
+OnFinding = Literal["raise", "warn", "log"] | str | Callable[[Finding], object]
 _LEVELS = {Severity.ERROR: logging.ERROR, Severity.WARNING: logging.WARNING, Severity.NOTE: logging.INFO}
 
 
@@ -37,12 +39,24 @@ def log_finding(finding: Finding) -> None:
 def _told(on_finding: OnFinding) -> Any:
     if on_finding == "log":
         return log_finding
+    if isinstance(on_finding, str) and ":" in on_finding:
+        on_finding = _function_named(on_finding)
     try:
         return checked_choice(on_finding)
     except UsageError:
         raise UsageError(
-            f"on_finding is 'raise', 'warn', 'log' or a function of a Finding, not {on_finding!r}"
+            f"on_finding is 'raise', 'warn', 'log' or a function of a Finding (as text: 'module:function'), not "
+            f"{on_finding!r}"
         ) from None
+
+
+def _function_named(text: str) -> Any:
+    """The function that a config names as "package.module:function", since none can stand in it."""
+    module, _, name = text.partition(":")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"on_finding names no function: {text!r} ({error})") from None
 
 
 @MODEL_WRAPPERS.register_module()
@@ -54,7 +68,7 @@ class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistrib
     Args:
         module: The model.
         detect_anomalous_params: As of `CheckedDistributedDataParallel`, whose detector takes the place of mmengine's.
-        on_finding: Likewise, or "log" to write into mmengine's log and go on.
+        on_finding: Likewise, or "log" to write into mmengine's log and go on; a function as "module:function", too.
         **kwargs: Of `CheckedDistributedDataParallel`, and of `DistributedDataParallel` by name.
     """
 
@@ -80,7 +94,8 @@ class DdpCheckHook(Hook):  # type: ignore[misc]
     and is only compared.
 
     Args:
-        on_finding: As of `ddpcheck.watch`, or "log" to write into mmengine's log and go on.
+        on_finding: As of `ddpcheck.watch`, or "log" to write into mmengine's log and go on; a function as
+            "module:function", too, which is how it travels through a config.
         **settings: Of `ddpcheck.watch`.
 
     Attributes:

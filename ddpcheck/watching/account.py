@@ -89,10 +89,14 @@ class Stock:
     Attributes:
         description: Of the module.
         values: Gradients, parameters and buffers as fingerprints, and gradients against the ranks' own average.
+        constructed: Fingerprints of the parameters when the wrapper had made them equal; empty where that is not known.
+        at_first_forward: Likewise, before the first forward.
     """
 
     description: ModuleDescription
     values: DdpStepEvidence
+    constructed: Mapping[str, int] = field(default_factory=dict)
+    at_first_forward: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_bad(self) -> bool:

@@ -11,18 +11,26 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpcheck.exchange import SilentRanksError, StoreExchange, default_store
+from ddpcheck.locate import user_location
 from ddpcheck.wording import spelled
 
 _ALWAYS_FOR = 32
 _THEN_EVERY = 16
 _LONG = 0.02  # seconds of a step of which a question, of some 50 microseconds, is next to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a rank hands in where the others may wait for it, and it will not come: why."""
+
+    why: str
 
 
 class Board:
@@ -95,6 +103,9 @@ class Board:
         exchange = replace(self._exchange, timeout=min(self._exchange.timeout, at_most))
         try:
             found = [pickle.loads(data) for data in exchange.gather(key, pickle.dumps(value))]
+            left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
+            if left:
+                return [self._without(left, value)]
         except SilentRanksError as error:
             self.silent = error.ranks
             warnings.warn(
@@ -105,6 +116,22 @@ class Board:
             return [value]
         self._forget(key)
         return found
+
+    def _without(self, left: dict[int, str], value: Any) -> Any:
+        """Go on without ranks that have left."""
+        self.silent = tuple(left)
+        where = user_location()
+        waits = f" rank {self.rank} has met nobody at {where}, and" if where else f" rank {self.rank}"
+        gone = "; ".join(f"rank {rank} {why}" for rank, why in left.items())
+        warnings.warn(f"ddpcheck: {gone};{waits} judges by itself from here on", stacklevel=2)
+        return value
+
+    def leave(self, keys: Iterable[str], why: str) -> None:
+        """Tell the others, in each gathering at which they may wait for this rank, that it will not come."""
+        if self.open:
+            for key in keys:
+                with contextlib.suppress(Exception):  # whoever keeps the store is gone
+                    self._exchange.hand_in(key, pickle.dumps(Left(why)))
 
     def _forget(self, key: str) -> None:
         """Delete what was handed in two gatherings ago: everyone has read it, or would not have come this far."""

@@ -76,7 +76,14 @@ class Ledger:
         self.unheard = {}
 
     def account(
-        self, rank: int, number: int, look: Look | None, snapshot: Snapshot | None, *, settled: bool
+        self,
+        rank: int,
+        number: int,
+        look: Look | None,
+        snapshot: Snapshot | None,
+        *,
+        settled: bool,
+        thorough: bool = False,
     ) -> Account:
         """What this rank tells when the ranks meet.
 
@@ -86,6 +93,7 @@ class Ledger:
             look: At it, where there was one.
             snapshot: Of its last forward.
             settled: Whether what an option allows for is to be judged now.
+            thorough: Whether to look for changes of parameters without a look, too.
         """
         missing = {name for names in self.unheard.values() for name in names} - self._heard
         if self._wrapper.tolerates_unused and (settled or number == _ASKED_EARLY):
@@ -101,7 +109,7 @@ class Ledger:
         )
         if look is not None:
             return self._with_look(known, look)
-        return replace(known, changes=self._changed()) if missing or self.has_thawed() else known
+        return replace(known, changes=self._changed()) if thorough or missing or self.has_thawed() else known
 
     def has_thawed(self) -> bool:
         """Whether a parameter requires grad that did not when DDP was constructed."""

@@ -13,14 +13,14 @@ from typing import Any
 from ddpcheck.anomalous import judge_parameters
 from ddpcheck.circumstances import Circumstances
 from ddpcheck.consistency import differing_names, judge_descriptions, judge_values_after_wrapping
-from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, WrapperFacts
+from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, Wrapped, WrapperFacts
 from ddpcheck.findings import Finding, Severity
-from ddpcheck.loop import judge_loop
+from ddpcheck.loop import judge_loop, judge_values_changed
 from ddpcheck.program import judge_changes
 from ddpcheck.reducer import judge_reducer, judge_state
 from ddpcheck.watching.account import Account, Stock, is_look
 from ddpcheck.watching.normalisation import judge_normalisation
-from ddpcheck.wording import Names, listed, verb
+from ddpcheck.wording import Names, listed, spelled_steps, verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bo
         for finding in found
         if settled or finding.code != "DDP109"
     ]
+    if accounts[0].step < _FEW and not settled:
+        findings = [_so_far(finding, seen) if finding.code == "DDP101" else finding for finding in findings]
     if changed:
         findings += judge_changes([account.changes for account in accounts])
     if any(account.events for account in accounts):
@@ -97,6 +99,21 @@ def judge_alone(watched: Watched, rank: int, step: int, *, forwards: int) -> lis
         return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
     known = Circumstances(names=watched.names, wrapper=watched.wrapper, world_size=1)
     return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], known)
+
+
+_FEW = 4  # rounds after which what no forward pass has read may be taken for unused
+
+
+def _so_far(finding: Finding, steps: Sequence[int]) -> Finding:
+    """DDP101 where only few steps have been seen: a branch or an expert may be idle in them."""
+    return replace(finding, message=f"{finding.message[:-1]} in {spelled_steps(steps or (0,))}.", fix=_IDLE)
+
+
+_IDLE = (
+    "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
+    "times its output where it is idle. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
+    "before wrapping."
+)
 
 
 _ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
@@ -160,9 +177,13 @@ def judge_stock(
     found = judge_descriptions([item.description for item in stock])
     gradients = judge_reducer(values, known)
     told = {subject for finding in found for subject in finding.subjects}
-    if step == 0 and after_backward and watched.began_alike:  # forward or backward has changed them
-        start = []
-        changed = [replace(item, computed_with=item.parameters, parameters={}) for item in values]
+    if step == 0 and after_backward and watched.began_alike:
+        start = _changed_before_forward(stock)
+        told_early = {name for finding in start for name in finding.subjects}
+        now = [{name: value for name, value in item.parameters.items() if name not in told_early} for item in values]
+        changed = [  # forward or backward has changed them
+            replace(item, computed_with=of_rank, parameters={}) for item, of_rank in zip(values, now, strict=True)
+        ]
         state = judge_state(changed, known, gradients_differ=True)
     elif step == 0:
         early = not after_backward and not watched.broadcasts_buffers  # then nothing has had a reason to part buffers
@@ -180,6 +201,18 @@ def judge_stock(
         if not told.issuperset(finding.subjects):
             found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
     return found
+
+
+def _changed_before_forward(stock: Sequence[Stock]) -> list[Finding]:
+    """DDP515 of values that ranks have changed between the wrapper's construction and its first forward."""
+    wrapped = [
+        Wrapped(WrapperFacts(), {}, {}, item.at_first_forward, {}, None, "", False, constructed=item.constructed)
+        for item in stock
+    ]
+    return [
+        replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
+        for finding in judge_values_changed(wrapped)
+    ]
 
 
 def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
@@ -229,7 +262,7 @@ def follows_from(finding: Finding, told: Iterable[Finding]) -> bool:
     return subjects.issuperset(finding.subjects) or any(other.code in _OF_THE_LOOP for other in errors)
 
 
-_SPREADING = frozenset({"DDP214", "DDP215", "DDP301", "DDP306"})
+_SPREADING = frozenset({"DDP214", "DDP215", "DDP301", "DDP306", "DDP503"})
 
 
 def goes_on(finding: Finding, told: Iterable[Finding]) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -16,11 +18,11 @@ from torch import nn
 from ddpcheck.errors import UsageError
 from ddpcheck.evidence import LoopEvent
 from ddpcheck.findings import Finding, Report
-from ddpcheck.gather.describe import digest_of
+from ddpcheck.gather.describe import digest_of, fingerprints
 from ddpcheck.gather.stepping import visible_tensors
 from ddpcheck.gather.wrapping import broadcasts_buffers, facts_of, living_wrappers
 from ddpcheck.graph import all_names
-from ddpcheck.locate import making_of, user_location
+from ddpcheck.locate import exception_location, making_of, user_location
 from ddpcheck.watching import no_sync
 from ddpcheck.watching.account import Account, is_look
 from ddpcheck.watching.board import Board
@@ -162,7 +164,11 @@ class Watch:
         self._attached = True
         self._thawed = False
         self._began = time.monotonic()
+        knows_start = began_alike and check_consistency_every
+        self._constructed = fingerprints(self._module.named_parameters()) if knows_start else {}
+        self._at_first_forward: dict[str, int] = {}
         self._rounds.attach()
+        _at_exit.add(self)
         no_sync.listen(wrapper, self._note)
         hold(self._module, self)
 
@@ -187,8 +193,25 @@ class Watch:
         """
         was_attached, self._attached = self._attached, False
         self._detach()
-        if not was_attached or failing:
+        if not was_attached:
             return
+        if failing:
+            self._leave(sys.exc_info()[1])
+            return
+        try:
+            self._tell_the_rest()
+        finally:
+            self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Say that this rank comes to no comparison any more, for others that wait at the next one."""
+        why = "has closed its watch"
+        if error is not None:
+            where = exception_location(error)
+            why = f"has stopped with {type(error).__name__}{f' at {where}' if where else ''}"
+        self._board.leave((f"digest/{self._comparisons}", f"account/{self.step}", "close"), why)
+
+    def _tell_the_rest(self) -> None:
         if self._watched.wrapper.tolerates_unused and self._detects and 2 < self.step <= _SETTLED[0]:
             # What never took part is judged after more steps than there have been; the ranks meet once more for it.
             mine = self._ledger.account(self._board.rank, self.step - 1, None, None, settled=True)
@@ -278,6 +301,8 @@ class Watch:
 
     def beginning(self, number: int) -> None:
         """A forward of a round is about to run, and no backward pass has."""
+        if self._constructed and not self._at_first_forward:
+            self._at_first_forward = fingerprints(self._module.named_parameters())
         keeps = self._is_due(self._parity_every, number)
         if self._look is not None:
             self._look.renew()
@@ -351,9 +376,10 @@ class Watch:
             self._tell_events(number + 1)
         self._last_round, self._events = self._events, []
         findings: list[Finding] = []
-        if self._meets(number) or self._board.has_word(number):
-            findings += self._meet(number, look)
-        if self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number):
+        compares = self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number)
+        if compares or self._meets(number) or self._board.has_word(number):
+            findings += self._meet(number, look, thorough=compares)
+        if compares:
             findings += self._compare(number, look)
         self._rounds.snapshot = None
         if findings:
@@ -372,10 +398,10 @@ class Watch:
         wrapper = self._wrapper()
         return wrapper is not None and bool(wrapper._join_config.enable)
 
-    def _meet(self, number: int, look: Look | None) -> list[Finding]:
+    def _meet(self, number: int, look: Look | None, *, thorough: bool) -> list[Finding]:
         """Put the accounts of all ranks together, and judge them: on every rank the same."""
         settled = number in _SETTLED
-        mine = self._account(number, look, settled=settled)
+        mine = self._account(number, look, settled=settled, thorough=thorough)
         accounts: list[Account] = self._board.gather(f"account/{number}", mine)
         self._strange = ()
         self._ledger.hear(accounts)
@@ -383,11 +409,11 @@ class Watch:
             self._board.pace(account.seconds for account in accounts)
         return judge_accounts(accounts, self._watched, settled=settled)
 
-    def _account(self, number: int, look: Look | None, *, settled: bool) -> Account:
+    def _account(self, number: int, look: Look | None, *, settled: bool, thorough: bool) -> Account:
         account = Account(self._board.rank, number)
         if self._detects:
             snapshot = self._rounds.snapshot
-            account = self._ledger.account(self._board.rank, number, look, snapshot, settled=settled)
+            account = self._ledger.account(self._board.rank, number, look, snapshot, settled=settled, thorough=thorough)
         told = () if self._micro_batches is None else self._micro_batches.told()
         seconds = (time.monotonic() - self._began) / (number + 1)
         return replace(account, events=self._strange, micro_batches=told, seconds=seconds)
@@ -398,6 +424,8 @@ class Watch:
         first = not self._comparisons
         unused = first and not (after_backward or number)
         mine = take_stock(self._module, self._board.rank, number, trained, unused=unused)
+        if not number:
+            mine = replace(mine, constructed=self._constructed, at_first_forward=self._at_first_forward)
         key = f"{self._comparisons}"
         self._comparisons += 1
         alike = len(set(self._board.gather(f"digest/{key}", digest_of(mine)))) == 1
@@ -490,3 +518,14 @@ class Watch:
 
 def _held_by(optimizer: Any) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+_at_exit: WeakSet[Watch] = WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """A program ends, perhaps by an exception, and has not closed its watches."""
+    for watch in list(_at_exit):
+        if watch._attached:
+            watch._leave(getattr(sys, "last_value", None))
