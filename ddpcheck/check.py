@@ -6,6 +6,7 @@ This module is light: torch is only imported on the ranks, and by a caller who b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.anomalous import judge_uninitialised
 from ddpcheck.conduct import Conduct, OptionsStopped, Stopped, try_on_rank
 from ddpcheck.config import rule_patterns
-from ddpcheck.consistency import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.consistency import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.errors import (
     EXIT_HANG,
     DdpcheckError,
@@ -262,6 +263,7 @@ class CheckRun(Conduct):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.outcome.add_local(local)
             self._check_in_step(local)
+            self._check_layout(local, step)
             self._check_packing(local, step)
             self._check_batches([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
@@ -329,6 +331,18 @@ class CheckRun(Conduct):
             self._add(mismatch)
             self._skip_rest("DDP403: the ranks are out of step")
 
+    def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
+        """What DDP broadcasts or waits for next must be as alike on all ranks as it was when it was wrapped."""
+        if len({item.layout for item in local}) == 1 or not self.outcome.wrapped[0].facts.is_ddp:
+            return
+        broadcasts = self.outcome.wrapped[0].broadcasts_buffers
+        found = judge_layouts(self._all("local.layout"), step, broadcasts=broadcasts)
+        if not found:
+            return
+        lines = self._all("session.assignments", [name for finding in found for name in finding.subjects])[0]
+        self._add([dataclasses.replace(f, location=lines.get(f.subjects[0])) for f in found])
+        self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
+
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
         """Once, where ranks reduce vectors in forward: whether they pack them alike."""
         if self._packing_checked or not any(item.calls for item in local):
@@ -357,7 +371,11 @@ class CheckRun(Conduct):
         """One step through the wrapper; returns whether its result needs a second look."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
-                return self.outcome.add_ddp(self._all("ddp.ddp_step", step))
+                doubtful = self.outcome.add_ddp(self._all("ddp.ddp_step", step))
+                if self.outcome.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
+                    self._add(mismatch)
+                    self._skip_rest("DDP403: the ranks are out of step")
+                return doubtful
         except RankError as error:
             found = self.outcome.judge_wrapper_failure(error)
             if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -103,7 +103,8 @@ def record_collectives(directory: Path, rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    descriptor = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    global _log
+    _log = descriptor = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for name in (*COLLECTIVES, *_POINT_TO_POINT):
         original = getattr(distributed_c10d, name, None)
         if original is not None:
@@ -121,6 +122,16 @@ def record_collectives(directory: Path, rank: int) -> None:
     work: Any = distributed_c10d.Work
     with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
         work.wait = _waiting(work.wait)
+
+
+_log: int | None = None
+
+
+def note_collective(operation: str, payload: str) -> None:
+    """Log what DDP is about to make in C++, as a collective that all ranks have to join."""
+    if _log is not None and getattr(_thread, "depth", 0) == 0:
+        call = replace(_describe_call(operation, {}, backward=False), payload=payload)
+        os.write(_log, (json.dumps(asdict(call)) + "\n").encode())
 
 
 _kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go

@@ -12,6 +12,7 @@ import itertools
 import pickle
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.errors import HangError, UsageError, WrongTypeError
@@ -49,6 +50,34 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
     findings += _judge_modules(descriptions, explained=bool(findings))
     findings += _judge_state([description.state for description in descriptions])
     return findings
+
+
+def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
+    """DDP206, 211, 212 and 213 of modules that were alike on all ranks until the forward pass of `step`.
+
+    Args:
+        descriptions: By rank, its parameters and buffers after the step.
+        step: Counted from 0.
+        broadcasts: Whether the wrapper broadcasts buffers, so that theirs have to agree.
+    """
+    buffers = [description.buffers for description in descriptions]
+    parameters = [description.parameters for description in descriptions]
+    found = _judge_attribute("DDP206", "requires_grad", "value of requires_grad", parameters, set())
+    if broadcasts:
+        found += _judge_tensors(buffers, "buffer", "DDP211", "DDP212", set())
+        found += _judge_buffer_shapes(buffers)
+    return [
+        replace(
+            finding,
+            message=f"After step {step}: {finding.message}",
+            steps=(step,),
+            evidence=(
+                *finding.evidence,
+                f"alike on all ranks before; the forward or backward pass of step {step} did it",
+            ),
+        )
+        for finding in found
+    ]
 
 
 def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:

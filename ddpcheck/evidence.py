@@ -259,6 +259,7 @@ class LocalStep:
         generator: Fingerprint of the state in which the forward pass has left torch's global generator.
         threads: With how many of them torch has computed it.
         compiles: Whether the user's code has asked for `torch.compile` so far.
+        layout: Digest of what DDP takes to be alike on all ranks: names, shapes, dtypes and `requires_grad`.
     """
 
     evidence: StepEvidence
@@ -276,6 +277,7 @@ class LocalStep:
     generator: int = 0
     threads: int = 1
     compiles: bool = False
+    layout: str = ""
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""

@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -220,9 +221,26 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
             severity=Severity.ERROR,
             ranks=ranks,
             location=_parse_location(first.location),
-            evidence=evidence if len(evidence) > 1 else (),
+            evidence=(evidence if len(evidence) > 1 else ()) + tuple(_stack_lines([first] if code == "DDP404" else [])),
+            fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if code == "DDP404" else "",
         )
     ]
+
+
+_FIX_OF_DEATH = {  # by exit code; a signal's is negative
+    -signal.SIGSEGV: (
+        "Look at what the line that is shown calls in C or C++ (an extension, a kernel of one's own, a library of "
+        "another version than it was built for), and call it with this rank's data in a process by itself."
+    ),
+    -signal.SIGABRT: (
+        "Read the last output of the rank: C or C++ code gave up there and says why. Where it is the backend "
+        "(gloo::EnforceNotMet), ranks have sent each other tensors that do not match."
+    ),
+    -signal.SIGKILL: (
+        "Use less memory (a smaller batch, fewer ranks, --world-size 2), if that has run out: the kernel's log "
+        "(dmesg) says so. Else find out who has sent the signal."
+    ),
+}
 
 
 _BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the model")

@@ -324,6 +324,7 @@ def _set_up(config: wire.RankConfig) -> None:
     set_place("starting up")
     stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack, all_threads=True)  # what a signal of its own kills says where it was
 
     import torch
 

@@ -349,6 +349,12 @@ def test_a_rank_that_died_or_left(kind: str) -> None:
     assert (finding.code, finding.ranks) == ("DDP404", (1,))
 
 
+def test_the_advice_on_a_death_fits_the_signal() -> None:
+    advice = {code: judge(failure(1, "died", exit_code=code)).fix for code in (-11, -6, -9, 3)}
+    assert "memory" in advice[-9] and "last output" in advice[-6] and "C or C++" in advice[-11]
+    assert advice[3] in ("", RULES["DDP404"].fix)
+
+
 def test_the_rank_that_hangs_is_the_one_in_no_collective() -> None:
     waits = failure(0, "stuck", place="step 1: backward", collective="all_reduce(float32 of shape (3,))")
     sleeps = failure(1, "stuck", place="step 1: forward")

@@ -11,6 +11,7 @@ from ddpcheck.consistency import (
     check_consistency,
     differing_names,
     judge_descriptions,
+    judge_layouts,
     judge_values_after_wrapping,
 )
 from ddpcheck.errors import HangError, UsageError
@@ -239,3 +240,22 @@ def test_a_group_asked_more_often_does_not_put_others_out_of_step(rank: int) -> 
 def test_without_a_process_group_it_says_so() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         check_consistency(nn.Linear(1, 1))
+
+
+# --- After a step --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_has_changed_on_a_rank_is_told_with_the_step() -> None:
+    shorter = replace(WHOLE, buffers=(record("mean", (4,)), record("var", (5,))))
+    finding = only(judge_layouts([WHOLE, shorter], 2, broadcasts=True))
+    assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP213", ("mean",), (1,), (2,))
+    more = replace(WHOLE, buffers=(*WHOLE.buffers, record("cache", (1,))))
+    assert only(judge_layouts([WHOLE, more], 0, broadcasts=True)).code == "DDP211"
+    frozen = replace(WHOLE, parameters=(replace(A, requires_grad=False), B, C))
+    assert only(judge_layouts([WHOLE, frozen], 0, broadcasts=False)).code == "DDP206"
+
+
+def test_buffers_that_nothing_broadcasts_may_have_the_shape_of_the_local_batch() -> None:
+    shorter = replace(WHOLE, buffers=(record("mean", (4,)), record("var", (5,))))
+    assert judge_layouts([WHOLE, shorter], 2, broadcasts=False) == []
+    assert judge_layouts([WHOLE, WHOLE], 2, broadcasts=True) == []

@@ -453,6 +453,7 @@ def test_what_cpp_said_about_an_abort_is_shown() -> None:
     assert error.first is not None
     if error.first.kind == "died":  # gloo aborts the process that gets more bytes than it expects
         assert "was killed by SIGABRT: " in error.first.message and "enforce fail" in error.first.message
+        assert error.first.location.startswith("tests/test_harness.py:") and "in mismatch" in error.first.stack
     assert len(str(error)) < 500
 
 

@@ -41,6 +41,14 @@ def describe(module: nn.Module) -> ModuleDescription:
     )
 
 
+def layout_of(module: nn.Module) -> ModuleDescription:
+    """The parameters and buffers of `module`, without their values and all else."""
+    return ModuleDescription(
+        parameters=tuple(_record(n, p) for n, p in module.named_parameters() if not isinstance(p, _LAZY)),
+        buffers=tuple(_record(n, b) for n, b in module.named_buffers() if not isinstance(b, _LAZY)),
+    )
+
+
 def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
     dense = tensor.layout == torch.strided
     return TensorRecord(

@@ -20,13 +20,14 @@ from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
     Changed,
     LocalStep,
+    ModuleDescription,
     PathEnd,
     StepEvidence,
     Unregistered,
 )
 from ddpcheck.findings import Location
 from ddpcheck.gather.compare import norm
-from ddpcheck.gather.describe import fingerprint, fingerprints
+from ddpcheck.gather.describe import digest_of, fingerprint, fingerprints, layout_of
 from ddpcheck.gather.events import counted_backwards
 from ddpcheck.gather.samples import sample_fingerprints
 from ddpcheck.gather.session import Session, rewound, seed_of, the_session
@@ -150,7 +151,13 @@ def local_step(step: int) -> LocalStep:
         generator=generator,
         threads=torch.get_num_threads(),
         compiles=is_asked_for(),
+        layout=digest_of(layout_of(twin)),
     )
+
+
+def layout() -> ModuleDescription:
+    """What the module looks like after the local step."""
+    return layout_of(the_session().twin)
 
 
 def _note_changes(session: Session, made: Origins) -> None:

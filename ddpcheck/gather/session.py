@@ -20,7 +20,7 @@ from torch import nn
 
 from ddpcheck import rank as this_rank
 from ddpcheck.blame import passes_on
-from ddpcheck.collectives import record_collectives, unlogged
+from ddpcheck.collectives import note_collective, record_collectives, unlogged
 from ddpcheck.compiling import run_as_written
 from ddpcheck.errors import TargetError
 from ddpcheck.evidence import (
@@ -51,7 +51,7 @@ from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
 from ddpcheck.gather.wrapping import SeenParameter, broadcasts_buffers, changes, facts_of
 from ddpcheck.graph import all_names, unregistered_tensors
-from ddpcheck.locate import Origins, record_origins, relative_path
+from ddpcheck.locate import Origins, assignment_of, record_origins, relative_path
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.reference import HANDOVER, model_seed, step_seed, uneven_batch
 from ddpcheck.target import load_on_rank
@@ -211,6 +211,12 @@ def locations(names: Sequence[str]) -> dict[str, Location]:
     return {name: where for name, where in found.items() if where is not None}
 
 
+def assignments(names: Sequence[str]) -> dict[str, Location]:
+    """The lines that assign the attributes called `names`."""
+    found = {name: assignment_of(the_session().module, name) for name in names}
+    return {name: where for name, where in found.items() if where is not None}
+
+
 def aliases() -> dict[str, tuple[str, ...]]:
     """All names of the tied parameters, by the first."""
     return {names[0]: names for names in all_names(the_session().module).values() if len(names) > 1}
@@ -367,12 +373,20 @@ def plain_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in unregistered_tensors(module) if not tensor.requires_grad]
 
 
+def _will_broadcast(wrapper: Any) -> bool:
+    """Whether a forward pass of `wrapper` broadcasts buffers, which all ranks have to join."""
+    return broadcasts_buffers(wrapper) and not getattr(getattr(wrapper, "_join_config", None), "enable", False)
+
+
 def count_calls(session: Session) -> None:
     """From now on, count the calls of the wrapper and of the module in it."""
 
     def counter(key: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any) -> None:
             session.calls[key] = session.calls.get(key, 0) + 1
+            if key == "wrapper" and _will_broadcast(session.wrapper):
+                mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
+                note_collective("DistributedDataParallel.forward", mode)
 
         return hook
 

@@ -26,6 +26,7 @@ _FELL = re.compile(
     r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
     re.IGNORECASE,
 )
+_FATAL = "Fatal Python error: "  # how a dump of `faulthandler` begins that a signal has caused
 _LONGEST = 300  # characters of a message
 _WIDEST = 1000  # and of a line that was printed
 
@@ -230,8 +231,17 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
     )
 
 
-def died(rank: int, code: int | None, when: float, output: str = "") -> RankFailure:
-    """Describe a rank whose process ended under it; `output` may hold what C++ said about it."""
+def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
+    """Describe a rank whose process ended under it; `output` may hold what C++ said about it.
+
+    Args:
+        rank: The rank.
+        code: Its exit code; negative: of a signal; None: not known.
+        when: By `time.monotonic()`.
+        output: The end of what it has printed.
+        dump: What `faulthandler` has written; it may be older than the end.
+    """
+    frames = own_stack(dump[dump.index(_FATAL) :]) if _FATAL in dump else ()
     if code is None:
         message = f"rank {rank} was lost: the process that the launcher had started for it has ended"
     elif code < 0:
@@ -246,7 +256,9 @@ def died(rank: int, code: int | None, when: float, output: str = "") -> RankFail
             message += f": {_first_line(said[1])}"
     else:
         message = f"rank {rank} ended with exit code {code} before its work was done, without a Python exception"
-    return RankFailure(rank, "died", message, when, exit_code=code)
+    return RankFailure(
+        rank, "died", message, when, exit_code=code, stack=format_stack(frames), location=_location(frames)
+    )
 
 
 def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> RankFailure:

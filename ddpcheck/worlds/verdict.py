@@ -48,7 +48,8 @@ def _described(crew: Crew, directory: Path, headline: str | None) -> BaseExcepti
                 return UsageError(reply["text"])
             failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
         elif rank.ended is not None and rank.number not in dumps:
-            failure = replace(failures.died(rank.number, *rank.ended, output), place=place, collective=collective)
+            last_words = failures.died(rank.number, *rank.ended, output, crew.read(rank.number, "stack"))
+            failure = replace(last_words, place=place, collective=collective)
         elif (reply := failing.get(rank.number)) is not None:
             failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
         else:
