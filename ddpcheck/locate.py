@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings import Location
+from ddpcheck.shortening import LONGEST_TRACEBACK, shortened
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +113,7 @@ def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
             frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
         pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
-    return "".join(described.format()).rstrip()
+    return shortened("".join(described.format()).rstrip(), LONGEST_TRACEBACK)
 
 
 @dataclass(slots=True)

@@ -181,7 +181,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
         return []
     blamed = [failure for failure in error.failures if failure.kind in ("raised", "exited", "died")]
     stuck = [failure for failure in error.failures if failure.kind == "stuck"]
-    evidence = tuple(f"{spelled([failure.rank])}: {_tell(failure)}" for failure in error.failures)
+    evidence = _told_once(error.failures)
     if error.results:
         evidence += (f"{spelled(list(error.results))}: had finished",)
     mismatch = judge_collectives(logs, at_work={failure.rank for failure in stuck if not failure.collective})
@@ -263,6 +263,15 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
         f"The others wait for {spelled(busy)}: end the loop or the wait at that place, and come to the collective that "
         f"the others are in; if it is only slow, {longer}."
     )
+
+
+def _told_once(failures: Sequence[RankFailure]) -> tuple[str, ...]:
+    """What happened to each rank; to those that did not get stuck, and that the same happened to, together."""
+    groups: dict[tuple[str, int | None], list[int]] = {}
+    for failure in failures:
+        alone = failure.rank if failure.kind == "stuck" else None
+        groups.setdefault((_tell(failure), alone), []).append(failure.rank)
+    return tuple(f"{spelled(ranks)}: {agreeing(said, ranks)}" for (said, _), ranks in groups.items())
 
 
 def _with_evidence(finding: Finding, more: tuple[str, ...]) -> Finding:

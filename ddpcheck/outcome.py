@@ -50,7 +50,8 @@ from ddpcheck.headings import HEADINGS, Comparison, Heading, Tally, Told, check_
 from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.parity import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
-from ddpcheck.wording import Names, counted
+from ddpcheck.shortening import limited
+from ddpcheck.wording import Names, counted, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Asked:
 
 _NOISE_MULTIPLE = 5.0
 _LIBRARIES = {"random": "Python's random"}
+_ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
 _UNPATTERNED = frozenset({"DDP304", "DDP312"})
 _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP503", "DDP513"})
 
@@ -411,7 +413,7 @@ class Outcome:
         """What has been gathered, as a report."""
         asked = self.asked
         kept = select_findings(self.findings, select=select, ignore=ignore)
-        return Report(
+        report = Report(
             target=asked.target,
             tool={"name": "ddpcheck", "version": __version__},
             environment={
@@ -438,6 +440,7 @@ class Outcome:
             timing={name: round(seconds, 4) for name, seconds in self.timing.items()},
             error=self.error or next(iter(self.bugs), None),
         )
+        return limited(report)
 
     def _line(
         self, heading: Heading, kept: Sequence[Finding], select: Sequence[str], ignore: Sequence[str]
@@ -452,13 +455,13 @@ class Outcome:
             kept=frozenset(kept),
             asked=is_asked(heading, select, ignore),
             seconds=round(self.timing.get(heading.name, 0.0), 4),
-            stopped=self._why_stopped(heading.name),
+            stopped=self._why_stopped(heading.name, kept),
         )
 
-    def _why_stopped(self, name: str) -> str:
+    def _why_stopped(self, name: str, kept: Sequence[Finding]) -> str:
         """Why one of the checks has come to no verdict; empty where it has."""
-        if self.error is not None and self._at == name:
-            return self.error.message
+        if self.error is not None and self._at == name:  # where a finding tells it, that is enough
+            return listed([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or self.error.message
         return "not judged, since ddpcheck itself failed" if name in self._unjudged else ""
 
     def _heading_of(self, finding: Finding) -> str:

@@ -15,6 +15,7 @@ from ddpcheck.blame import for_target, is_misuse, is_ours
 from ddpcheck.errors import DdpcheckError, TargetError, WrongTypeError
 from ddpcheck.locate import exception_location, user_traceback
 from ddpcheck.nests import iter_tensors, shard_batch
+from ddpcheck.shortening import shortened
 
 Result = TypeVar("Result")
 
@@ -184,10 +185,13 @@ def blame(what: str, error: BaseException) -> TargetError:
     return TargetError(f"{what} raised {summary(error)}{at}", detail=user_traceback(error))
 
 
+_LONGEST_LINE = 300  # characters
+
+
 def summary(error: BaseException) -> str:
     """The class and the first line of the message of `error`."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {shortened(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__
 
 
 def kind_of(value: object) -> str:

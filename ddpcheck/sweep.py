@@ -384,7 +384,7 @@ class _Sweep(CheckRun):
         if outcome.unfinished is not None:
             self._bug = self._bug or outcome.unfinished
             verdict, errors = "skipped", []
-        said = outcome.error.message if outcome.error is not None else outcome.ddp_skipped or outcome.rest_skipped
+        said = report.error.message if report.error is not None else outcome.ddp_skipped or outcome.rest_skipped
         if verdict == "incomplete":
             why = [f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made]
             said = " ".join([report.shortfall, *([f"({'; '.join(why)})"] if why else [])])
@@ -403,7 +403,7 @@ class _Sweep(CheckRun):
             reason=said,
             error=error,
             findings=findings,
-            failure=outcome.error,
+            failure=report.error,
         )
 
     # Step times

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors reading findings rules options exchange config evidence wording sameness acceptance picture trials matrix
+    errors reading shortening
+    findings rules options exchange config evidence wording sameness acceptance picture trials matrix
     advice locate blame nests recipe target worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting
     worlds.failures worlds.processes worlds.crew compiling rank worlds.verdict worlds.stillness worlds.pending
     worlds.forkserver harness supply launched launchers graph paths zeros collectives lockstep gather gather.alone

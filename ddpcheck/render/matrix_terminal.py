@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from ddpcheck.findings import Severity
 from ddpcheck.matrix import Matrix, MatrixRow
 from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
+from ddpcheck.shortening import limited
 from ddpcheck.trials import DEFAULTS, Options
 
 MARKS = {
@@ -38,6 +39,7 @@ class MatrixTerminalRenderer(TerminalRenderer):
 
     def render(self, matrix: Matrix) -> str:  # type: ignore[override]
         """The matrix as text."""
+        matrix = limited(matrix)
         sections = (self._title, self._rows, self._legend, self._advice, self._notes, self._error)
         return self._printed([section(matrix) for section in sections], self._verdict_on(matrix))
 

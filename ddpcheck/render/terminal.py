@@ -20,6 +20,7 @@ from ddpcheck.findings import Finding, ParityEntry, Report, Severity
 from ddpcheck.matrix import Matrix
 from ddpcheck.render import Medium
 from ddpcheck.rules import RULES
+from ddpcheck.shortening import limited
 
 MOST_FINDINGS = 50
 MOST_SUBJECTS = 8
@@ -55,6 +56,7 @@ class TerminalRenderer:
 
     def render(self, report: Report) -> str:
         """The report as text."""
+        report = limited(report)
         sections = (self._header, self._checks, self._findings, self._parity, self._notes, self._error)
         return self._printed([section(report) for section in sections], self._verdict(report))
 

@@ -17,6 +17,7 @@ from typing import Any
 from ddpcheck.blame import as_bug, is_ours
 from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure, UsageError
 from ddpcheck.locate import exception_location, is_user_file, relative_path, user_traceback
+from ddpcheck.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.worlds import wire
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -174,7 +175,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "when": when,
         "kind": "exited" if isinstance(error, SystemExit) else "raised",
         "type": name,
-        "text": text,
+        "text": shortened(text, LONGEST_TRACEBACK),
         "code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         "usage": isinstance(error, UsageError),
         "place": place,
@@ -374,18 +375,24 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
-    parts = []
+    """What is known of each rank; of those that failed in the same way, once."""
+    groups: dict[tuple[str, str, str], list[RankFailure]] = {}
     for one in failures:
-        lines = [f"[rank {one.rank}] {one.message}"]
-        lines += [
-            block.rstrip("\n")
-            for block in (one.traceback, one.stack and "stack, most recent call first:\n" + one.stack)
-            if block
-        ]
-        if one.output:
-            lines += ["output:", one.output.rstrip("\n")]
-        parts.append("\n".join(lines))
-    return "\n".join(parts)
+        groups.setdefault((phrase(one), one.traceback, one.stack), []).append(one)
+    lines = []
+    for (said, traceback, stack), group in groups.items():
+        ranks = [one.rank for one in group]
+        told = bool(traceback) and group[0].kind == "raised"  # in the last line of the traceback
+        lines.append(f"[{name_ranks(ranks)}]" if told else f"[{name_ranks(ranks)}] {agreeing(said, ranks)}")
+        lines += [block.rstrip("\n") for block in (traceback, stack and f"{_STACK}\n{stack}") if block]
+        outputs = {one.output.rstrip("\n") for one in group}
+        for one in group[:1] if len(outputs) == 1 else group:
+            whose = "output:" if len(outputs) == 1 else f"output of rank {one.rank}:"
+            lines += [whose, one.output.rstrip("\n")] if one.output else []
+    return "\n".join(lines)
+
+
+_STACK = "stack, most recent call first:"
 
 
 def _first_line(text: str) -> str:
