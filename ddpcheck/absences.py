@@ -16,6 +16,16 @@ from ddpcheck.wording import Names, listed, make_finding, spelled, spelled_steps
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 
 
+SPARSE_REFUSED = (
+    "with find_unused_parameters=True DDP raises 'Expected sparse gradient to be defined' in backward: for a table "
+    "with sparse=True it has no gradient to put in the place of the missing one"
+)
+SPARSE_ADVICE = (
+    "Use the table in every step, remove it, or freeze it with requires_grad_(False) before wrapping; or make it with "
+    "sparse=False: for a sparse table that is unused, find_unused_parameters=True makes DDP raise."
+)
+
+
 def _top_module(name: str, missing: set[str], trainable: Sequence[str]) -> str:
     """The outermost module around `name` of which every trainable parameter is missing; `name` if there is none."""
     top = name
@@ -163,12 +173,15 @@ def judge_sometimes(
             message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(absent_in)}."
             if len({absence.steps for absence in absences}) > 1:
                 message = f"{listed(subjects)} contributed in some steps only, each in steps of its own."
-            if wrapper.is_ddp and not wrapper.static_graph:
+            if wrapper.is_ddp and not wrapper.tolerates_unused:
                 facts.append(
                     f"plain DDP says nothing here, because no forward follows {spelled_steps(absent_in)}"
                     if ends_here and absent_in[0] == steps[-1]
                     else f"{AT_NEXT_FORWARD} after {spelled_steps(absent_in[:1])}"
                 )
+        sparse = [name for name in group if name in wrapper.sparse]
+        if sparse and wrapper.find_unused_parameters:
+            facts.append(SPARSE_REFUSED)
         if wrapper.static_graph:
             facts.append("static_graph=True promises that the set of used parameters never changes")
         findings.append(
@@ -181,6 +194,7 @@ def judge_sometimes(
                 steps=tuple(absent_in) if len(absent_in) < len(steps) else (),
                 location=names.location(group),
                 evidence=tuple(facts),
+                fix=SPARSE_ADVICE if sparse else "",
             )
         )
     return findings

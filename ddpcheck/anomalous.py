@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.absences import AT_NEXT_FORWARD, family_of, judge_changed_in_forward, judge_sometimes
+from ddpcheck.absences import (
+    AT_NEXT_FORWARD,
+    SPARSE_ADVICE,
+    SPARSE_REFUSED,
+    family_of,
+    judge_changed_in_forward,
+    judge_sometimes,
+)
 from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.rules import RULES
@@ -53,7 +60,9 @@ def judge_parameters(
     always = [name for name in trainable if len(missing.get(name, ())) == len(evidence)]
     sometimes = [name for name in trainable if name in missing and name not in always]
     findings = changed + _judge_always(always, evidence, trainable, wrapper, names, ends_here=ends_here)
-    if not wrapper.find_unused_parameters:
+    if wrapper.find_unused_parameters:
+        sometimes = [name for name in sometimes if name in wrapper.sparse]
+    if sometimes:
         findings += judge_sometimes(
             sometimes, missing, trainable, world_size, steps, wrapper, names, ends_here=ends_here
         )
@@ -90,7 +99,7 @@ def _judge_always(
         end = next((item.ends[name] for item in evidence if name in item.ends), PathEnd("unknown"))
         ends[name] = end
         where = family_of(name, set(always), trainable) if end.cause == "unused" else end.region or end.location
-        groups.setdefault((end.cause, end.reason, where), []).append(name)
+        groups.setdefault((end.cause, end.reason, where, name in wrapper.sparse), []).append(name)
     steps = len({item.step for item in evidence})
     findings = []
     for group in groups.values():
@@ -115,9 +124,13 @@ def _judge_always(
             code = "DDP102"
             message = f"What {listed(subjects)} made{at}{inside} does not reach the loss."
             facts.append(f"the last operation on what depends on {them} is {end.reason}{at}")
-        mild = wrapper.tolerates_unused and code != "DDP103"
+        sparse = group[0] in wrapper.sparse
+        refused = sparse and wrapper.find_unused_parameters
+        mild = wrapper.tolerates_unused and code != "DDP103" and not refused
         mildest = Severity.WARNING if steps > 1 else Severity.NOTE
-        if wrapper.tolerates_unused:
+        if refused:
+            facts.append(SPARSE_REFUSED)
+        elif wrapper.tolerates_unused:
             option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
             facts.append(f"{option}=True keeps DDP from stopping; nothing ever trains {them}")
         findings.append(
@@ -128,6 +141,7 @@ def _judge_always(
                 severity=mildest if mild else RULES[code].severity,
                 location=names.location(group),
                 evidence=tuple(facts),
+                fix=SPARSE_ADVICE if sparse else "",
             )
         )
     return findings
@@ -209,9 +223,10 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
     for (late, _, on_ranks), group in groups.items():
         one = len(group) == 1
         elements = sum(math.prod(found[name].shape) for name in group)
+        kind = f"The {found[group[0]].kind} " if one and found[group[0]].kind else ""
         message = (
-            f"{listed(group)} {'receives' if one else 'receive'} gradient without being registered as a parameter of "
-            f"the model, so DDP never synchronises {'it' if one else 'them'}."
+            f"{kind}{listed(group)} {'receives' if one else 'receive'} gradient without being registered as a "
+            f"parameter of the model, so DDP never synchronises {'it' if one else 'them'}."
         )
         if late:
             message = (

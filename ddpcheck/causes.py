@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ddpcheck.anomalous import MADE_IN_FORWARD
-from ddpcheck.findings import Finding
+from ddpcheck.findings import Finding, Severity
 from ddpcheck.reducer import RUNNING_STATISTICS
 
 
@@ -31,7 +31,9 @@ def merged_with(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[
                 continue  # where ranks run different programs, it goes without saying that their losses are others
             place = merged.index(causes[0])
             causes[0] = replace(
-                causes[0], evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}")
+                causes[0],
+                evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}"),
+                severity=_worse(causes[0], found) if causes[0].code == "DDP215" else causes[0].severity,
             )
             merged[place] = causes[0]
     return merged, [(found, _now(cause, merged, came_with)) for found, cause in came_with]
@@ -41,10 +43,14 @@ def _now(finding: Finding, merged: Sequence[Finding], came_with: Sequence[tuple[
     """What tells `finding` after all: itself, with more evidence, or what it is a consequence of in turn."""
 
     def is_it(other: Finding) -> bool:
-        return replace(other, evidence=()) == replace(finding, evidence=())
+        return replace(other, evidence=(), severity=finding.severity) == replace(finding, evidence=())
 
     told = next((other for other in merged if is_it(other)), None)
     return told or next(_now(cause, merged, came_with) for other, cause in came_with if is_it(other))
+
+
+def _worse(one: Finding, other: Finding) -> Severity:
+    return min(one.severity, other.severity, key=lambda severity: severity.rank)
 
 
 def _always(_cause: Finding, _consequence: Finding) -> bool:
@@ -77,7 +83,10 @@ _ANOTHER_PROGRAM = frozenset({"DDP104", "DDP106"})
 _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
     (("DDP106",), ("DDP515",), _of_the_same),
     (
-        *(("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP214", "DDP216", "DDP503", "DDP513", "DDP515"),),
+        (
+            *("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP306", "DDP503", "DDP513", "DDP515"),
+            *("DDP214", "DDP215", "DDP216"),
+        ),
         ("DDP516",),
         _of_the_loss,
     ),

@@ -180,6 +180,7 @@ class CheckRun(Conduct):
         with self._phase("wrapping", "wrapping the model"):
             self.outcome.wrapped = self._wrap("session.wrap")
             self._check_after_wrapping(self.outcome.wrapped)
+        self._explained("what each program holds", "program.note_program_data", otherwise=None)
         self._run_steps()
         self.outcome.notes += self._explained("how the ranks ran the recipe", "session.notes", otherwise=[])[0]
 
@@ -392,7 +393,10 @@ class CheckRun(Conduct):
         if self.outcome.analysis is None:
             if not self.outcome.add_analysis(step, self._analyse(step, averaged)):
                 return False
-            self.outcome.held = self._explained("what each program holds", "program.program_data", otherwise={})
+            what = "what each program holds"
+            self.outcome.held = self._explained(what, "program.program_data", otherwise={})
+            changed = self._explained(what, "program.changed_data", otherwise=[])
+            self.outcome.changed = frozenset().union(*changed)
         return True
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:

@@ -47,6 +47,7 @@ class Circumstances:
         local_buffers: Buffers that a step by itself leaves different on the ranks.
         broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
         held: Plain values that each rank's program holds, spelled, by name.
+        changed: Those that the steps have changed.
         apart: Parameters that differed between ranks before the first step.
         wrapper_class: What the wrapper is.
         nonlinear: Parameters whose gradient does not double with the loss, on a rank.
@@ -68,6 +69,7 @@ class Circumstances:
     local_buffers: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
     held: Sequence[Mapping[str, str]] = ()
+    changed: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
     wrapper_class: str = ""
     nonlinear: tuple[str, ...] = ()

@@ -130,13 +130,15 @@ GradientState = Literal["contributes", "zero", "missing", "lost"]
 class Unregistered:
     """A leaf that receives gradient and is no parameter of the module that was wrapped.
 
-    `late`: it is one by now, but the forward pass made it, and DDP has not heard of it.
+    `late`: it is one by now, but the forward pass made it, and DDP has not heard of it. `kind`: of what holds it, in
+    words ("global variable"), where that is not the module.
     """
 
     name: str
     shape: tuple[int, ...]
     location: Location | None = None
     late: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ class WrapperFacts:
         ignored: Parameters that it was told to ignore.
         delayed: Parameters named in `delay_all_reduce_named_params`.
         comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
+        sparse: Parameters whose gradient is sparse.
     """
 
     is_ddp: bool = True
@@ -202,6 +205,7 @@ class WrapperFacts:
     ignored: frozenset[str] = frozenset()
     delayed: frozenset[str] = frozenset()
     comm_hook: str = ""
+    sparse: frozenset[str] = frozenset()
 
     @property
     def tolerates_unused(self) -> bool:

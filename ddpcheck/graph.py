@@ -237,7 +237,7 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
             for inner, submodule in value.named_modules():
                 yield from attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
         else:
-            for suffix, item in _inside(value):
+            for suffix, item in contents(value):
                 yield from search(item, f"{name}{suffix}", depth + 1)
 
     def attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -254,7 +254,7 @@ _LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
 """Whose objects are no part of a model: a `LightningModule` holds the `Trainer`, and that the run."""
 
 
-def _inside(value: Any) -> list[tuple[str, Any]]:
+def contents(value: Any) -> list[tuple[str, Any]]:
     """What an object that is neither tensor nor module holds, with how to write it; nothing where it will not tell."""
     try:
         if isinstance(value, Mapping):

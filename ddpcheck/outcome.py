@@ -83,6 +83,7 @@ class Outcome:
     Attributes:
         withheld: Whether a step differs from itself, so that nothing can be said of its gradients.
         held: Plain values that each rank's program holds, spelled, by name.
+        changed: Those that the steps have changed.
         ranks_apart: Whether the parameters have come to differ between ranks; from then on no single process can
             stand for all of them.
         rest_skipped: Why the checks after the one under way were not run.
@@ -102,6 +103,7 @@ class Outcome:
     names: Names = field(default_factory=Names)
     analysis: ShardAnalysis | None = None
     held: Sequence[Mapping[str, str]] = ()
+    changed: frozenset[str] = frozenset()
     awake: frozenset[str] = frozenset()
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)
     withheld: bool = False
@@ -333,6 +335,7 @@ class Outcome:
             local_buffers=tuple(differing_names([item.buffers for item in local])) if local else (),
             broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
             held=self.held,
+            changed=self.changed,
             apart=frozenset(differing_names([item.parameters for item in self.wrapped]) if self.wrapped else ()),
             wrapper_class=self.wrapped[0].wrapper if self.wrapped else "",
             nonlinear=tuple(dict.fromkeys(name for item in self._repeated for name in item.nonlinear)),
@@ -466,7 +469,8 @@ class Outcome:
 
     def _heading_of(self, finding: Finding) -> str:
         """The check that gave `finding`; causes have gathered evidence since."""
-        same = (replace(finding, evidence=()) == replace(other, evidence=()) for other in self._after_steps)
+        plain = replace(finding, evidence=())
+        same = (plain == replace(other, evidence=(), severity=finding.severity) for other in self._after_steps)
         return heading_of(finding.code, after_steps=any(same))
 
     def _comparison(self, name: str) -> Comparison:

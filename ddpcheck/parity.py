@@ -121,11 +121,14 @@ def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP516: ranks hold other values, or compute another loss from the same samples than without a process group."""
+    """DDP216 or 516: ranks hold other values, or compute another loss from their samples than a single process."""
     analysis, known = facts.analysis, facts.known
     if not facts.world_changed:
         return []
-    if derived := judge_program_data(known.held, far=facts.far, steps=facts.steps, facts=facts.evidence):
+    derived = judge_program_data(
+        known.held, far=facts.far, steps=facts.steps, facts=facts.evidence, changed=known.changed
+    )
+    if derived:
         return derived
     if known.collectives or known.gathers or analysis.rank_residual <= facts.tolerance:
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings import Finding, Severity
 from ddpcheck.options import are_harmless
@@ -56,12 +56,18 @@ def _told_apart(name: str, values: Sequence[str]) -> list[str]:
 
 
 def judge_program_data(
-    held: Sequence[Mapping[str, str]], *, far: float, steps: Sequence[int], facts: Sequence[str]
+    held: Sequence[Mapping[str, str]],
+    *,
+    far: float,
+    steps: Sequence[int],
+    facts: Sequence[str],
+    changed: Collection[str] = (),
 ) -> list[Finding]:
-    """DDP516: plain values that differ between ranks whose gradients are not those of their shards.
+    """DDP216 and 516: plain values that differ between ranks whose gradients are not those of their shards.
 
     Args:
         held: Of `ddpcheck.gather.program`, one mapping a rank.
+        changed: Those that are another than before the first step, on some rank: they are state, and no data.
         far: The largest relative error of a gradient.
         steps: In which the gradients differ.
         facts: On the gradients.
@@ -71,12 +77,21 @@ def judge_program_data(
     differing = [name for name in names if len(set(values[name])) > 1 and not _is_the_rank(values[name])]
     if not differing:
         return []
+    away = f"the ranks compute gradients that are up to {far:.2g} (relative) away from those of the global batch"
+    code = "DDP516"
+    message = f"{listed(differing)} {verb('is', 'are', differing)} not the same on every rank, and {away}."
+    if state := [name for name in differing if name in changed]:
+        code, differing, it = "DDP216", state, verb("it", "them", state)
+        message = (
+            f"{listed(state)} {verb('changes', 'change', state)} in the steps, not alike on every rank, and nothing "
+            f"synchronises {it}: {away}."
+        )
     return [
         make_finding(
-            "DDP516",
+            code,
             differing,
-            f"{listed(differing)} {verb('is', 'are', differing)} not the same on every rank, and the ranks "
-            f"compute gradients that are up to {far:.2g} (relative) away from those of the global batch.",
+            message,
+            severity=Severity.ERROR,
             ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
             steps=steps,
             evidence=[

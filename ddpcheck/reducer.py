@@ -381,6 +381,20 @@ def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]
     for words, code, message in _WRAPPER_ERRORS:
         if words in whole:
             ranks = tuple(sorted(failure.rank for failure in error.failures if failure.kind == "raised"))
+            overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", first.traceback)
+            if code == "DDP311" and overwritten is not None:
+                held = tuple(overwritten[1].split(", "))
+                return [
+                    make_finding(
+                        code,
+                        known.names.subjects(held),
+                        f"{'One of ' if len(held) > 1 else ''}{listed(held, most=4)} was overwritten after the forward "
+                        f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
+                        ranks=ranks if len(ranks) < known.world_size else (),
+                        location=known.names.location(held),
+                        evidence=[first.message],
+                    )
+                ]
             named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", whole)))
             return [
                 make_finding(

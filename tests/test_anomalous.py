@@ -177,6 +177,27 @@ def test_parameters_that_forward_creates_are_told_apart_from_those_in_a_list() -
 BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight")
 
 
+def test_what_holds_a_tensor_that_is_not_registered_is_told_with_its_name() -> None:
+    finding = only(judge(two_ranks(unregistered=(Unregistered("SCALE", (1,), kind="global variable"),))))
+    assert finding.subjects == ("SCALE",) and finding.message.startswith("The global variable SCALE receives gradient")
+
+
+def test_a_sparse_table_that_is_unused_is_an_error_whatever_ddp_looks_for() -> None:
+    evidence = two_ranks(missing=("extra.weight",))
+    sparse = frozenset({"extra.weight"})
+    for wrapper in (WrapperFacts(sparse=sparse), WrapperFacts(find_unused_parameters=True, sparse=sparse)):
+        finding = only(judge(evidence, wrapper))
+        assert (finding.code, finding.severity) == ("DDP101", Severity.ERROR)
+        assert "sparse=False" in finding.fix and "pass find_unused_parameters" not in finding.fix
+        refused = any("Expected sparse gradient to be defined" in fact for fact in finding.evidence)
+        assert refused == wrapper.find_unused_parameters
+    assert only(judge(evidence, FINDS_UNUSED)).severity is not Severity.ERROR
+    sometimes = two_ranks(steps=1) + [step_evidence(rank, 1, missing=("extra.weight",)) for rank in range(2)]
+    found = judge(sometimes, WrapperFacts(find_unused_parameters=True, sparse=sparse))
+    assert only(found).code == "DDP105" and "sparse=False" in found[0].fix
+    assert judge(sometimes, FINDS_UNUSED) == []
+
+
 def changed(what: str, *, missing: bool = True, by: str = "", ranks: tuple[int, ...] = (0, 1)) -> list[StepEvidence]:
     """The head is changed in step 1, on these ranks."""
     return [

@@ -24,9 +24,10 @@ ROOMS = """
     worlds.failures worlds.processes worlds.crew compiling rank worlds.verdict worlds.stillness worlds.pending
     worlds.forkserver harness supply launched launchers graph paths zeros collectives lockstep gather gather.alone
     gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.wrapping
-    gather.mode gather.samples gather.leaves gather.hooks gather.events gather.coupling gather.influence gather.stepping
-    gather.loss_terms gather.surroundings reference shard_terms analysis gather.session gather.exact gather.shards
-    gather.program gather.local gather.repeat gather.draws gather.ddp gather.compiled gather.rows gather.flow
+    gather.mode gather.samples gather.holders gather.leaves gather.hooks gather.events gather.coupling gather.influence
+    gather.stepping gather.loss_terms gather.surroundings reference shard_terms analysis gather.session gather.exact
+    gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp gather.compiled gather.rows
+    gather.flow
     gather.operations gather.picture consistency program absences anomalous gather.parts loop circumstances
     loss_causes parity reducer compiled causes headings outcome conduct check sweep depict folding render assertions
     watching wrapper integrations repro cli __main__ testing testing.marks testing.values testing.measuring

@@ -430,6 +430,15 @@ def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:
     assert (finding.code, finding.subjects, finding.ranks) == (code, ("head.weight",), (1,))
 
 
+@pytest.mark.parametrize("held", ["gate", "gate, body.weight"])
+def test_what_was_overwritten_in_place_is_named(held: str) -> None:
+    text = f"RuntimeError: modified by an inplace operation\nddpcheck: overwritten in place: {held}\n"
+    failure = RankFailure(1, "raised", "rank 1 raised RuntimeError", 0.0, traceback=text)
+    found = only(judge_wrapper_error(RankError("x", [failure]), KNOWN))
+    assert (found.code, found.subjects) == ("DDP311", tuple(held.split(", ")))
+    assert ("One of gate and body.weight was" if "," in held else "gate was overwritten") in found.message
+
+
 def test_what_somebody_else_raises_is_not() -> None:
     assert judge_wrapper_error(RankError("x", [RankFailure(0, "raised", "rank 0 raised KeyError", 0.0)]), KNOWN) == []
     died = RankFailure(0, "died", "Expected to mark a variable ready only once", 0.0)
@@ -468,6 +477,14 @@ def finding(code: str, *subjects: str, message: str = "m") -> Finding:
 def test_a_consequence_becomes_evidence_of_its_cause(cause: Finding, consequence: Finding) -> None:
     merged = only(merge_causes([consequence, cause]))
     assert merged.code == cause.code and consequence.code in merged.evidence[-1]
+
+
+def test_state_that_a_rank_changes_comes_before_what_it_computes_and_is_as_bad() -> None:
+    state = finding("DDP215", "calls")
+    merged = only(merge_causes([finding("DDP516", "loss"), replace(state, severity=Severity.WARNING)]))
+    assert (merged.code, merged.severity) == ("DDP215", Severity.ERROR) and "DDP516" in merged.evidence[-1]
+    named = [finding("DDP516", "labels"), state]
+    assert merge_causes(named) == named
 
 
 def test_independent_findings_stay_and_repeated_ones_go() -> None:

@@ -69,6 +69,14 @@ def derived(*held: dict[str, str]) -> list[Finding]:
     return judge_program_data(held, far=0.5, steps=(1,), facts=["0.weight: relative error 0.5"])
 
 
+def test_a_value_that_the_steps_change_is_state_and_told_before_data() -> None:
+    held = ({"t": "0.5", "labels": "{'a': 0}"}, {"t": "1.0", "labels": "{'a': 1}"})
+    finding = only(judge_program_data(held, far=0.5, steps=(), facts=[], changed={"t"}))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP216", ("t",), Severity.ERROR)
+    assert "t changes in the steps" in finding.message and finding.evidence == ("t: rank 0: 0.5; rank 1: 1.0",)
+    assert only(judge_program_data(held[:1] * 2 + held[1:], far=0.5, steps=(), facts=[])).code == "DDP516"
+
+
 def test_a_label_map_that_differs_is_named_with_what_each_rank_holds() -> None:
     finding = only(derived({"labels": "{'a': 0}", "size": "3"}, {"labels": "{'a': 1}", "size": "3"}))
     assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP516", ("labels",), (1,), (1,))

@@ -18,6 +18,7 @@ from ddpcheck.gather.stepping import (
     compute_loss,
     run_backward,
     run_optimizer,
+    versions,
 )
 from ddpcheck.gather.surroundings import put_back
 
@@ -34,12 +35,13 @@ def ddp_step(step: int) -> DdpStepEvidence:
     for parameter in session.owners.values():  # also of those that the module has no more
         parameter.grad = None
     assert session.wrapper is not None
+    since = versions(session.module)
     with recorded(session.module, session.wrapper, session.optimizer) as recorder:
         loss = compute_loss(
             session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
         )
         this_rank.set_place(f"step {step}: DDP backward")
-        run_backward(loss.total)
+        run_backward(loss.total, module=session.module, since=since)
         del loss
         this_rank.set_place(f"step {step}: DDP comparison")
         owners = session.owners

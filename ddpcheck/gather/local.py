@@ -29,6 +29,7 @@ from ddpcheck.findings import Location
 from ddpcheck.gather.compare import norm
 from ddpcheck.gather.describe import digest_of, fingerprint, fingerprints, layout_of
 from ddpcheck.gather.events import counted_backwards
+from ddpcheck.gather.holders import Held, held_by_functions
 from ddpcheck.gather.samples import sample_fingerprints
 from ddpcheck.gather.session import Session, rewound, seed_of, the_session
 from ddpcheck.gather.shards import blaming_empty_shards, samples_of
@@ -41,6 +42,7 @@ from ddpcheck.gather.stepping import (
     gradients_of,
     run_backward,
     run_optimizer,
+    versions,
     visible_tensors,
 )
 from ddpcheck.gather.wrapping import broadcasts_buffers, changes_in_forward
@@ -81,6 +83,7 @@ def local_step(step: int) -> LocalStep:
     clear_gradients(twin)
     for parameter in parameters.values():  # also of those that the twin has no more
         parameter.grad = None
+    since = versions(twin)
     log_start = len(read_log(this_rank.current().directory, session.rank))
     lasting = session.leaves | _trained(twin, session.recipe)
     with blaming_empty_shards(step):
@@ -99,7 +102,7 @@ def local_step(step: int) -> LocalStep:
     session.outputs.clear()
     this_rank.set_place(f"step {step}: backward")
     session.arrivals.clear()  # of backward passes inside the loss
-    run_backward(loss.total)
+    run_backward(loss.total, module=twin, since=since)
     session.local = gradients_of(parameters)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     for name, size in session.norms.items():
@@ -280,42 +283,27 @@ def unregistered_leaves(
     strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
     if not strange:
         return ()
-    names = {id(tensor): name for name, tensor in _held(module, recipe)}
+    names = {id(tensor): (name, kind) for name, kind, tensor in _held(module, recipe)}
     if before is None:
         before = {id(leaf): leaf for leaf in strange if isinstance(leaf, nn.Parameter)}
         before |= {id(tensor): tensor for _, tensor in unregistered_tensors(module)}
     found = []
     for leaf in strange:
         if id(leaf) in before:
-            name = names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
-            found.append(Unregistered(name, tuple(leaf.shape)))
+            name, kind = names.get(id(leaf), (f"a tensor of shape {tuple(leaf.shape)}", ""))
+            found.append(Unregistered(name, tuple(leaf.shape), kind=kind))
     return tuple(sorted(found, key=lambda item: item.name))
 
 
-def _held(module: nn.Module, recipe: Recipe | None) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that are no parameters of `module`, where somebody holds them."""
-    return [*_held_by_functions(recipe), *module.named_buffers(), *unregistered_tensors(module)]
+def _held(module: nn.Module, recipe: Recipe | None) -> list[Held]:
+    """The tensors that are no parameters of `module`, where somebody holds them; the module's own names come last."""
+    own = [*module.named_buffers(), *unregistered_tensors(module)]
+    return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in own)]
 
 
 def _trained(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
     """Those of them that require grad."""
-    return {id(tensor): tensor for _, tensor in _held(module, recipe) if tensor.requires_grad}
-
-
-def _held_by_functions(recipe: Recipe | None) -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensors and modules that the recipe's loss finds among its globals or in its closure."""
-    function = getattr(recipe, "loss", None)
-    code = getattr(function, "__code__", None)
-    if function is None or code is None:
-        return
-    cells = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
-    held = {name: cell.cell_contents for name, cell in cells}
-    held.update({name: function.__globals__[name] for name in code.co_names if name in function.__globals__})
-    for name, value in held.items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, nn.Module):
-            yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
+    return {id(tensor): tensor for _, _, tensor in _held(module, recipe) if tensor.requires_grad}
 
 
 def average(step: int, file: Path | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,9 +93,63 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
 
 
 @for_target
-def run_backward(total: torch.Tensor, *, retain_graph: bool = False) -> None:
-    """Call `backward` as a training loop does."""
-    total.backward(retain_graph=retain_graph)
+def run_backward(
+    total: torch.Tensor,
+    *,
+    retain_graph: bool = False,
+    module: nn.Module | None = None,
+    since: Mapping[str, int] | None = None,
+) -> None:
+    """Call `backward` as a training loop does.
+
+    Args:
+        total: The loss.
+        retain_graph: Whether it will be gone through again.
+        module: Which may hold what backward finds overwritten; a note on the error then names it.
+        since: The versions of its tensors when the step began.
+    """
+    try:
+        total.backward(retain_graph=retain_graph)
+    except RuntimeError as error:
+        if module is not None and (names := _overwritten(str(error), module, since or {})):
+            error.add_note(f"{OVERWRITTEN}{', '.join(names)}")
+        raise
+
+
+OVERWRITTEN = "ddpcheck: overwritten in place: "
+_IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+)", re.DOTALL)
+
+
+def versions(module: nn.Module) -> dict[str, int]:
+    """How often each tensor that `module` holds has been written to, by name."""
+    return {name: _version(tensor) for name, tensor in _all_held(module)}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _all_held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    yield from unregistered_tensors(module)
+
+
+def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> list[str]:
+    """The tensors of `module` that torch may mean when it says that a saved tensor has been modified in place.
+
+    It tells the shape, of a view perhaps (that of a transposed weight), and the version, which views share.
+    """
+    said = _IN_PLACE.search(message)
+    if said is None:
+        return []
+    shape = [int(size) for size in said[1].split(",") if size.strip()]
+    there = [(name, tensor) for name, tensor in _all_held(module) if _version(tensor) == int(said[2])]
+    there = [(name, tensor) for name, tensor in there if since.get(name) != _version(tensor)]
+    exact = [name for name, tensor in there if list(tensor.shape) == shape]
+    turned = [name for name, tensor in there if sorted(tensor.shape) == sorted(shape)]
+    parts = [name for name, tensor in there if tensor.numel() >= math.prod(shape)]
+    return exact or turned or parts
 
 
 @for_target

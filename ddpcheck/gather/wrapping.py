@@ -30,6 +30,7 @@ def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
         wrapper: A `DistributedDataParallel`, or what stands in its place.
         names: Of the parameters, by identity.
     """
+    tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     delayed = {names[id(p)] for p in getattr(wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
     ignored = frozenset(getattr(wrapper, "parameters_to_ignore", ())) - delayed
     return WrapperFacts(
@@ -39,6 +40,7 @@ def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
         ignored=ignored & set(names.values()),
         delayed=frozenset(delayed),
         comm_hook=comm_hook_of(wrapper),
+        sparse=frozenset(names[id(table.weight)] for table in tables if id(table.weight) in names),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddpcheck import Recipe
 
-EXPECT = {"code": "DDP311", "subjects": ["backward"], "ranks": [], "severity": "error", "cause": "inplace operation"}
+EXPECT = {"code": "DDP311", "subjects": ["2.weight"], "ranks": [], "severity": "error", "cause": "inplace operation"}
 
 
 def model() -> nn.Module:
