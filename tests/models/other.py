@@ -47,6 +47,14 @@ ROWS: dict[str, A] = {
         b.speech_ctc(),
         expected={"DDP305": "its CTC loss is a sum (ctc_loss_reduction)"},
     ),
+    "hubert_layerdrop": A(
+        AUDIO,
+        "HuBERT, CTC (drops layers)",
+        "HubertForCTC",
+        {**SPEECH, "layerdrop": 0.3, "mask_time_prob": 0.0},
+        b.speech_ctc(),
+        expected={"DDP104": "layers that a rank skips by chance; its CTC loss is a sum, too"},
+    ),
     "wavlm": A(AUDIO, "WavLM, CTC", "WavLMForCTC", PLAIN_SPEECH, b.speech_ctc()),
     "sew": A(AUDIO, "SEW, CTC", "SEWForCTC", {**PLAIN_SPEECH, "squeeze_factor": 2}, b.speech_ctc()),
     "whisper": A(
@@ -55,6 +63,21 @@ ROWS: dict[str, A] = {
         "WhisperForConditionalGeneration",
         {**TWO_STACKS, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16},
         b.whisper(20, 8),
+    ),
+    "whisper_layerdrop": A(
+        AUDIO,
+        "Whisper (drops layers)",
+        "WhisperForConditionalGeneration",
+        {
+            **TWO_STACKS,
+            "num_mel_bins": 8,
+            "max_source_positions": 10,
+            "max_target_positions": 16,
+            "encoder_layerdrop": 0.3,
+            "decoder_layerdrop": 0.3,
+        },
+        b.whisper(20, 8),
+        expected={"DDP104": "layers that a rank skips by chance"},
     ),
     "speech2text": A(
         AUDIO,

@@ -100,6 +100,21 @@ ROWS: dict[str, A] = {
         b.image_classes(),
         expected={"DDP304": "BatchNorm"},
     ),
+    "mobilenet_v1": A(
+        VISION,
+        "MobileNetV1",
+        "MobileNetV1ForImageClassification",
+        {"depth_multiplier": 0.25, "min_depth": 4, "num_labels": 3},
+        b.image_classes(),
+        expected={"DDP304": "BatchNorm"},
+    ),
+    "bit": A(
+        VISION,
+        "BiT",
+        "BitForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 4, "num_labels": 3},
+        b.image_classes(),
+    ),
     "efficientnet": A(
         VISION,
         "EfficientNet",
