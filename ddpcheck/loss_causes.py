@@ -26,7 +26,7 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         fitted = []  # one weight a shard fits the root of a mean, too
     rest = [term for term in wrong if term not in fitted]
     fitted += [term for term in rest if term.summed and not facts.world_changed]
-    found = [judge_normalisation(facts, fitted, of=len(analysis.terms))] if fitted else []
+    found = [judge_normalisation(facts, fitted)] if fitted else []
     if analysis.module_class or (any(term.coupled for term in rest) and not _gathers(facts)):
         found.append(_coupling(facts, rest))
     elif rest and analysis.line is not None and not facts.world_changed:
@@ -43,49 +43,54 @@ def _gathers(facts: SingleProcessFacts) -> bool:
 
 
 def spoken_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
-    """A term in words, alone or among others."""
-    if len(terms) == 1:
+    """A term in words, alone or among others; what one line computes is one term to its reader."""
+    places = [(one.name, one.location) if one.name or one.location else number for number, one in enumerate(terms)]
+    told = list(dict.fromkeys(places))
+    if term not in terms or len(told) == 1:
         return "the loss"
-    number = next((number for number, one in enumerate(terms, 1) if one == term), 1)
     where = " at ".join(text for text in (term.name, str(term.location or "")) if text)
-    return f"term {number} of {len(terms)} of the loss{f' ({where})' if where else ''}"
+    number = told.index(places[list(terms).index(term)]) + 1
+    return f"term {number} of {len(told)} of the loss{f' ({where})' if where else ''}"
 
 
-def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm], *, of: int) -> Finding:
+def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> Finding:
     """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
     world_size, sizes = facts.known.world_size, facts.known.shard_sizes
-    said, why = [], []
-    for term in sorted(wrong, key=lambda term: -term.error):
-        spoken = spoken_term(term, facts.analysis.terms) if of > 1 else "the loss"
+    worst_first = sorted(wrong, key=lambda term: -term.error)
+    told: dict[str, str] = {}
+    for term in worst_first:
+        spoken = spoken_term(term, facts.analysis.terms)
         if term.summed or (world_size > 1 and term.is_sum):
-            said.append(
+            what = (
                 f"{spoken} sums over samples, and DDP averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
             )
-            why.append(
+            why = (
                 "the gradients of the shards add up to the global batch's"
                 if term.is_sum
                 else "its gradient doubles when every sample is in the batch twice"
             )
         else:
-            said.append(
+            what = (
                 f"{spoken} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
                 "not the gradient of the global batch"
             )
             weights, here = (", ".join(f"{w:.4g}" for w in given) for given in (term.weights, term.rank_weights))
-            weighed = f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
-            counted = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; "
-            named = counted if term.count not in ("", "samples") else ""
-            why.append(f"{named}the global batch weighs the ranks by {weights}; DDP weighs {weighed}")
+            why = f"the global batch weighs the ranks by {weights}; DDP weighs "
+            why += f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
+            if term.count not in ("", "samples"):
+                why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
+        told.setdefault(what, why)
+    (first, reason), *others = told.items()
     uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
     return facts.finding(
         "DDP305",
-        f"{said[0][0].upper()}{said[0][1:]}.",
-        *why[:1],
-        *(f"{one}: {reason}" for one, reason in zip(said[1:], why[1:], strict=True)),
+        f"{first[0].upper()}{first[1:]}.",
+        reason,
+        *(f"{what}: {why}" for what, why in others),
         *uneven,
-        location=wrong[0].location or facts.known.loss_location,
-        fix=_FIX_OF_A_SUM if " sums over " in said[0] else "",
+        location=worst_first[0].location or facts.known.loss_location,
+        fix=_FIX_OF_A_SUM if " sums over " in first else "",
     )
 
 

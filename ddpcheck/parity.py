@@ -112,7 +112,7 @@ def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
     if _are_all(known.losses, analysis.global_loss):
         return [_own_share(facts)]
     weight = 1 / (known.world_size * analysis.global_ratio)
-    return [judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)], of=1)]
+    return [judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])]
 
 
 def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:

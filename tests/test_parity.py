@@ -194,6 +194,16 @@ def test_every_term_that_is_normalised_wrongly_is_told_the_worst_first() -> None
     assert any(line.startswith("term 1 of 3 of the loss is normalised by a count") for line in finding.evidence)
 
 
+def test_what_one_line_computes_is_one_term_and_told_once() -> None:
+    line = Location("loss.py", 7)
+    parts = tuple(replace(COUNTED, location=line, error=error) for error in (0.2, 0.1))
+    alone = only(judge_single(off("a"), terms=parts))
+    assert alone.message.startswith("The loss is normalised by a count") and alone.location == line
+    assert not any("is normalised" in fact for fact in alone.evidence)
+    among = only(judge_single(off("a"), terms=(RIGHT, *parts)))
+    assert among.message.startswith("Term 2 of 2 of the loss (loss.py:7)")
+
+
 def test_one_term_may_be_a_sum_while_another_couples_samples() -> None:
     assert [f.code for f in judge_single(off("a"), terms=(SUM, COUPLED))] == ["DDP305", "DDP304"]
 
