@@ -538,7 +538,7 @@ def test_nothing_stays_of_a_launcher_that_was_killed(launcher: str, tmp_path: Pa
     innerpytest.write(tmp_path, test_it=source)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    program = [*command, "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
+    program = [*command, "-m", "pytest", "-p", "ddpcheck.pytest_plugin", "-k", "hangs"]
     with (tmp_path / "said").open("w") as said:
         started = subprocess.Popen(program, cwd=tmp_path, env=clean_environment(temporary), stdout=said, stderr=said)
     deadline = time.monotonic() + 60
