@@ -482,7 +482,8 @@ def test_a_file_that_one_rank_cannot_import_stops_all(one_of: Sessions) -> None:
     done, _ = one_of("mpirun", "cannot import")
     assert done.returncode != 0
     said = "rank 1 could not collect test_it.py: ModuleNotFoundError: No module named 'no_such_module'"
-    assert done.output.count(said) == 1, done.output
+    lines = [line for line in done.output.splitlines() if said in line]
+    assert lines and len(lines) == len(set(lines)), done.output  # once each: rank 0, and rank 1 if mpirun lets it
 
 
 def test_pytest_exit_on_one_rank_ends_all(one_of: Sessions) -> None:
