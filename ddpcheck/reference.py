@@ -34,7 +34,7 @@ from ddpcheck.gather.stepping import (
 )
 from ddpcheck.gather.surroundings import Surroundings, Undo, put_back
 from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.nests import batch_size, equal_parts, iter_tensors, to_device, upcast
+from ddpcheck.nests import batch_size, equal_parts, iter_tensors, map_nest, to_device, upcast
 from ddpcheck.recipe import Recipe, summary
 from ddpcheck.target import load_on_rank
 from ddpcheck.worlds import wire
@@ -43,6 +43,7 @@ HANDOVER = "module.pickle"
 """The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
+_LARGEST_BY_ORDER = 1e-3  # of a gradient; more than that is no rounding, in dtypes from float32 on
 _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
 
 
@@ -216,6 +217,10 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
     own.gradients = gradients
     own.scale = scales(gradients)
     own.tolerance = tolerances(gradients, own.scale, noise)
+    if own.double_trouble:  # without float64 the order of the samples tells something of rounding
+        with own.aside():
+            order = tolerances(gradients, own.scale, _rounding_by_order(own, on_device, step, gradients))
+        own.tolerance = {name: max(order[name], allowed) for name, allowed in own.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in gradients.values()) ** 0.5
     return SingleStep(value, total, batch_fingerprint(batch), again, own.draws, own.double_trouble, backwards[0])
 
@@ -237,6 +242,26 @@ def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -
         own.double = None
         return None
     return {name: norm(gradient.double() - exact[name]) for name, gradient in gradients.items() if name in exact}
+
+
+def _rounding_by_order(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float]:
+    """By parameter, the norm of what another order of the samples changes; zeros where that is more than rounding.
+
+    Sums over samples come out the same but for rounding. A loss that depends on the order says nothing of it.
+    """
+    nothing = dict.fromkeys(gradients, 0.0)
+    try:
+        size = batch_size(batch)
+        own.rewind(own.module)
+        reordered = map_nest(lambda leaf: leaf.flip(0) if getattr(leaf, "shape", ())[:1] == (size,) else leaf, batch)
+        again, _ = _gradients(own, own.module, reordered, step)
+    except Exception:  # a batch that cannot be reordered
+        return nothing
+    found = {
+        name: norm(gradient.double() - again[name].double()) for name, gradient in gradients.items() if name in again
+    }
+    small = all(distance <= _LARGEST_BY_ORDER * own.scale[name] for name, distance in found.items())
+    return found if small and len(found) == len(gradients) else nothing
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:

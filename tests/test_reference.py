@@ -96,3 +96,33 @@ def test_every_gradient_of_every_step_is_in_the_report() -> None:
         for name in ("head.bias", "head.weight")
     ]
     assert all(0 <= entry.relative_error <= entry.tolerance < 1e-3 for entry in report.parity)
+
+
+class InsistsOnFloat32(nn.Module):
+    """Sums that cancel: each sample's share of the gradient is a thousand times as large as the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Any) -> Any:
+        return torch.matmul(x.float(), torch.diag(self.weight) @ torch.eye(64, dtype=torch.float32))
+
+
+def cancelling(step: int) -> Any:
+    x = 1000 * torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+    return x - x.mean(0) + torch.randn(64, generator=torch.Generator().manual_seed(step))
+
+
+def test_without_float64_another_order_of_the_samples_tells_what_is_rounding() -> None:
+    report = run(InsistsOnFloat32, lambda model, x: model(x).mean(), batch=cancelling)
+    assert report.findings == () and "no float64 run" in report.world["notes"][0]
+    unmeasured = 256 * torch.finfo(torch.float32).eps
+    of_single = [entry for entry in report.parity if entry.reference == "single-process"]
+    assert all(unmeasured < entry.tolerance < 1e-2 for entry in of_single), of_single
+
+    def first_counts_most(model: Any, x: Any) -> Any:
+        return (model(x).mean(1) * torch.linspace(1, 0, len(x))).mean()
+
+    ordered = run(InsistsOnFloat32, first_counts_most, batch=cancelling)
+    assert {entry.tolerance for entry in ordered.parity if entry.reference == "single-process"} == {unmeasured}
