@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ HANDOVER = "module.pickle"
 """The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
-_LARGEST_BY_ORDER = 1e-3  # of a gradient; more than that is no rounding, in dtypes from float32 on
+_LARGEST_BY_ORDER = 1e-3  # of all gradients together; more than that is no rounding
 _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
 
 
@@ -260,8 +261,9 @@ def _rounding_by_order(own: SingleProcess, batch: Any, step: int, gradients: Gra
     found = {
         name: norm(gradient.double() - again[name].double()) for name, gradient in gradients.items() if name in again
     }
-    small = all(distance <= _LARGEST_BY_ORDER * own.scale[name] for name, distance in found.items())
-    return found if small and len(found) == len(gradients) else nothing
+    if len(found) < len(gradients) or math.hypot(*found.values()) > _LARGEST_BY_ORDER * math.hypot(*own.scale.values()):
+        return nothing
+    return found
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
