@@ -31,8 +31,6 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         found.append(_coupling(facts, rest))
     elif rest and analysis.line is not None and not facts.world_changed:
         found.append(_normalising_line(facts) if analysis.scaled else _coupling(facts, rest))
-    elif rest and not facts.world_changed and all(term.coupled is False for term in rest):
-        return [*found, _weights_of_the_batch(facts, rest)]
     explained = (analysis.module_class and not analysis.frozen) or any(term.coupled for term in rest)
     return [*found, judge_unexplained(facts)] if rest and found and not explained and not analysis.line else found
 
@@ -151,20 +149,6 @@ def _normalising_line(facts: SingleProcessFacts) -> Finding:
     )
 
 
-def _weights_of_the_batch(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
-    """DDP305: no sample's gradient depends on what the model computes for others, so only their weights are left."""
-    spoken = spoken_term(terms[0], facts.analysis.terms)
-    return facts.finding(
-        "DDP305",
-        f"{spoken[0].upper()}{spoken[1:]} weighs samples by something that it computes from its whole local batch "
-        "(class frequencies or the batch size, say), so they have other weights than in the global batch.",
-        "changing what the model computes for some samples leaves the gradients of the others as they are",
-        location=terms[0].location or facts.known.loss_location,
-        fix="Compute the weights from the data of all ranks: all_reduce the counts or statistics that they are made of "
-        "(they need no gradient), or fix them before training.",
-    )
-
-
 def judge_unexplained(facts: SingleProcessFacts) -> Finding:
     """DDP312: a difference that fits no pattern."""
     analysis = facts.analysis
@@ -175,7 +159,10 @@ def judge_unexplained(facts: SingleProcessFacts) -> Finding:
         *(f"called in forward: {call}" for call in facts.known.gathers[:3] if call.elements > 0),
     ]
     if tried and not any(term.coupled for term in tried):
-        clues.append("changing what the model computes for some samples leaves the gradients of the others as they are")
+        clues.append(
+            "samples are not coupled: changing what the model computes for some leaves the gradients of the others as "
+            "they are; what is left is what they are weighed by (class frequencies of the local batch, say), or state"
+        )
     return facts.finding(
         "DDP312",
         f"The averaged gradients are up to {facts.far:.2g} (relative) away from those of the global batch, and no "

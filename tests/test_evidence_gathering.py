@@ -130,7 +130,7 @@ def test_gradients_count_as_lost_only_where_nobody_has_used_them() -> None:
         optimizer.zero_grad()
         net(torch.ones(3, 2)).sum().backward()
         net.zero_grad()
-    assert kinds(found) == ["forward", "backward", "forward", "backward", "zero_grad lost"]
+    assert kinds(found) == ["forward", "backward", "step", "forward", "backward", "zero_grad lost"]
     assert found.events[-1].location.rpartition("/")[2].startswith("test_evidence_gathering.py")
 
 
@@ -147,7 +147,7 @@ def test_gradients_for_an_input_and_a_rate_of_zero_are_no_loss() -> None:
         net(torch.ones(3, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert kinds(found) == ["forward", "backward"]
+    assert kinds(found) == ["forward", "backward", "step"]
 
 
 def test_a_backward_inside_another_one_is_part_of_it() -> None:

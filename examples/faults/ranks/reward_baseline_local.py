@@ -1,4 +1,4 @@
-"""The baseline of a policy gradient, a tensor that the loss keeps, is the average of each rank's own rewards.
+"""The baseline of a policy gradient, which the loss keeps, is the average of each rank's own rewards.
 
 From the second step on every rank measures its samples against a baseline of its own.
 """
