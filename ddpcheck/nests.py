@@ -44,7 +44,9 @@ def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
 def _with_items(nest: Any, items: list[Any]) -> Any:
     """A copy of a list or tuple with other items; what a subclass carries beside them stays, and nothing is called."""
     kind = type(nest)
-    if kind in (list, tuple, torch.Size) or hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
+    if kind is torch.Size:  # which holds numbers only
+        return tuple(items)
+    if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
         return kind(items)
     if isinstance(nest, list):
         clone = copy.copy(nest)

@@ -225,7 +225,8 @@ class _Sweep(CheckRun):
         """The reference for wrappers that treat buffers in the other way, where that makes a difference."""
         options = DEFAULTS if synced else Options({self._buffer_option: False})
         if synced not in self._references:
-            row, self.outcome = self.outcome, Outcome(self.asked)
+            built = {name: self.outcome.timing.get(name, 0.0) for name in ("model", "consistency")}
+            row, self.outcome = self.outcome, Outcome(self.asked, timing=built)  # of the same model as the others
             self._settle_single(self._start_single(*self._earlier[0]))
             self._run_reference(options)
             self.outcome = row
