@@ -56,6 +56,8 @@ _OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as the
 UNTOLD = 0.5
 """A tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large."""
 
+_NEAR = 0.01  # an error that is no fault under any tolerance
+
 
 def heading_of(code: str, *, after_steps: bool) -> str:
     """The check to which a finding belongs; of a code that several may give, the last where it is seen after steps."""
@@ -102,7 +104,8 @@ class Tally:
             elif not entry.reference_norm and not entry.absolute_error:
                 counts["zero"] += 1
             else:
-                counts["untold" if entry.tolerance >= UNTOLD else "held"] += 1
+                near = entry.relative_error <= _NEAR  # whatever the yardstick says, which may have routed otherwise
+                counts["held" if near or entry.tolerance < UNTOLD else "untold"] += 1
         return cls(**counts, steps=tuple(sorted(steps)), farthest=farthest)
 
     @property
