@@ -230,6 +230,12 @@ def test_the_root_of_a_mean_is_no_count_although_one_weight_a_shard_fits_it() ->
     assert only(judge_single(off("a"), terms=(replace(rooted, count="batch['mask']", counts=(5, 3)),))).code == "DDP305"
 
 
+def test_a_module_that_mixes_samples_is_no_cause_where_counts_explain_it_all() -> None:
+    criterion = {"module": "criterion", "module_class": "WeightedLoss"}
+    assert only(judge_single(off("a"), terms=(COUNTED,), **criterion)).code == "DDP305"
+    assert [f.code for f in judge_single(off("a"), terms=(COUNTED, COUPLED), **criterion)] == ["DDP305", "DDP304"]
+
+
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
     norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]
