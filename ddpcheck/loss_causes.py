@@ -27,7 +27,8 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     rest = [term for term in wrong if term not in fitted]
     fitted += [term for term in rest if term.summed and not facts.world_changed]
     found = [judge_normalisation(facts, fitted)] if fitted else []
-    mixes = analysis.module_class and (rest or analysis.frozen)  # else what it mixes makes no gradient another
+    counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
+    mixes = analysis.module_class and not counted
     if mixes or (any(term.coupled for term in rest) and not _gathers(facts)):
         found.append(_coupling(facts, rest))
     elif rest and analysis.line is not None and not facts.world_changed:

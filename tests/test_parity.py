@@ -234,6 +234,7 @@ def test_a_module_that_mixes_samples_is_no_cause_where_counts_explain_it_all() -
     criterion = {"module": "criterion", "module_class": "WeightedLoss"}
     assert only(judge_single(off("a"), terms=(COUNTED,), **criterion)).code == "DDP305"
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED, COUPLED), **criterion)] == ["DDP305", "DDP304"]
+    assert only(judge_single(off("a"), terms=(RIGHT,), **criterion)).code == "DDP304", "too little to show in a term"
 
 
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
