@@ -187,9 +187,10 @@ def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> dict[str
         return forward
 
     found = first_coupling(own.module, run(own.module, batch), run(own.module, shard))
-    if found == Coupling() and own.double is not None:
+    if found.module is None and own.double is not None:
         whole, part = run(own.double, upcast(batch)), run(own.double, upcast(shard))
-        found = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
+        exact = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
+        found = exact if found == Coupling() or exact.module is not None else found
     if found.module is None:
         return {"line": found.line, "scaled": found.scaled}
     kind = type(own.module.get_submodule(found.module)).__name__

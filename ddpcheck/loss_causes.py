@@ -31,8 +31,8 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     mixes = analysis.module_class and not counted
     if mixes or (any(term.coupled for term in rest) and not _gathers(facts)):
         found.append(_coupling(facts, rest))
-    elif rest and analysis.line is not None and not facts.world_changed:
-        found.append(_normalising_line(facts) if analysis.scaled else _coupling(facts, rest))
+    elif not counted and analysis.line is not None and not facts.world_changed:
+        found.append(_normalising_line(facts) if analysis.scaled and rest else _coupling(facts, rest))
     explained = (analysis.module_class and not analysis.frozen) or any(term.coupled for term in rest)
     return [*found, judge_unexplained(facts)] if rest and found and not explained and not analysis.line else found
 

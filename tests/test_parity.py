@@ -237,6 +237,14 @@ def test_a_module_that_mixes_samples_is_no_cause_where_counts_explain_it_all() -
     assert only(judge_single(off("a"), terms=(RIGHT,), **criterion)).code == "DDP304", "too little to show in a term"
 
 
+def test_a_line_where_samples_meet_is_told_although_no_term_shows_enough_of_it() -> None:
+    line = Location("model.py", 9)
+    finding = only(judge_single(off("a"), terms=(RIGHT,), line=line))
+    assert (finding.code, finding.location) == ("DDP304", line)
+    assert only(judge_single(off("a"), terms=(RIGHT,), line=line, scaled=True)).code == "DDP304"
+    assert only(judge_single(off("a"), terms=(WEIGHED,), line=line, scaled=True)).code == "DDP305"
+
+
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
     norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]
