@@ -321,7 +321,7 @@ class CheckRun(Conduct):
         if trouble := next((item for item in said if isinstance(item, str)), ""):
             self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
-        self.outcome.add_quiet_losses([float(loss) for loss in said])
+        self.outcome.add_quiet_steps(said)
         self._all("local.average", step, averaged)
         return True
 
@@ -390,7 +390,7 @@ class CheckRun(Conduct):
         differences = self._settle_single(self._start_single("reference.compare_with", averaged, trained))
         if differences is None or not self.outcome.add_single_differences(step, differences):
             return False
-        if self.outcome.analysis is None:
+        if self.outcome.wants_analysis:
             if not self.outcome.add_analysis(step, self._analyse(step, averaged)):
                 return False
             what = "what each program holds"

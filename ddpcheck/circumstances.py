@@ -55,6 +55,7 @@ class Circumstances:
         backwards: Backward passes in a step, of the single process and of a rank.
         loss_location: The line that defines the loss.
         wrap_hooks: Those of them that are put there while wrapping, and so only under the wrapper.
+        choices: What chooses among many at random in the forward pass, where that may be all that differs.
         differs: Whether the ranks' average is another gradient than the global batch's.
     """
 
@@ -77,6 +78,7 @@ class Circumstances:
     backwards: tuple[int, int] = (1, 1)
     loss_location: Location | None = None
     wrap_hooks: tuple[GradientHook, ...] = ()
+    choices: tuple[str, ...] = ()
     differs: bool = False
 
 

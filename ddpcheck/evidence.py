@@ -264,6 +264,7 @@ class LocalStep:
         threads: With how many of them torch has computed it.
         compiles: Whether the user's code has asked for `torch.compile` so far.
         layout: Digest of what DDP takes to be alike on all ranks: names, shapes, dtypes and `requires_grad`.
+        choices: The random operations of the forward pass that choose among many, with their lines.
     """
 
     evidence: StepEvidence
@@ -282,6 +283,7 @@ class LocalStep:
     threads: int = 1
     compiles: bool = False
     layout: str = ""
+    choices: tuple[str, ...] = ()
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""

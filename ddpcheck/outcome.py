@@ -126,6 +126,7 @@ class Outcome:
     _draws: Sequence[Sequence[SharedDraw]] = ()
     _first_local: Sequence[LocalStep] = ()
     _analysed: Sequence[LocalStep] = ()
+    _choices: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _single_backwards: int = 1
     _after_steps: frozenset[Finding] = frozenset()
     _came_with: Sequence[tuple[Finding, Finding]] = ()
@@ -207,9 +208,11 @@ class Outcome:
         step = local[0].evidence.step
         self._norms[step] = max(item.norm for item in local)
 
-    def add_quiet_losses(self, losses: Sequence[float]) -> None:
+    def add_quiet_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
         """The ranks' losses of the last step without random numbers, which are those to compare with other runs."""
-        self.local = [replace(item, loss=loss) for item, loss in zip(self.local, losses, strict=True)]
+        quiet = zip(self.local, steps, strict=True)
+        self.local = [replace(item, loss=loss, choices=choices) for item, (loss, choices) in quiet]
+        self._choices[self.local[0].evidence.step] = tuple(dict.fromkeys(one for _, some in steps for one in some))
 
     def decide_on_ddp(self, step: int) -> None:
         """Find out whether the wrapper can be used in this step, or would raise, hang or abort."""
@@ -265,6 +268,13 @@ class Outcome:
         if differs:  # else the next step that differs is looked at
             self.analysis, self._analysed = analysis, self.local
         return differs
+
+    @property
+    def wants_analysis(self) -> bool:
+        """Whether the step that differs is to be looked at: the first one, or one after it that chose nothing."""
+        return self.analysis is None or (
+            bool(self._choices.get(self._analysed[0].evidence.step)) and not self.local[0].choices
+        )
 
     def draws_alike(self) -> bool:
         """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""
@@ -343,6 +353,7 @@ class Outcome:
             backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
             loss_location=self.wrapped[0].loss_location if self.wrapped else None,
             wrap_hooks=self.wrapped[0].hooks if self.wrapped else (),
+            choices=self._decisive_choices(),
             differs=any(self._differs(step) for step in self._single),
         )
 
@@ -364,7 +375,9 @@ class Outcome:
             found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
         if not self.withheld:
             ddp = [replace(item, against_local=self._widened(item.against_local)) for item in self._ddp]
-            single = {step: self._widened(differences) for step, differences in self._single.items()}
+            first = self._analysed[0].evidence.step if self._analysed else 0
+            judged = [step for step in self._single if step >= first or not self._differs(step)]
+            single = {step: self._widened(self._single[step]) for step in judged}
             reducer = self.judged("reducer", judge_reducer, ddp, known) if ddp else []
             found += reducer or self.judged("reducer", judge_compiled, self._compiled, known)
             if self._first_local:
@@ -390,15 +403,26 @@ class Outcome:
     def _comparable(self, found: list[Finding]) -> list[Finding]:
         """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
         drew = sorted({_LIBRARIES.get(name, name) for item in self.local for name in item.drew - {"torch"}})
-        kept = [finding for finding in found if finding.code not in _UNPATTERNED]
-        if not drew or len(kept) == len(found):
+        choices = self._decisive_choices()
+        kept = [f for f in found if f.code not in (_UNPATTERNED if drew else {"DDP312"})]
+        if not (drew or choices) or len(kept) == len(found):
             return found
         self.unshared = (
             f"the forward draws from {' and '.join(drew)}, and no two runs can share those numbers sample by sample"
+            if drew
+            else f"the forward chooses by random numbers ({choices[0]}), and each rank among its own samples"
         )
         beyond = {step for step in self._single if self._differs(step)}
         self._parity = [entry for entry in self._parity if entry.reference == "local" or entry.step not in beyond]
         return kept
+
+    def _decisive_choices(self) -> tuple[str, ...]:
+        """What the step that was looked at chose at random, unless steps without differ as well, or may do so."""
+        analysed = self._analysed or self.local
+        found = self._choices.get(analysed[0].evidence.step, ()) if analysed else ()
+        equal = any(not self._differs(step) for step in self._single if not self._choices.get(step))
+        carried = any(call.carries_gradient for item in analysed for call in item.forward_calls)
+        return found if equal or not carried else ()
 
     def _differs(self, step: int) -> bool:
         return any(difference.bad for difference in self._widened(self._single[step]))

@@ -158,6 +158,8 @@ def _explain_by_blind_collective(facts: SingleProcessFacts) -> list[Finding]:
     """DDP309: a collective without derivative stands on the way, and shards alone give something else."""
     if not facts.blind:
         return []
+    if facts.known.choices:  # what was chosen at random may be all that differs, as where k-means begins a codebook
+        return [judge_unexplained(facts)]
     calls = list(dict.fromkeys(str(call) for call in facts.blind))
     path, _, at = next((call.location for call in facts.blind if call.location), "").rpartition(":")
     return [

@@ -54,6 +54,33 @@ class Held(nn.Module):
         return self.layer(x * torch.as_tensor(self.draw(self.generator, len(x)), dtype=x.dtype)[:, None])
 
 
+class Codebook(nn.Module):
+    """A quantiser whose codes begin as the ranks' mean of samples chosen at random; `blind` counts in the loss."""
+
+    def __init__(self, *, blind: bool = False) -> None:
+        super().__init__()
+        self.enter, self.leave, self.blind, self.begun = nn.Linear(8, 4), nn.Linear(4, 4), blind, False
+        self.codes: Any
+        self.register_buffer("codes", torch.zeros(3, 4))
+
+    def forward(self, x: Any) -> Any:
+        inner = self.enter(x)
+        if not self.begun:
+            chosen = inner[torch.randperm(len(inner))[:3]].clone()
+            self.codes.copy_(self._average(chosen).detach())
+            self.begun = True
+        if self.blind:
+            inner = inner - self._average(inner.mean(0))
+        nearest = self.codes[torch.cdist(inner, self.codes).argmin(1)]
+        return self.leave(inner + (nearest - inner).detach()) + inner
+
+    def _average(self, value: Any) -> Any:
+        if dist.is_initialized():
+            dist.all_reduce(value)
+            value = value / dist.get_world_size()
+        return value
+
+
 class Small(nn.Module):
     """A model that takes half of the batch at most, or the whole of it in its first step only."""
 
@@ -215,6 +242,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[tuple[str, str,
         {},
         "no findings, but 1 of 6 checks was not made: parity",
         [("parity", "skipped", PYTHON), ("reducer", "passed", EQUAL)],
+    ),
+    "a codebook that begins with samples chosen at random": (
+        {"model": Codebook},
+        {},
+        "no findings, but 1 of 6 checks was not made: parity",
+        [
+            ("parity", "skipped", "8 gradients in steps 1 and 2 equal those of the global batch"),
+            ("parity", "skipped", "torch.randperm at"),
+        ],
+    ),
+    "the same beside a collective without gradient": (
+        {"model": lambda: Codebook(blind=True)},
+        {},
+        "1 finding",
+        [("parity", "failed", "DDP309")],
     ),
     "numbers that nothing can bring back": (
         {"loss": times(lambda n: list(os.urandom(n)))},

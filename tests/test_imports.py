@@ -26,7 +26,7 @@ ROOMS = """
     gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.wrapping
     gather.mode gather.samples gather.holders gather.leaves gather.hooks gather.events gather.coupling gather.influence
     gather.stepping gather.loss_terms gather.surroundings reference shard_terms analysis gather.session gather.exact
-    gather.shards gather.program gather.local gather.repeat gather.draws gather.ddp gather.compiled gather.rows
+    gather.shards gather.program gather.draws gather.local gather.repeat gather.ddp gather.compiled gather.rows
     gather.flow
     gather.operations gather.picture consistency program absences anomalous gather.parts loop circumstances
     loss_causes parity reducer compiled causes headings outcome conduct check sweep depict folding render assertions

@@ -44,6 +44,29 @@ class _Draws(TorchDispatchMode):
         return result
 
 
+class Choices(TorchDispatchMode):
+    """Notes where operations draw what chooses among many: a permutation, or indices that are no value a sample."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.samples = samples
+        self.found: dict[str, None] = {}
+
+    @passes_on
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name == "randperm" or (name in _INDICES and result.dim() == 1 and len(result) not in (1, self.samples)):
+            where = user_location()
+            self.found[f"torch.{name}{f' at {where}' if where else ''}"] = None
+        return result
+
+
+_INDICES = ("randint", "multinomial")
+
+
 @rewound
 def draws(step: int) -> list[SharedDraw]:
     """Run the forward pass of a step once more, and tell what it drew for its samples on this rank."""

@@ -28,6 +28,7 @@ from ddpcheck.evidence import (
 from ddpcheck.findings import Location
 from ddpcheck.gather.compare import norm
 from ddpcheck.gather.describe import digest_of, fingerprint, fingerprints, layout_of
+from ddpcheck.gather.draws import Choices
 from ddpcheck.gather.events import counted_backwards
 from ddpcheck.gather.holders import Held, held_by_functions
 from ddpcheck.gather.samples import sample_fingerprints
@@ -325,26 +326,28 @@ def average(step: int, file: Path | None) -> None:
 
 
 @rewound
-def quiet_step(step: int) -> float | str:
+def quiet_step(step: int) -> tuple[float, tuple[str, ...]] | str:
     """The local step again with every random operation silenced, for the comparison with the global batch.
 
     Returns:
-        The loss, or why that cannot be done: it may be another thing without its random numbers.
+        The loss and what chose among many at random, or why that cannot be done: it may be another thing without its
+        random numbers.
     """
     session = the_session()
     assert session.before is not None
     session.before.restore(session.twin)
     try:
-        session.local, loss = compute_gradients(
-            session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
-        )
+        with Choices(samples_of(session.batch) or 0) as choices:
+            session.local, loss = compute_gradients(
+                session.recipe, session.twin, session.batch, step=step, seed=step_seed(session.seed, step), quiet=True
+            )
     except TargetError as error:
         return str(error)
     finally:
         session.before.restore(session.twin)
     session.norms = {name: norm(gradient) for name, gradient in session.local.items()}
     session.quiet = True
-    return loss.value
+    return loss.value, tuple(choices.found)
 
 
 def wake(names: Sequence[str], step: int) -> list[str]:

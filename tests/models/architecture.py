@@ -162,6 +162,13 @@ def last_state(model: nn.Module, batch: b.Batch) -> torch.Tensor:
     return state.square().mean()
 
 
+def reconstruction(model: nn.Module, batch: b.Batch) -> torch.Tensor:
+    """The model's own loss and the distance of the audio that it makes from the one that it was given."""
+    output = model(**batch)
+    loss: torch.Tensor = output.loss.mean() + (output.audio_values - batch["input_values"]).square().mean()
+    return loss
+
+
 def on_output(name: str) -> Callable[[nn.Module, b.Batch], torch.Tensor]:
     """The mean square of one output."""
 

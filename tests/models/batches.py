@@ -133,6 +133,11 @@ def spectrogram(frames: int, bins: int, key: str = "input_features") -> Callable
     return lambda _step: {key: torch.randn(SAMPLES, frames, bins), "labels": torch.randint(5, 30, (SAMPLES, 5))}
 
 
+def raw_audio(samples: int, *, channels: bool = False, labels: bool = False) -> Callable[[int], Batch]:
+    shape = (SAMPLES, 1, samples) if channels else (SAMPLES, samples)
+    return lambda _step: {"input_values": torch.randn(shape)} | ({"labels": tokens(6)} if labels else {})
+
+
 def whisper(frames: int, bins: int) -> Callable[[int], Batch]:
     return lambda _step: {
         "input_features": torch.randn(SAMPLES, bins, frames),

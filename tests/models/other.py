@@ -19,6 +19,7 @@ from tests.models.architecture import (
     TWO_STACKS,
     Nested,
     on_output,
+    reconstruction,
 )
 from tests.models.architecture import Architecture as A
 
@@ -57,6 +58,47 @@ ROWS: dict[str, A] = {
     ),
     "wavlm": A(AUDIO, "WavLM, CTC", "WavLMForCTC", PLAIN_SPEECH, b.speech_ctc()),
     "sew": A(AUDIO, "SEW, CTC", "SEWForCTC", {**PLAIN_SPEECH, "squeeze_factor": 2}, b.speech_ctc()),
+    "data2vec_audio": A(
+        AUDIO,
+        "Data2Vec, CTC",
+        "Data2VecAudioForCTC",
+        {**PLAIN_SPEECH, "ctc_loss_reduction": "mean"},
+        b.speech_ctc(),
+    ),
+    "moonshine": A(
+        AUDIO,
+        "Moonshine",
+        "MoonshineForConditionalGeneration",
+        {
+            "vocab_size": b.VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "encoder_num_hidden_layers": 2,
+            "decoder_num_hidden_layers": 2,
+            "encoder_num_attention_heads": 2,
+            "decoder_num_attention_heads": 2,
+            "pad_token_id": 0,
+            "decoder_start_token_id": 1,
+        },
+        b.raw_audio(2000, labels=True),
+    ),
+    "dac": A(
+        AUDIO,
+        "DAC, codec with vector quantisers",
+        "DacModel",
+        {
+            "encoder_hidden_size": 8,
+            "downsampling_ratios": [2, 2],
+            "decoder_hidden_size": 16,
+            "n_codebooks": 2,
+            "codebook_size": 16,
+            "codebook_dim": 4,
+            "hidden_size": 32,
+        },
+        b.raw_audio(128, channels=True),
+        loss=reconstruction,
+        expected={"DDP304": "quantiser dropout, which is for the first half of whatever batch there is"},
+    ),
     "whisper": A(
         AUDIO,
         "Whisper",

@@ -33,6 +33,22 @@ ROWS: dict[str, A] = {
         expected={"DDP102": "the pooler, which this loss does not read"},
     ),
     "roberta": A(ENCODER, "RoBERTa, masked language model", "RobertaForMaskedLM", TEXT, b.masked_lm),
+    "squeezebert": A(
+        ENCODER,
+        "SqueezeBERT",
+        "SqueezeBertForMaskedLM",
+        {**TEXT, "embedding_size": 32},
+        b.masked_lm,
+        expected={"DDP102": "the pooler, which masked language modelling does not use"},
+    ),
+    "ibert": A(
+        ENCODER,
+        "I-BERT",
+        "IBertForMaskedLM",
+        TEXT,
+        b.masked_lm,
+        expected={"DDP215": "ranges of activations, which each rank measures on its own samples"},
+    ),
     "electra": A(
         ENCODER, "ELECTRA, replaced tokens", "ElectraForPreTraining", {**TEXT, "embedding_size": 16}, b.replaced_tokens
     ),
