@@ -55,6 +55,7 @@ class Circumstances:
         backwards: Backward passes in a step, of the single process and of a rank.
         loss_location: The line that defines the loss.
         wrap_hooks: Those of them that are put there while wrapping, and so only under the wrapper.
+        drew: The generators from which the forward pass drew numbers that no two runs can share sample by sample.
         choices: What chooses among many at random in the forward pass, where that may be all that differs.
         differs: Whether the ranks' average is another gradient than the global batch's.
     """
@@ -78,6 +79,7 @@ class Circumstances:
     backwards: tuple[int, int] = (1, 1)
     loss_location: Location | None = None
     wrap_hooks: tuple[GradientHook, ...] = ()
+    drew: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     differs: bool = False
 

@@ -1,4 +1,4 @@
-"""`torch.compile` on a rank: what a check compares runs without it, and the time that it takes is no hang.
+"""Compilation on a rank: what a check compares runs without it, and the time that it takes is no hang.
 
 Under `force_eager` torch runs what was compiled as it was written, so that dropout draws the same numbers wherever a
 step is repeated, modes of ours see each operation, and a gradient that is missing is missing for a reason in the user's
@@ -45,6 +45,7 @@ class _Compiling:
 
 
 _state = _Compiling()
+_for_good = contextlib.ExitStack()
 
 
 def is_asked_for() -> bool:
@@ -89,7 +90,15 @@ def forget_time() -> None:
 
 
 def run_as_written() -> None:
-    """From now on, run in this process what is compiled as if it were not; for a check, not for a test."""
+    """From now on, run in this process what is compiled as if it were not; for a check, not for a test.
+
+    TorchScript as well: it profiles a function in its first calls, and then runs other code, which rounds otherwise.
+    """
+    import torch.jit as torchscript
+
+    jit: Any = torchscript
+    if not _state.eager:
+        _for_good.enter_context(jit.optimized_execution(False))
     _state.eager = True
     if "torch._dynamo" in sys.modules:  # a preloaded module may hold compiled functions
         backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})  # private to torch

@@ -28,6 +28,8 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     fitted += [term for term in rest if term.summed and not facts.world_changed]
     found = [judge_normalisation(facts, fitted)] if fitted else []
     counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
+    if facts.known.drew:
+        return found  # what samples drew makes of one what looks like the doing of the others
     mixes = analysis.module_class and not counted
     if mixes or (any(term.coupled for term in rest) and not _gathers(facts)):
         found.append(_coupling(facts, rest))

@@ -72,7 +72,6 @@ class Asked:
 _NOISE_MULTIPLE = 5.0
 _LIBRARIES = {"random": "Python's random"}
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
-_UNPATTERNED = frozenset({"DDP304", "DDP312"})
 _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP503", "DDP513"})
 
 
@@ -353,6 +352,7 @@ class Outcome:
             backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
             loss_location=self.wrapped[0].loss_location if self.wrapped else None,
             wrap_hooks=self.wrapped[0].hooks if self.wrapped else (),
+            drew=tuple(sorted({_LIBRARIES.get(name, name) for item in local for name in item.drew - {"torch"}})),
             choices=self._decisive_choices(),
             differs=any(self._differs(step) for step in self._single),
         )
@@ -383,7 +383,7 @@ class Outcome:
             if self._first_local:
                 found += self.judged("parity", judge_samples, self._first_local, differs=known.differs)
             found += self.judged("parity", judge_draws, self._draws)
-            found += self._comparable(self.judged("parity", judge_single_process, single, self.analysis, known))
+            found += self._comparable(self.judged("parity", judge_single_process, single, self.analysis, known), known)
             if self._ddp:
                 start = [item.parameters for item in self.wrapped]
                 unequal = bool(reducer) or "reducer" in self._unjudged
@@ -400,17 +400,16 @@ class Outcome:
         if pairs := self.judged("", lambda: [merged_with(found)]):
             self.findings, self._came_with = pairs[0]
 
-    def _comparable(self, found: list[Finding]) -> list[Finding]:
+    def _comparable(self, found: list[Finding], known: Circumstances) -> list[Finding]:
         """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
-        drew = sorted({_LIBRARIES.get(name, name) for item in self.local for name in item.drew - {"torch"}})
-        choices = self._decisive_choices()
-        kept = [f for f in found if f.code not in (_UNPATTERNED if drew else {"DDP312"})]
-        if not (drew or choices) or len(kept) == len(found):
+        kept = [finding for finding in found if finding.code != "DDP312"]
+        if not (known.drew or known.choices) or len(kept) == len(found):
             return found
         self.unshared = (
-            f"the forward draws from {' and '.join(drew)}, and no two runs can share those numbers sample by sample"
-            if drew
-            else f"the forward chooses by random numbers ({choices[0]}), and each rank among its own samples"
+            f"the forward draws from {' and '.join(known.drew)}, and no two runs can share those numbers sample by "
+            "sample"
+            if known.drew
+            else f"the forward chooses by random numbers ({known.choices[0]}), and each rank among its own samples"
         )
         beyond = {step for step in self._single if self._differs(step)}
         self._parity = [entry for entry in self._parity if entry.reference == "local" or entry.step not in beyond]

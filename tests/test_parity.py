@@ -245,6 +245,18 @@ def test_a_line_where_samples_meet_is_told_although_no_term_shows_enough_of_it()
     assert only(judge_single(off("a"), terms=(WEIGHED,), line=line, scaled=True)).code == "DDP305"
 
 
+def test_where_samples_drew_their_own_numbers_only_what_terms_show_is_told() -> None:
+    known, line = replace(KNOWN, drew=("numpy",)), Location("model.py", 9)
+    assert only(judge_single(off("a"), known=known, terms=(WEIGHED,), line=line, scaled=True)).code == "DDP312"
+    assert only(judge_single(off("a"), known=known, terms=(COUPLED,), module="n", module_class="N")).code == "DDP312"
+    assert only(judge_single(off("a"), known=known, terms=(SUM,), line=line)).code == "DDP305"
+
+
+def test_what_is_chosen_at_random_may_be_all_that_a_collective_without_gradient_changes() -> None:
+    known = replace(KNOWN, collectives=(CALL,), choices=("torch.randperm at model.py:3",))
+    assert only(judge_single(off("a"), known=known, world_ratio=0.7, world_residual=0.4)).code == "DDP312"
+
+
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
     norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]
