@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpcheck.anomalous import judge_uninitialised
-from ddpcheck.conduct import Conduct, OptionsStopped, Stopped, try_on_rank
+from ddpcheck.conduct import Arguments, Conduct, OptionsStopped, Stopped
 from ddpcheck.config import rule_patterns
 from ddpcheck.consistency import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.errors import (
@@ -25,8 +26,9 @@ from ddpcheck.errors import (
     TargetError,
     WrongTypeError,
 )
-from ddpcheck.evidence import Built, LocalStep, PathEnd, Repeated, ShardAnalysis, Wrapped
+from ddpcheck.evidence import Built, LocalStep, PathEnd, Repeated, ShardAnalysis, Unexplained, Wrapped
 from ddpcheck.findings import Report, ReportError, Severity
+from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts
 from ddpcheck.lockstep import (
     judge_collectives,
@@ -178,17 +180,17 @@ class CheckRun(Conduct):
     def _run_phases(self) -> None:
         self._prepare()
         with self._phase("wrapping", "wrapping the model"):
-            self.outcome.wrapped = self._wrap("session.wrap")
+            self.outcome.wrapped = self._wrap(calls.session.wrap)
             self._check_after_wrapping(self.outcome.wrapped)
-        self._explained("what each program holds", "program.note_program_data", otherwise=None)
+        self._explained("what each program holds", None, calls.program.note_program_data)
         self._run_steps()
-        self.outcome.notes += self._explained("how the ranks ran the recipe", "session.notes", otherwise=[])[0]
+        self.outcome.notes += self._explained("how the ranks ran the recipe", [], calls.session.notes)[0]
 
     def _prepare(self) -> None:
         """Build the model everywhere, and compare what the ranks have built."""
-        building = self._start_single(*self._earlier[0])
+        building = self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
-            built: list[Built] = self._all("session.build", self.target, self.asked.seed)
+            built: list[Built] = self._all(calls.session.build, self.target, self.asked.seed)
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
             self._settle_single(building)
@@ -203,16 +205,18 @@ class CheckRun(Conduct):
     def _check_before_wrapping(self, built: Sequence[Built]) -> None:
         found = judge_uninitialised([item.uninitialised for item in built])
         if len({item.digest for item in built}) > 1:
-            found += judge_descriptions(self._all("session.description"))
+            found += judge_descriptions(self._all(calls.session.description))
         self._add(found)
         stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
         if stopping:
             self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
-    def _wrap(self, function: str, *args: Any) -> list[Wrapped]:
-        """Wrap by `function`; options of the wrapper that differ between ranks end the check before DDP hangs."""
+    def _wrap(
+        self, phase: Callable[Arguments, Wrapped], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[Wrapped]:
+        """Wrap by `phase`; options of the wrapper that differ between ranks end the check before DDP hangs."""
         try:
-            return self._all(function, *args)
+            return self._all(phase, *args, **kwargs)
         except RankError as error:
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
@@ -239,7 +243,7 @@ class CheckRun(Conduct):
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
             self.outcome.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
         self.outcome.names = Names(
-            aliases=self._explained("which parameters are tied", "session.aliases", otherwise={})[0],
+            aliases=self._explained("which parameters are tied", {}, calls.session.aliases)[0],
             locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
 
@@ -248,8 +252,8 @@ class CheckRun(Conduct):
         if wrapped.not_handed_over:
             self.outcome.single_skipped = f"wrap makes another module, which {wrapped.not_handed_over}"
         elif wrapped.reshaped:
-            self._earlier.append(("reference.adopt", self.world.directory / "module.pickle"))
-            self._settle_single(self._start_single(*self._earlier[-1]))
+            self._earlier.append(partial(calls.reference.adopt, self.world.directory / "module.pickle"))
+            self._settle_single(self._start_single(self._earlier[-1]))
 
     def _run_step(self, step: int) -> None:
         words = f"step {step + 1} of {self.asked.steps}"
@@ -257,9 +261,9 @@ class CheckRun(Conduct):
         averaged = self.world.directory / f"averaged-{step}.pt"
         with self._phase("parameters", f"{words}: each rank by itself"):
             wanted = not self.outcome.single_skipped and not self.outcome.ranks_apart
-            self._all("local.begin_step", step, state if wanted else None)
-            single = self._start_single("reference.run_step", step, state) if wanted else None
-            local: list[LocalStep] = self._all("local.local_step", step)
+            self._all(calls.local.begin_step, step, state if wanted else None)
+            single = self._start_single(partial(calls.reference.run_step, step, state)) if wanted else None
+            local: list[LocalStep] = self._all(calls.local.local_step, step)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.outcome.add_local(local)
@@ -269,7 +273,7 @@ class CheckRun(Conduct):
             self._check_batches([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.drew for item in local)
-            self._all("local.average", step, None if draws else averaged)
+            self._all(calls.local.average, step, None if draws else averaged)
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
             if single is not None and (result := self._settle_single(single)) is not None:
@@ -279,7 +283,7 @@ class CheckRun(Conduct):
                     doubtful |= self._compare_with_single(step, averaged)
             if self.outcome.draws_alike() and step == 0:
                 what = "whether the ranks draw the same numbers"
-                self.outcome.add_draws(self._explained(what, "draws.draws", step, otherwise=[]))
+                self.outcome.add_draws(self._explained(what, [], calls.draws.draws, step))
             if doubtful and not self.outcome.withheld:
                 self._repeat(step)
         self._update_alone(step, words)
@@ -289,7 +293,7 @@ class CheckRun(Conduct):
     def _repeat(self, step: int) -> None:
         """Find out whether a step that differs differs from itself as well."""
         what = f"whether step {step} gives the same gradients again"
-        self.outcome.add_repeat(step, self._explained(what, "repeat.repeat_step", step, otherwise=Repeated()))
+        self.outcome.add_repeat(step, self._explained(what, Repeated(), calls.repeat.repeat_step, step))
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
@@ -299,30 +303,30 @@ class CheckRun(Conduct):
         doubtful = self._run_ddp(step, words)
         if any(item.compiles for item in self.outcome.local) and not self.outcome.ranks_apart:
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
-                self.outcome.add_compiled(self._all("compiled.compiled_step", step))
+                self.outcome.add_compiled(self._all(calls.compiled.compiled_step, step))
         return doubtful
 
     def _update_alone(self, step: int, words: str) -> None:
         """Change the weights where the wrapper did not; after all that puts the step's first state back."""
         if self.outcome.ddp_skipped:
             with self._phase("parameters", f"{words}: the optimizer"):
-                self._all("local.local_update", step)
+                self._all(calls.local.local_update, step)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
         what = "why gradients are missing"
-        return self._explained(what, "local.explain", step, otherwise={}) if in_step else [{} for _ in local]
+        return self._explained(what, {}, calls.local.explain, step) if in_step else [{} for _ in local]
 
     def _quieten(self, step: int, averaged: Path) -> bool:
         """Average gradients without random numbers; returns whether the loss can do without."""
         what = "the gradients without random numbers"
-        said = self._explained(what, "local.quiet_step", step, otherwise="the step without them failed")
+        said = self._explained(what, "the step without them failed", calls.local.quiet_step, step)
         if trouble := next((item for item in said if isinstance(item, str)), ""):
             self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
-        self.outcome.add_quiet_steps(said)
-        self._all("local.average", step, averaged)
+        self.outcome.add_quiet_steps([item for item in said if not isinstance(item, str)])
+        self._all(calls.local.average, step, averaged)
         return True
 
     def _check_in_step(self, local: Sequence[LocalStep]) -> None:
@@ -337,10 +341,10 @@ class CheckRun(Conduct):
         if len({item.layout for item in local}) == 1 or not self.outcome.wrapped[0].facts.is_ddp:
             return
         broadcasts = self.outcome.wrapped[0].broadcasts_buffers
-        found = judge_layouts(self._all("local.layout"), step, broadcasts=broadcasts)
+        found = judge_layouts(self._all(calls.local.layout), step, broadcasts=broadcasts)
         if not found:
             return
-        lines = self._all("session.assignments", [name for finding in found for name in finding.subjects])[0]
+        lines = self._all(calls.session.assignments, [name for finding in found for name in finding.subjects])[0]
         self._add([dataclasses.replace(f, location=lines.get(f.subjects[0])) for f in found])
         self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
 
@@ -348,15 +352,15 @@ class CheckRun(Conduct):
         """Once, where ranks reduce vectors in forward: whether they pack them alike."""
         if self._packing_checked or not any(item.calls for item in local):
             return
-        calls = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
-        if any("reduce" in call.operation and call.elements > 1 for call in calls):
+        in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
+        if any("reduce" in call.operation and call.elements > 1 for call in in_forward):
             self._packing_checked = True
             what = "whether the ranks pack what they reduce alike"
-            self._add(judge_packing(self._explained(what, "shards.packed_payloads", step, otherwise=())))
+            self._add(judge_packing(self._explained(what, (), calls.shards.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
-        if len(set(batches)) > 1 and self._all("local.batch_again", step) == list(batches):
+        if len(set(batches)) > 1 and self._all(calls.local.batch_again, step) == list(batches):
             self._add(judge_batches(batches, step))
             self._skip_rest("DDP516: the ranks do not train on parts of one batch")
         self._check_batch(batches, step)
@@ -372,7 +376,7 @@ class CheckRun(Conduct):
         """One step through the wrapper; returns whether its result needs a second look."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
-                doubtful = self.outcome.add_ddp(self._all("ddp.ddp_step", step))
+                doubtful = self.outcome.add_ddp(self._all(calls.ddp.ddp_step, step))
                 if self.outcome.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
                     self._add(mismatch)
                     self._skip_rest("DDP403: the ranks are out of step")
@@ -387,15 +391,15 @@ class CheckRun(Conduct):
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
         """The averaged gradients against the global batch's; returns whether they differ."""
         trained = list(self.outcome.local[0].evidence.states)
-        differences = self._settle_single(self._start_single("reference.compare_with", averaged, trained))
+        differences = self._settle_single(self._start_single(partial(calls.reference.compare_with, averaged, trained)))
         if differences is None or not self.outcome.add_single_differences(step, differences):
             return False
         if self.outcome.wants_analysis:
             if not self.outcome.add_analysis(step, self._analyse(step, averaged)):
                 return False
             what = "what each program holds"
-            self.outcome.held = self._explained(what, "program.program_data", otherwise={})
-            changed = self._explained(what, "program.changed_data", otherwise=[])
+            self.outcome.held = self._explained(what, {}, calls.program.program_data)
+            changed = self._explained(what, [], calls.program.changed_data)
             self.outcome.changed = frozenset().union(*changed)
         return True
 
@@ -403,16 +407,18 @@ class CheckRun(Conduct):
         """What the shards, one by one, tell of a difference; nothing where they cannot."""
         what = "why the ranks' average differs from the global batch"
         known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.outcome.local[0].threads)
-        result = self._settle_single(self.single.start(try_on_rank, "analysis.analyse", *known))
-        unknown = result is None or self.outcome.add_unexplained(what, result)
-        return ShardAnalysis(trouble="that failed") if unknown else result
+        result = self._settle_single(self.single.start(partial(calls.try_call, calls.analysis.analyse, *known)))
+        if result is None or isinstance(result, Unexplained):
+            self.outcome.add_unexplained(what, result)
+            return ShardAnalysis(trouble="that failed")
+        return result
 
     def _average_exactly(self, step: int) -> Path | None:
         """The ranks' average in float64, where no process alone can compute their part; None where it is not needed."""
         if not any(item.forward_calls for item in self.outcome.local):
             return None
         file = self.world.directory / f"exact-{step}.pt"
-        return None if any(self._all("exact.average_exactly", step, file)) else file
+        return None if any(self._all(calls.exact.average_exactly, step, file)) else file
 
     def _look_again(self) -> None:
         asleep = self.outcome.zero_everywhere()
@@ -420,10 +426,8 @@ class CheckRun(Conduct):
             with self._phase("parameters", "looking again at zero gradients"):
                 last = self.asked.steps - 1
                 what = "whether gradients that are zero stay so"
-                self.outcome.awake = frozenset().union(
-                    *self._explained(what, "local.wake", asleep, last, otherwise=asleep)
-                )
+                self.outcome.awake = frozenset().union(*self._explained(what, asleep, calls.local.wake, asleep, last))
                 asleep = [name for name in asleep if name not in self.outcome.awake]
                 if asleep:
                     what = "where gradients become zero"
-                    self.outcome.zero_ends = self._explained(what, "local.why_zero", asleep, last, otherwise={})[0]
+                    self.outcome.zero_ends = self._explained(what, {}, calls.local.why_zero, asleep, last)[0]

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-from ddpcheck import gather
-from ddpcheck import rank as this_rank
 from ddpcheck.blame import as_bug
 from ddpcheck.collectives import read_log
 from ddpcheck.errors import (
@@ -28,6 +25,7 @@ from ddpcheck.errors import (
 )
 from ddpcheck.evidence import Call, Unexplained
 from ddpcheck.findings import Finding, Location, ReportError
+from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts, Pending, World
 from ddpcheck.lockstep import DeadlockWatch, judge_empty_shards, judge_failure
 from ddpcheck.outcome import Asked, Outcome
@@ -38,31 +36,8 @@ if TYPE_CHECKING:
 
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
-WHAT_RANKS_CALL = (
-    __name__,
-    "ddpcheck.reference",
-    "ddpcheck.analysis",
-    *(f"ddpcheck.gather.{module.name}" for module in pkgutil.iter_modules(gather.__path__)),
-)
-"""Imported once, before ranks are forked: in each of them that would be a third of the cost of a small check."""
-
-
-def on_rank(function: str, *args: Any) -> Any:
-    """Call a function of ddpcheck on a rank; named by a string, so that the caller need not import torch."""
-    module, _, name = function.rpartition(".")
-    return getattr(importlib.import_module(f"ddpcheck.{module}"), name)(*args)
-
-
-def try_on_rank(function: str, *args: Any) -> Any:
-    """Do as `on_rank` for what only explains; where it raises, the rank says so, and lives."""
-    try:
-        return on_rank(function, *args)
-    except Exception as error:
-        reply = this_rank.describe(error)
-        with contextlib.suppress(Exception):  # the single process has no session
-            on_rank("gather.session.recover")
-        text = str(reply["text"]).strip().partition("\n")[0]
-        return Unexplained(f"{reply['type']}: {text}" if text else reply["type"], reply["bug"], reply["traceback"])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Stopped(Exception):
@@ -87,7 +62,7 @@ class Conduct:
         self._alone_in_group = False
         self._single_hang = ""
         self._packing_checked = False
-        self._earlier: list[tuple[Any, ...]] = [("reference.start", target, asked.seed, asked.world_size)]
+        self._earlier: list[Callable[[], None]] = [partial(calls.reference.start, target, asked.seed, asked.world_size)]
 
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
         with self.outcome.timed("start"):
@@ -103,7 +78,7 @@ class Conduct:
             device=self.asked.device,
             timeout=self.asked.timeout,
             process_group=group,
-            preload=(*preloading.DDP, *WHAT_RANKS_CALL, *self.asked.preload),
+            preload=(*preloading.DDP, *calls.MODULES, *self.asked.preload),
             hash_seeds=group,
             watch=DeadlockWatch() if group else None,
             hosts=self.hosts if group else None,
@@ -111,24 +86,35 @@ class Conduct:
 
     # Ranks
 
-    def _all(self, function: str, *args: Any) -> list[Any]:
-        return self.world.run(on_rank, f"gather.{function}", *args)
+    def _all(
+        self, phase: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[Result]:
+        return self.world.run(partial(phase, *args, **kwargs))
 
-    def _explained(self, what: str, function: str, *args: Any, otherwise: Any) -> list[Any]:
+    def _explained(
+        self,
+        what: str,
+        otherwise: Result,
+        phase: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Result]:
         """As `_all`, for what only explains: what a rank cannot tell is noted, and `otherwise` stands for it."""
         try:
-            results = self.world.run(try_on_rank, f"gather.{function}", *args)
+            results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except RankError as error:
             if not [r for r in error.results.values() if self.outcome.add_unexplained(what, r)]:
                 raise
             self._skip_rest(f"the ranks could not go on after this had failed: {what}")
-        return [otherwise if self.outcome.add_unexplained(what, result) else result for result in results]
+        for result in results:
+            self.outcome.add_unexplained(what, result)
+        return [otherwise if isinstance(result, Unexplained) else result for result in results]
 
-    def _start_single(self, function: str, *args: Any) -> Pending:
-        self._last_single = (function, *args)
-        return self.single.start(on_rank, function, *args)
+    def _start_single(self, call: Callable[[], Result]) -> Pending[Result]:
+        self._last_single = call
+        return self.single.start(call)
 
-    def _settle_single(self, pending: Pending) -> Any:
+    def _settle_single(self, pending: Pending[Result]) -> Result | None:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
         try:
             return pending.result()[0]
@@ -149,7 +135,8 @@ class Conduct:
                 self.outcome.single_skipped = self._single_hang
                 return None
             if not self._alone_in_group and any(words in said for words in _NO_GROUP):
-                return self._retry_in_group()
+                retried: Result | None = self._retry_in_group()
+                return retried
             self.outcome.single_skipped = f"the single process {said}"
             return None
 
@@ -159,10 +146,10 @@ class Conduct:
         self.outcome.notes.append("the single process has a process group of one, since the model does not run without")
         last = self._last_single
         self.single = self._worlds.enter_context(self._make_world(1, group=False))
-        for earlier in (("reference.join_alone",), *self._earlier):
-            if self._settle_single(self._start_single(*earlier)) is None and self.outcome.single_skipped:
+        for earlier in (calls.reference.join_alone, *self._earlier):
+            if self._settle_single(self._start_single(earlier)) is None and self.outcome.single_skipped:
                 return None
-        return None if last == self._earlier[-1] else self._settle_single(self._start_single(*last))
+        return None if last is self._earlier[-1] else self._settle_single(self._start_single(last))
 
     def _logs(self) -> list[list[Call]]:
         return [read_log(self.world.directory, rank) for rank in range(self.asked.world_size)]
@@ -229,7 +216,7 @@ class Conduct:
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
         """By rank, the lines that made parameters, buffers and modules, as far as they are known."""
-        return self._explained("which line made what", "session.locations", names, otherwise={})
+        return self._explained("which line made what", {}, calls.session.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:
         module = self.outcome.analysis.module if self.outcome.analysis else ""

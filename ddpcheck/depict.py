@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpcheck.check import check
@@ -22,6 +23,7 @@ from ddpcheck.errors import (
     UsageError,
 )
 from ddpcheck.findings import Finding, Report
+from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts, World
 from ddpcheck.lockstep import DeadlockWatch
 from ddpcheck.picture import Detail, Mark, Picture
@@ -131,30 +133,15 @@ def depict(
 
 def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *, lazy: bool) -> Picture:
     wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
-    world.run(_prepare, target, seed, wrapping in ("passed", "failed") and not lazy, lazy)
-    size: int | None = world.run(_run_step)[0]
+    wrapped = wrapping in ("passed", "failed") and not lazy
+    world.run(partial(calls.picture.prepare, target, seed, wrapped=wrapped, materialise=lazy))
+    size = world.run(calls.picture.run_step)[0]
     small = size is not None and size <= MOST_OPERATIONS
     chosen: Detail = "operations" if detail == "operations" or (detail == "auto" and small) else "modules"
-    picture: Picture = world.run(_trace, chosen, size, MOST_OPERATIONS if detail == "auto" else None)[0]
+    most = MOST_OPERATIONS if detail == "auto" else None
+    picture = world.run(partial(calls.picture.trace, chosen, size, most=most))[0]
+    assert picture is not None, "rank 0 makes one"
     return picture
-
-
-def _prepare(target: Any, seed: int, wrapped: bool, materialise: bool) -> None:
-    from ddpcheck.gather import picture
-
-    picture.prepare(target, seed, wrapped=wrapped, materialise=materialise)
-
-
-def _run_step() -> int | None:
-    from ddpcheck.gather import picture
-
-    return picture.run_step()
-
-
-def _trace(detail: Detail, size: int | None, most: int | None) -> Picture | None:
-    from ddpcheck.gather import picture
-
-    return picture.trace(detail, size, most=most)
 
 
 def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:

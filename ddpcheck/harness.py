@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import allowed, processes, wire
@@ -32,6 +32,8 @@ from ddpcheck.worlds.processes import Hosts
 from ddpcheck.worlds.rewriting import rewritten_modules
 
 __all__ = ["Hosts", "Pending", "Watch", "World"]
+
+Result = TypeVar("Result")
 
 
 class World:
@@ -118,7 +120,7 @@ class World:
         self._preload = allowed.check_modules("preload", preload)
         self._watch = watch
         self._owner = os.getpid()
-        self._pending: Pending | None = None
+        self._pending: Pending[Any] | None = None
         self._retired = False
         self._outputs: dict[int, str] = {}
         self._luggage: dict[int, bytes] = {}
@@ -157,7 +159,9 @@ class World:
 
     # --- Running -----------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Result]:
         """Call `fn(*args, **kwargs)` on every rank and return the results in order of rank.
 
         Args:
@@ -174,15 +178,17 @@ class World:
         """
         return self.start(fn, *args, timeout=timeout, **kwargs).result()
 
-    def start(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Pending:
+    def start(
+        self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Pending[Result]:
         """Do as `run`, but return at once; several worlds can work at the same time."""
         self._check_open()
         payload = allowed.pack_task(fn, args, kwargs)
         return self._begin([payload] * self.world_size, timeout)
 
     def run_each(
-        self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
-    ) -> list[Any]:
+        self, fn: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
+    ) -> list[Result]:
         """Call `fn(*arguments[rank])` on each rank and return the results in order of rank."""
         self._check_open()
         if len(arguments) != self.world_size:
@@ -209,7 +215,7 @@ class World:
         if not 0 <= rank < self.world_size:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
 
-    def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> Pending:
+    def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> Pending[Any]:
         if timeout is not None:
             allowed.check_seconds("timeout", timeout)
         self._crew.run += 1

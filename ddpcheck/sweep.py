@@ -14,14 +14,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.advice import advise
 from ddpcheck.check import CheckRun, ask
-from ddpcheck.conduct import OptionsStopped, Stopped, on_rank
+from ddpcheck.conduct import OptionsStopped, Stopped
 from ddpcheck.config import rule_patterns
 from ddpcheck.errors import EXIT_HANG, DdpcheckError, RankError
 from ddpcheck.findings import Location, ReportError, Severity
+from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts
 from ddpcheck.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.outcome import Asked, Outcome
@@ -190,18 +192,18 @@ class _Sweep(CheckRun):
     def _run_reference(self, options: Options | None) -> None:
         """Go through the steps without the wrapper, and keep what each begins from and comes to."""
         with self._phase("wrapping", "wrapping the model"):
-            wrapped = self._wrap("rows.begin_reference", options)
+            wrapped = self._wrap(calls.rows.begin_reference, options)
             found, notes = list(self.outcome.findings), list(self.outcome.notes)
             self.outcome.wrapped = wrapped
             self._check_after_wrapping(wrapped)  # for the names and the state; findings and notes come with each row
             self.outcome.findings, self.outcome.ddp_skipped = found, ""
-            self.outcome.notes = notes + self._all("session.notes")[0]
+            self.outcome.notes = notes + self._all(calls.session.notes)[0]
             if not self._references:
                 self._synced = wrapped[0].broadcasts_buffers
-                by_rank: list[ModelFacts] = self._all("rows.facts")
+                by_rank: list[ModelFacts] = self._all(calls.rows.facts)
                 same = all(facts.own == by_rank[0].own for facts in by_rank)
                 self._facts = by_rank[0] if same else replace(by_rank[0], own=None)
-                self._resisting = self._all("rows.resisting", Options(self._facts.own or {}))[0]
+                self._resisting = self._all(calls.rows.resisting, Options(self._facts.own or {}))[0]
         self._run_steps()
         if not self._references:
             drifted = any(item.buffers != self.outcome.local[0].buffers for item in self.outcome.local)
@@ -212,14 +214,14 @@ class _Sweep(CheckRun):
         self._references[wrapped[0].broadcasts_buffers] = self.outcome
 
     def _train(self, step: int, words: str) -> bool:
-        self._all("rows.keep_step", step)
+        self._all(calls.rows.keep_step, step)
         return False
 
     def _update_alone(self, step: int, words: str) -> None:
         with self._phase("parameters", f"{words}: the optimizer"):
-            self._all("local.local_update", step)
+            self._all(calls.local.local_update, step)
             if not self.outcome.ranks_apart:
-                self._all("rows.share_parameters")  # optimizers that differ are a matter of each row
+                self._all(calls.rows.share_parameters)  # optimizers that differ are a matter of each row
 
     def _kept_other(self, synced: bool) -> None:
         """The reference for wrappers that treat buffers in the other way, where that makes a difference."""
@@ -227,7 +229,7 @@ class _Sweep(CheckRun):
         if synced not in self._references:
             built = {name: self.outcome.timing.get(name, 0.0) for name in ("model", "consistency")}
             row, self.outcome = self.outcome, Outcome(self.asked, timing=built)  # of the same model as the others
-            self._settle_single(self._start_single(*self._earlier[0]))
+            self._settle_single(self._start_single(self._earlier[0]))
             self._run_reference(options)
             self.outcome = row
         elif synced not in self._kept:
@@ -244,22 +246,22 @@ class _Sweep(CheckRun):
         self._keep_again(self._reference_options)
         self._kept = {self._synced}
         if self._baseline is not None:
-            self._all("rows.begin_row", self._baseline)
-            self._all("rows.keep_baseline")
+            self._all(calls.rows.begin_row, self._baseline)
+            self._all(calls.rows.keep_baseline)
 
     def _replace_world(self) -> None:
         self.world.close()
         self.world = self._worlds.enter_context(self._make_world(self.asked.world_size, group=True))
-        self._all("session.build", self.target, self.asked.seed)
+        self._all(calls.session.build, self.target, self.asked.seed)
 
     def _keep_again(self, options: Options | None) -> None:
         """The steps of the ranks by themselves, without what has been judged already."""
-        self._all("rows.begin_reference", options)
+        self._all(calls.rows.begin_reference, options)
         for step in range(self.asked.steps):
-            self._all("local.begin_step", step, None)
-            self._all("local.local_step", step)
-            self._all("local.average", step, None)
-            self._all("rows.keep_step", step)
+            self._all(calls.local.begin_step, step, None)
+            self._all(calls.local.local_step, step)
+            self._all(calls.local.average, step, None)
+            self._all(calls.rows.keep_step, step)
             self._update_alone(step, "again")
 
     # Rows
@@ -321,7 +323,7 @@ class _Sweep(CheckRun):
                 self._restart()
             with self._phase("wrapping", f"{self._words}: wrapping"):
                 synced = self._begin_row(None if is_own else options)
-                resisting = {} if is_own else self._all("rows.resisting", options)[0]
+                resisting = {} if is_own else self._all(calls.rows.resisting, options)[0]
             if not resisting:
                 self._go_through_steps(synced)
         except Stopped:
@@ -347,11 +349,11 @@ class _Sweep(CheckRun):
 
     def _begin_row(self, options: Options | None) -> bool:
         """Wrap with these options; returns from which of the two references the steps are to be taken."""
-        wrapped = self._wrap("rows.begin_row", options)
+        wrapped = self._wrap(calls.rows.begin_row, options)
         synced = wrapped[0].broadcasts_buffers if self._buffers_matter else self._synced
         if synced != self._synced:
             self._kept_other(synced)
-            wrapped = self._wrap("rows.begin_row", options)
+            wrapped = self._wrap(calls.rows.begin_row, options)
             self.outcome = self._references[synced].fork()
         self.outcome.wrapped = wrapped
         self._check_after_wrapping(wrapped)
@@ -362,7 +364,7 @@ class _Sweep(CheckRun):
             self.outcome.decide_on_ddp(step)
             if self.outcome.ddp_skipped:
                 return
-            self._all("rows.rewind", step, synced)
+            self._all(calls.rows.rewind, step, synced)
             words = f"{self._words}: step {step + 1} of {self.asked.steps}"
             if self._run_ddp(step, words) and not self.outcome.withheld:
                 self._repeat(step)
@@ -415,9 +417,9 @@ class _Sweep(CheckRun):
         try:
             if self._baseline is not None:
                 return replace(row, step_time=self._measure())
-            self._all("rows.keep_baseline")
+            self._all(calls.rows.keep_baseline)
             self._baseline = row.options
-            self._all("rows.begin_row", options)
+            self._all(calls.rows.begin_row, options)
             itself = self._measure()
             self._noise = max(abs(itself.ratio - 1), (itself.high - itself.low) / 2)
             return replace(row, baseline=True, step_time=replace(itself, ratio=1.0, low=1.0, high=1.0))
@@ -435,7 +437,7 @@ class _Sweep(CheckRun):
     def _pairs(self, count: int, *, expected: float = 0.0) -> list[tuple[float, float]]:
         """Seconds under baseline and row on the slowest rank, pair by pair."""
         patience = self.asked.timeout + 3 * expected
-        by_rank = self.world.run(on_rank, "gather.rows.time_steps", count, timeout=patience)
+        by_rank = self.world.run(partial(calls.rows.time_steps, count), timeout=patience)
         return [(max(base for base, _ in pair), max(row for _, row in pair)) for pair in zip(*by_rank, strict=True)]
 
 

@@ -28,7 +28,7 @@ ROOMS = """
     gather.stepping gather.loss_terms gather.surroundings reference shard_terms analysis gather.session gather.exact
     gather.shards gather.program gather.draws gather.local gather.repeat gather.ddp gather.compiled gather.rows
     gather.flow
-    gather.operations gather.picture consistency program absences anomalous gather.parts loop circumstances
+    gather.operations gather.picture gather.calls consistency program absences anomalous gather.parts loop circumstances
     loss_causes parity reducer compiled causes headings outcome conduct check sweep depict folding render assertions
     watching wrapper integrations repro cli __main__ testing testing.marks testing.values testing.measuring
     testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
@@ -46,7 +46,8 @@ LIGHT = """
     ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
     ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency ddpcheck.loop ddpcheck.circumstances
     ddpcheck.loss_causes ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check
-    ddpcheck.render ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values ddpcheck.testing.measuring
+    ddpcheck.render ddpcheck.gather.calls ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values
+    ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
     ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session ddpcheck.sweep
     ddpcheck.testing.joined ddpcheck.testing.quiet ddpcheck.testing.instep ddpcheck.trials ddpcheck.matrix

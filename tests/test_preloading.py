@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,8 +13,8 @@ from typing import Literal
 import pytest
 
 from ddpcheck.check import check
-from ddpcheck.conduct import WHAT_RANKS_CALL
 from ddpcheck.errors import UsageError
+from ddpcheck.gather import calls
 from ddpcheck.harness import World
 from ddpcheck.worlds import processes
 
@@ -87,20 +89,30 @@ def test_a_module_that_starts_a_thread_is_refused_and_the_next_world_is_none_the
         assert len(set(world.run(os.getpid))) == 2
 
 
-def test_what_a_check_calls_on_ranks_is_there_before_they_are_forked(tmp_path: Path) -> None:
+def test_no_phase_imports_anything_of_ours_on_a_rank(tmp_path: Path) -> None:
     target = tmp_path / "recipe.py"
     target.write_text(
-        f"import sys\nimport torch\nmissing = {set(WHAT_RANKS_CALL)} - set(sys.modules)\n"
-        "assert not missing, missing\n"
-        "def model(): return torch.nn.Linear(2, 1)\n"
-        "def batch(step): return torch.ones(4, 2)\n"
-        "def loss(model, batch): return model(batch).mean()\n"
+        "import sys\nimport torch\n"
+        "def ours(): return {name for name in sys.modules if name.partition('.')[0] == 'ddpcheck'}\n"
+        "before = ours()\n"
+        "def model(): return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(), torch.nn.BatchNorm1d(2))\n"
+        "def batch(step):\n"
+        "    assert ours() == before, ours() - before\n"
+        "    return torch.rand(4, 2)\n"
+        "def loss(model, batch): return model(batch).square().sum()\n"
     )
-    assert {"ddpcheck.conduct", "ddpcheck.gather.session", "ddpcheck.gather.rows", "ddpcheck.analysis"} <= {
-        *WHAT_RANKS_CALL
-    }
-    report = check(str(target), steps=1)
+    report = check(str(target), steps=2)
     assert report.error is None, report.error
+    assert report.findings, "nothing had to be explained"
+
+
+def test_what_is_imported_before_ranks_are_forked_are_the_modules_of_the_phases() -> None:
+    tree = ast.parse(Path(calls.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = [f"{node.module}.{alias.name}" for node in block.body for alias in node.names]
+    assert seen == list(calls.MODULES)
+    for module in calls.MODULES:
+        assert importlib.import_module(module).__name__ == module
 
 
 def test_check_hands_it_on_and_its_error_is_one_of_usage() -> None:

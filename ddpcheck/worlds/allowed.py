@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from ddpcheck.errors import ChoiceError, UsageError, WrongTypeError
@@ -120,7 +121,9 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _part_that_stays(value: object) -> str:
-    """Which field of a dataclass, such as a recipe, cannot be pickled; empty for anything else."""
+    """Which field of a dataclass, such as a recipe, cannot be pickled, also as an argument of a partial; else empty."""
+    if isinstance(value, partial):
+        return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
     if not dataclasses.is_dataclass(value):
         return ""
     for field in dataclasses.fields(value):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddpcheck.errors import DdpcheckError
 from ddpcheck.rank import read_compiling
@@ -18,6 +18,8 @@ from ddpcheck.worlds.stillness import Stillness
 if TYPE_CHECKING:
     from ddpcheck.harness import World
 
+Result = TypeVar("Result")
+
 _GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
 _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
@@ -26,7 +28,7 @@ _LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
 Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
 
-class Pending:
+class Pending(Generic[Result]):
     """A run that is under way."""
 
     def __init__(self, world: World, crew: Crew, timeout: float, watch: Watch | None) -> None:
@@ -39,7 +41,7 @@ class Pending:
         self._started = time.monotonic()
         self._first_trouble: float | None = None
         self._next_watch = self._started + _TICK
-        self._results: list[Any] | None = None
+        self._results: list[Result] | None = None
         self._error: BaseException | None = None
 
     @property
@@ -58,7 +60,7 @@ class Pending:
             self._guarded(block=False)
         return self.complete
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[Result]:
         """Wait for the results, one a rank.
 
         Raises:
