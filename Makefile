@@ -6,11 +6,12 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 HEALTHY ?= examples/digits/healthy.py
 BROKEN ?= examples/digits/unused_head.py
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 --durations-min=0.5
 PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test lint types format faults steady models bench pictures test-gpu test-launchers clean
+.PHONY: help report test test-all test-frameworks test-launchers test-gpu lint types format faults steady models bench pictures clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,9 +32,17 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
 # Bytecode first: where PYTHONDONTWRITEBYTECODE is set, each of the hundred processes that are started compiles it anew.
-test: lint types ## everything that is checked before a change goes in; needs no GPU
+test: lint types ## what protects a change: lint, types, each door and each rule; under 5 minutes, needs no GPU
 	$(BIN)/python -m compileall -q ddpcheck tests examples
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
+
+# `make test` runs what has no mark, or `smoke`; this runs the rest. tests/tiers.py says what the marks mean.
+test-all: $(READY) ## the tests that `make test` leaves out: every fault and model, frameworks, launchers; 30 minutes
+	$(BIN)/python -m tests.launchers.install
+	$(PYTEST) -m "(slow or launchers) and not smoke"
+
+test-frameworks: $(READY) ## all tests of mmengine, Lightning, transformers and accelerate
+	$(PYTEST) -m "not launchers" tests/test_mmengine.py tests/test_lightning.py tests/test_transformers.py tests/test_accelerate.py
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -75,7 +84,7 @@ test-gpu: ## the tests that need a CUDA device, with the torch of $(PYTHON)
 # runs from a temporary folder, at ports of its own, and is stopped again.
 test-launchers: $(READY) ## the tests of real launchers: torchrun, Open MPI and SLURM, on one node and on two
 	$(BIN)/python -m tests.launchers.install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m launchers $$(grep -l 'mark.launchers' tests/test_*.py)
+	$(PYTEST) -m launchers $$(grep -l 'mark.launchers' tests/test_*.py)
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -12,6 +12,8 @@ pytest.importorskip("accelerate")
 import ddpcheck
 from tests.test_transformers import added, describe
 
+pytestmark = pytest.mark.slow  # a framework; `make test` has its smoke tests
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "accelerate"
 PAGE = ROOT / "docs" / "transformers.md"
@@ -94,7 +96,7 @@ def trained(world):
     "case",
     [
         {"loss": "sum"},
-        {"loss": "sum", "accumulation": 4},
+        pytest.param({"loss": "sum", "accumulation": 4}, marks=pytest.mark.smoke),
         {"loss": "sum", "accumulation": 2, "every_batch": True, "steps": 5},
         {"loss": "sum", "accumulation": 2, "mixed_precision": "bf16"},
         {"accumulation": 2, "equal": True},
@@ -150,6 +152,7 @@ def test_a_mean_of_means_over_ranks_is_found(trained):
     assert finding.startswith("DDP305 error loss steps 0 targets")
 
 
+@pytest.mark.smoke
 def test_an_unused_layer_is_named_in_the_first_step_under_accumulation(trained):
     """Seed 1, without find_unused_parameters every parameter gets a gradient in every step on every rank (rule 13)."""
     [finding], _ = trained(accumulation=2, equal=True, unused=True)

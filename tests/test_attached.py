@@ -448,6 +448,7 @@ def one_of(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     return lambda launcher, name: all_of(launcher)[name]
 
 
+@pytest.mark.smoke
 def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Sessions) -> None:
     pytest.importorskip("pytest_cov")
     done, folder = one_of("torchrun", "measures")
@@ -467,6 +468,7 @@ def test_all_ranks_stop_after_the_same_failure(launcher: str, one_of: Sessions) 
     assert not list(folder.glob("went_on*"))
 
 
+@pytest.mark.smoke
 def test_ranks_with_different_tests_run_none(one_of: Sessions) -> None:
     done, folder = one_of("torchrun", "differ")
     assert done.returncode != 0
@@ -486,6 +488,7 @@ def test_a_file_that_one_rank_cannot_import_stops_all(one_of: Sessions) -> None:
     assert lines and len(lines) == len(set(lines)), done.output  # once each: rank 0, and rank 1 if mpirun lets it
 
 
+@pytest.mark.smoke
 def test_pytest_exit_on_one_rank_ends_all(one_of: Sessions) -> None:
     done, folder = one_of("torchrun", "exits")
     assert done.returncode != 0
@@ -591,12 +594,14 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     assert words in done.stdout, done.stdout
 
 
+@pytest.mark.smoke
 def test_a_launcher_that_must_be_there_and_is_not_is_said(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_it=HEAD)
     done = innerpytest.run(tmp_path, "--ddp-launcher=on")
     assert "No launcher has started this process: start it with torchrun" in done["test_ours"].text
 
 
+@pytest.mark.smoke
 def test_every_launcher_leaves_a_sign_that_the_plugin_looks_for() -> None:
     names = (detection._TORCHRUN, detection._OPEN_MPI, detection._MPICH, detection._SLURM, detection._PLAIN)
     known = set(pytest_plugin._SIGNS)

@@ -187,6 +187,13 @@ def assert_same(name: str, said: tuple[int, str, str], expected: tuple[int, dict
     assert (said[0], report.keys()) == (expected[0], expected[1].keys())
 
 
+@pytest.mark.smoke
+def test_torchrun_on_a_report_has_one_rank_print_it(tmp_path: Path) -> None:
+    """The shortest way through what the tests below look at closely."""
+    (code, out, _), of_rank_1 = run_commands("torchrun", tmp_path, {"unused": COMMANDS["unused"]})["unused"]
+    assert (code, json.loads(out)["findings"][0]["code"], of_rank_1) == (1, "DDP101", (0, "", ""))
+
+
 # --- The same report -------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +423,7 @@ def test_a_file_that_was_left_behind_misleads_nobody_and_strangers_are_not_let_i
             leading.result()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("machines", "visible", "expected"),
     [
@@ -438,6 +446,7 @@ def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
     assert places(hellos) == [Place(*each) for each in expected]
 
 
+@pytest.mark.smoke
 def test_a_world_of_another_size_than_there_are_processes_is_refused() -> None:
     class Two:
         world_size, launcher, one_machine = 2, "torchrun", True
@@ -447,6 +456,7 @@ def test_a_world_of_another_size_than_there_are_processes_is_refused() -> None:
         World(3, hosts=Two())  # type: ignore[arg-type]
 
 
+@pytest.mark.smoke
 def test_torchrun_is_told_what_an_exit_code_means_unless_it_is_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +471,7 @@ def test_torchrun_is_told_what_an_exit_code_means_unless_it_is_0(
     assert failure.message["extraInfo"]["py_callstack"] == "it hangs" and failure.timestamp > 0
 
 
+@pytest.mark.smoke
 def test_sigterm_leaves_time_to_say_what_has_happened() -> None:
     before = signal.getsignal(signal.SIGTERM)
     launch = Launch(BY_HAND, 0, 2, 0, None, "", "", 0)

@@ -1,29 +1,49 @@
-"""Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean."""
+"""Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean.
+
+`make test` runs the fastest fault of each code and its twin, `make test-all` the others.
+"""
 
 import re
 
 import pytest
 
 from ddpcheck.findings import Severity
+from ddpcheck.rules import RULES
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.rules_page import PAGE, rules_page
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
+from tests.faultsuite.selection import OF_A_FAMILY, fastest_of_each_code
 from tests.faultsuite.steady import TIMES, WORLD_SIZES, verdicts
 from tests.reports import shown
+from tests.tiers import share
 
 CASES = all_cases()
+QUICK = fastest_of_each_code(CASES)
+WITHOUT_FAULT = {
+    "DDP207": "two types of device: test_consistency.py",
+    "DDP312": "no fault that is known is left unexplained: test_parity.py",
+    **dict.fromkeys(("DDP506", "DDP507", "DDP511", "DDP512", "DDP518", "DDP601", "DDP602"), "explained, never found"),
+    "DDP603": "an error, not a finding: test_launchers.py",
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, QUICK), ids=str)
 def test_the_fault_is_the_first_finding_and_alone_at_its_severity(case: Case) -> None:
     report = report_on(case, "broken")
     assert faults_in(case, report) == [], shown(report)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, QUICK), ids=str)
 def test_the_twin_is_clean(case: Case) -> None:
     report = report_on(case, "fixed")
     assert faults_in_twin(report) == [], shown(report)
+
+
+def test_each_code_and_each_family_is_in_the_share_of_make_test() -> None:
+    found = {case.expected.code for case in QUICK}
+    assert RULES.keys() - found == WITHOUT_FAULT.keys(), "a rule needs a fault in examples/faults, or a reason above"
+    families = [case.family for case in QUICK]
+    assert all(families.count(case.family) >= OF_A_FAMILY for case in CASES)
 
 
 def test_each_file_says_what_is_broken_in_a_line_that_fits_a_table() -> None:
@@ -50,7 +70,8 @@ def test_the_page_of_faults_has_a_row_for_each_case() -> None:
 
 # What has most to go wrong in it: statistics, random numbers, an analysis of shards. `make steady` does this to all.
 # Four checks at once are load enough: 12 to 20 processes, all of which have something to do.
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in WORLD_SIZES])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
     case = next(case for case in CASES if str(case) == "gradients/batchnorm")
     heard = verdicts(case, "broken", world_size, TIMES, at_once=4)

@@ -310,6 +310,7 @@ SLURM = {
 PLAIN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -348,6 +349,7 @@ def test_each_launcher_is_recognised(environ: dict[str, str], expected: Launch) 
     assert require(environ) == expected
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -371,6 +373,7 @@ def test_half_of_an_environment_is_no_launch_and_says_what_is_missing(environ: d
     assert words in str(caught.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("launcher", "environ", "expected"),
     [
@@ -390,6 +393,7 @@ def test_a_launcher_that_is_asked_for_is_the_only_one_listened_to(
     assert (found.launcher, found.rank) == expected
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("launcher", "environ", "words"),
     [
@@ -414,6 +418,7 @@ def test_a_launcher_that_is_asked_for_and_not_there_is_named(
     assert words in str(caught.value)
 
 
+@pytest.mark.smoke
 def test_rank_0_on_another_node_than_the_first_is_told_what_to_export() -> None:
     environ = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2"}
     with pytest.raises(
@@ -422,12 +427,14 @@ def test_rank_0_on_another_node_than_the_first_is_told_what_to_export() -> None:
         open_board(require(environ), 1.0)
 
 
+@pytest.mark.smoke
 def test_one_process_is_no_launch_unless_it_is_asked_for() -> None:
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}
     assert detect(environ) is None
     assert require(environ).world_size == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -445,6 +452,7 @@ def test_ranks_that_cannot_find_each_other_are_told_what_to_export(environ: dict
     assert words in str(caught.value)
 
 
+@pytest.mark.smoke
 def test_the_file_of_a_job_that_was_killed_leads_nobody_astray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[[dict[str, str]], Any]
 ) -> None:
@@ -459,6 +467,7 @@ def test_the_file_of_a_job_that_was_killed_leads_nobody_astray(
     assert not point.exists()
 
 
+@pytest.mark.smoke
 def test_a_rank_of_another_machine_without_a_heartbeat_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
@@ -481,6 +490,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[st
     return lambda environ: open_board(require(environ), 20.0)
 
 
+@pytest.mark.smoke
 def test_the_first_claim_on_a_name_stays(opened: Callable[[dict[str, str]], Any]) -> None:
     board, met = opened(OPEN_MPI)
     board.claim("end", b"first")
@@ -494,6 +504,7 @@ def test_the_first_claim_on_a_name_stays(opened: Callable[[dict[str, str]], Any]
     met()
 
 
+@pytest.mark.smoke
 def test_whether_a_rank_is_there_can_be_asked_from_two_threads() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         peers = Peers(1, {0: Peer("here", child.pid), 1: Peer("here", os.getpid())})

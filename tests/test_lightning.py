@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from ddpcheck import FindingsError, Severity, UsageError
 
-pytestmark = pytest.mark.ddp(world_size=2, preload=["lightning.pytorch", "torchmetrics"], timeout=120, reuse="module")
+pytestmark = [
+    pytest.mark.ddp(world_size=2, preload=["lightning.pytorch", "torchmetrics"], timeout=120, reuse="module"),
+    pytest.mark.slow,  # a framework; `make test` has its smoke tests
+]
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "lightning"
 PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
@@ -68,6 +71,7 @@ def test_a_parameter_without_a_part_is_named_in_the_step_itself(model, code, sub
     assert run.warned == []
 
 
+@pytest.mark.smoke
 def test_a_parameter_without_a_part_is_found_in_the_only_step():
     r = runs()
     assert r.fit(r.NotInLoss, max_steps=1, check={"on_finding": "warn"}).codes == ["DDP102"]
@@ -331,7 +335,7 @@ def test_each_manual_backward_is_a_reduction_of_its_own():
 @pytest.mark.parametrize(
     "fit",
     [
-        pytest.param(lambda r: r.fit(r.Net, max_epochs=3), id="automatic"),
+        pytest.param(lambda r: r.fit(r.Net, max_epochs=3), id="automatic", marks=pytest.mark.smoke),
         pytest.param(lambda r: r.fit(r.Net, val=True), id="validation"),
         pytest.param(lambda r: r.fit(r.Net, accumulate_grad_batches=2, check=EVERY), id="accumulation"),
         pytest.param(lambda r: r.fit(r.Net, accumulate_grad_batches=3, max_epochs=2), id="accumulation with a rest"),
@@ -406,6 +410,7 @@ def test_without_ddp_there_is_nothing_to_do_and_with_more_processes_it_says_so()
     assert (run.error, run.codes) == (None, [])
 
 
+@pytest.mark.smoke
 def test_an_argument_that_is_no_choice_is_refused_at_once():
     r = runs()
     with pytest.raises(UsageError, match="on_finding"):

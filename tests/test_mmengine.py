@@ -18,7 +18,10 @@ pytest.importorskip("mmengine", reason="mmengine is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib, which mmengine's visualizer draws with, is not installed")
 
 # Ranks are shared: each run has a model, a folder and a name of its own.
-pytestmark = pytest.mark.ddp(reuse="module", preload=["tests.mmruns"], timeout=120)
+pytestmark = [
+    pytest.mark.ddp(reuse="module", preload=["tests.mmruns"], timeout=120),
+    pytest.mark.slow,  # a framework; `make test` has its smoke tests
+]
 
 ROOT = Path(__file__).parents[1]
 LOGGING = {"type": "CheckedMMDistributedDataParallel", "detect_anomalous_params": True, "on_finding": "log"}
@@ -101,6 +104,7 @@ def example(ddp_world, folder, name):
 # The detector
 
 
+@pytest.mark.smoke
 def test_each_cause_is_told_once_and_training_goes_on(faulty):
     codes = ["DDP101", "DDP102", "DDP103", "DDP106", "DDP108", "DDP104", "DDP107"]
     for trained in faulty:
@@ -262,16 +266,17 @@ HEALTHY = {
     "SyncBN": ("BatchNorm", {**LOGGING, "broadcast_buffers": False}, {"cfg": {"sync_bn": "torch"}}),
     "plain wrapper": ("Net", PLAIN, {}),
     "another runner": ("Net", LOGGING, {"flexible": True}),
+    "compiled": ("Net", LOGGING, {"cfg": {"compile": {"backend": "eager"}}}),
 }
 
 
-COMPILED = {"compiled": ("Net", LOGGING, {"cfg": {"compile": {"backend": "eager"}}})}  # which takes its time
+SMOKE = "accumulation, an EMA hook and validation"
 
 
-@pytest.mark.parametrize("name", [*HEALTHY, pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.smoke] * (name == SMOKE)) for name in HEALTHY])
 def test_a_healthy_run_raises_and_says_nothing(ddp_world, tmp_path, name):
     """Seed 3, converts BatchNorm to SyncBatchNorm when asked: then the statistics are one."""
-    kind, wrapper, options = {**HEALTHY, **COMPILED}[name]
+    kind, wrapper, options = HEALTHY[name]
 
     def run(folder, kind, wrapper, options):
         from tests import mmruns

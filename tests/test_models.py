@@ -14,13 +14,10 @@ from ddpcheck.findings import Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
+from tests.tiers import share
 
-# One of a kind: `make models` and `-m slow` check all of them.
-QUICK = """
-    bert bert_bare electra deberta_v2 albert modernbert gpt2 gpt2_padded llama gemma2 falcon t5 bart
-    vit swin convnext resnet segformer detr wav2vec2 wav2vec2_layerdrop whisper clip blip llava mamba rwkv
-    mixtral mixtral_balanced switch autoformer
-""".split()
+# `make test` has a clean one and findings of five kinds, each of a second or two; `make models` and `-m slow` have all.
+QUICK = ("bert", "bert_bare", "ibert", "xlnet", "gpt2_padded", "resnet")
 IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
 
 
@@ -29,22 +26,21 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CATALOGUE]
-)
+@pytest.mark.parametrize("name", share(CATALOGUE, QUICK))
 def test_what_is_said_of_an_architecture_is_what_an_oracle_finds_out(name: str) -> None:
     for needed in CATALOGUE[name].needs:
         pytest.importorskip(needed)
     assert disagreements(name, report_on(name), find_truth(CATALOGUE[name])) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), IN_OTHER_WORLDS)
 def test_it_is_the_same_on_more_ranks(name: str, world_size: int) -> None:
     assert disagreements(name, report_on(name, world_size, steps=2), find_truth(CATALOGUE[name], world_size)) == []
 
 
 def test_the_architectures_named_here_exist() -> None:
-    assert set(QUICK) | {name for name, _ in IN_OTHER_WORLDS} <= set(CATALOGUE)
+    assert {*QUICK, *(name for name, _ in IN_OTHER_WORLDS)} <= set(CATALOGUE)
 
 
 HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, weights=(), exact=True)

@@ -17,6 +17,8 @@ pytest.importorskip("accelerate")
 
 import ddpcheck
 
+pytestmark = pytest.mark.slow  # a framework; `make test` has its smoke tests
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 FAULT = "DDP514 error loss steps 0"
@@ -146,7 +148,10 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("case", HEALTHY)
+SMOKE = "padding and accumulation"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.smoke] * (case == SMOKE)) for case in HEALTHY])
 def test_a_healthy_trainer_is_left_in_peace(trained, case):
     """Seed 3, a detector that costs nothing and says nothing on a healthy loop."""
     findings, shown = trained(**HEALTHY[case])
@@ -179,6 +184,7 @@ def test_ranks_that_divide_by_their_own_number_of_tokens_are_found(trained):
     assert [finding[:17] for finding in findings if " note " not in finding] == ["DDP305 error loss"]
 
 
+@pytest.mark.smoke
 def test_a_pooler_that_nothing_uses_is_named_in_the_first_step(trained):
     """Seed 1, without find_unused_parameters every parameter gets a gradient in every step on every rank (rule 13)."""
     findings, _ = trained(model="bert with pooler", equal=True, ddp_find_unused_parameters=False)
@@ -271,6 +277,7 @@ def test_in_one_process_the_callback_does_nothing(tmp_path, monkeypatch):
     assert callback.findings == ()
 
 
+@pytest.mark.smoke
 def test_a_wrong_choice_is_refused_where_it_is_made():
     from ddpcheck.integrations.transformers import DdpCheckCallback
 
@@ -278,6 +285,7 @@ def test_a_wrong_choice_is_refused_where_it_is_made():
         DdpCheckCallback(on_finding="shout")
 
 
+@pytest.mark.smoke
 def test_the_callback_takes_every_option_of_watch():
     from ddpcheck.integrations.transformers import DdpCheckCallback
 

@@ -1,0 +1,34 @@
+"""The tiers of the tests: `make test` runs what protects a change, `make test-all` all that it leaves out.
+
+A test without a mark is in `make test`. What is marked is left to `make test-all`:
+
+- `slow`: more of what `make test` has a share of, or the rest of a framework;
+- `launchers`: starts torchrun, Open MPI or SLURM.
+
+`smoke` takes single tests of a file that is marked as a whole into `make test`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+def share(values: Iterable[Any], in_make_test: Collection[Any]) -> list[Any]:
+    """Arguments for `parametrize`: those of `values` that are not in `in_make_test` run in `make test-all` only."""
+    return [value if value in in_make_test else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def first_of_each(values: Iterable[T], kinds: Callable[[T], Iterable[Hashable]]) -> list[T]:
+    """Those of `values` that are the first of a kind; one may be of several kinds."""
+    seen: set[Hashable] = set()
+    chosen = []
+    for value in values:
+        if new := set(kinds(value)) - seen:
+            seen |= new
+            chosen.append(value)
+    return chosen
