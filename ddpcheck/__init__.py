@@ -25,12 +25,13 @@ if TYPE_CHECKING:
         TargetError,
         UsageError,
     )
-    from ddpcheck.findings import Finding, Location, Report, Severity
+    from ddpcheck.findings import Finding, Location, Report
     from ddpcheck.harness import World
     from ddpcheck.launchers import allreduce_grads, allreduce_params, get_dist_info, init_dist, master_only
     from ddpcheck.matrix import Matrix
     from ddpcheck.recipe import Recipe
     from ddpcheck.repro import write_reproduction
+    from ddpcheck.severity import Severity
     from ddpcheck.sweep import check_matrix
     from ddpcheck.watching.telling import FindingWarning
     from ddpcheck.watching.watch import Watch, watch
@@ -82,7 +83,7 @@ _HOMES = {
     "World": "harness",
     "Report": "findings",
     "Finding": "findings",
-    "Severity": "findings",
+    "Severity": "severity",
     "Location": "findings",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",

@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings import Finding, ParityEntry, Report, Severity, select_findings
+from ddpcheck.findings import Finding, ParityEntry, Report, select_findings
+from ddpcheck.severity import Severity
 from ddpcheck.wording import make_finding, spelled, verb
 
 # Gradients and their references

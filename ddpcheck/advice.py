@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpcheck.findings import Severity
 from ddpcheck.matrix import Advice, MatrixRow, StepTime
+from ddpcheck.severity import Severity
 from ddpcheck.trials import DEFAULTS, FIND_UNUSED
 from ddpcheck.wording import listed
 

@@ -20,8 +20,9 @@ from ddpcheck.absences import (
     judge_sometimes,
 )
 from ddpcheck.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from ddpcheck.wording import Names, counted, listed
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ddpcheck.anomalous import MADE_IN_FORWARD
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.reducer import RUNNING_STATISTICS
+from ddpcheck.severity import Severity
 
 
 def merge_causes(findings: Sequence[Finding]) -> list[Finding]:

@@ -27,7 +27,7 @@ from ddpcheck.errors import (
     WrongTypeError,
 )
 from ddpcheck.evidence import Built, LocalStep, PathEnd, Repeated, ShardAnalysis, Unexplained, Wrapped
-from ddpcheck.findings import Report, ReportError, Severity
+from ddpcheck.findings import Report, ReportError
 from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts
 from ddpcheck.lockstep import (
@@ -37,6 +37,7 @@ from ddpcheck.lockstep import (
 from ddpcheck.loop import judge_values_changed
 from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.program import judge_batches, judge_changes, judge_options
+from ddpcheck.severity import Severity
 from ddpcheck.target import find_file, is_path, split_target
 from ddpcheck.wording import Names
 from ddpcheck.worlds import allowed

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.errors import ConfigError, UsageError, WrongTypeError
-from ddpcheck.findings import Severity
 from ddpcheck.rules import matching_rules
+from ddpcheck.severity import Severity
 
 ENVIRONMENT_PREFIX = "DDPCHECK_"
 _OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug"})

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.errors import HangError, UsageError, WrongTypeError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
 from ddpcheck.exchange import SilentRanksError, StoreExchange
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
+from ddpcheck.severity import Severity
 from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 if TYPE_CHECKING:

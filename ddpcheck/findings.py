@@ -9,33 +9,14 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal
 
 from ddpcheck.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
 from ddpcheck.reading import added, parse, read
+from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 
 SCHEMA_VERSION = 1
-
-
-class Severity(Enum):
-    """How bad a finding is.
-
-    `ERROR`: training is wrong, or will stop. `WARNING`: fragile, slow, or probably not meant. `NOTE`: worth knowing.
-    """
-
-    ERROR = "error"
-    WARNING = "warning"
-    NOTE = "note"
-
-    @property
-    def rank(self) -> int:
-        """0 for the worst."""
-        return list(Severity).index(self)
-
-    def reaches(self, threshold: Severity) -> bool:
-        """Whether this severity is at or above `threshold`."""
-        return self.rank <= threshold.rank
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,8 +63,6 @@ class Finding:
     @property
     def what_to_do(self) -> str:
         """The finding's own `fix`, else that of its rule; empty for a code that this ddpcheck does not know."""
-        from ddpcheck.rules import RULES  # the rule table is built on this module
-
         rule = RULES.get(self.code)
         return self.fix or (rule.fix if rule is not None else "")
 
@@ -309,8 +288,6 @@ def checked_version(data: Any, what: str) -> dict[str, Any]:
 
 def finding_to_dict(value: Finding) -> dict[str, Any]:
     """A finding as plain data, with the name of its rule."""
-    from ddpcheck.rules import RULES  # the rule table is built on this module
-
     rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
     data = dataclasses.asdict(value)
     data.update(name=rule.name if rule is not None else "", severity=value.severity.value, fix=value.what_to_do)
@@ -319,8 +296,6 @@ def finding_to_dict(value: Finding) -> dict[str, Any]:
 
 def without_rules_fix(value: Finding) -> Finding:
     """A finding that was read, without the advice that is its rule's."""
-    from ddpcheck.rules import RULES
-
     rule = RULES.get(value.code)
     return dataclasses.replace(value, fix="") if rule is not None and value.fix == rule.fix else value
 
@@ -333,7 +308,6 @@ def select_findings(
     A pattern is a code ("DDP101"), a prefix of one ("DDP1") or a rule's name ("unused-parameter"). Where both
     match, the longer pattern wins, so that `--ignore DDP1 --select DDP101` keeps DDP101.
     """
-    from ddpcheck.rules import RULES
 
     def longest(patterns: Sequence[str], finding: Finding) -> int:
         name = RULES[finding.code].name

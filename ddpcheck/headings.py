@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings import CheckResult, CheckStatus, Finding, ParityEntry, Severity, select_findings
+from ddpcheck.findings import CheckResult, CheckStatus, Finding, ParityEntry, select_findings
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from ddpcheck.wording import counted, listed, make_finding, spelled_steps
 
 

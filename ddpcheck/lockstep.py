@@ -15,8 +15,9 @@ from ddpcheck import rank as this_rank
 from ddpcheck.collectives import log_path, read_log
 from ddpcheck.errors import EmptyShardError, RankError, RankFailure
 from ddpcheck.evidence import Call, Packed
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.findings import Finding, Location
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from ddpcheck.wording import odd_ranks, spelled, verb
 from ddpcheck.worlds.failures import agreeing, is_waiting, phrase
 

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.evidence import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw, Wrapped
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.findings import Finding, Location
+from ddpcheck.severity import Severity
 from ddpcheck.wording import Names, listed, make_finding, spelled
 
 # Values and data

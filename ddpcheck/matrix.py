@@ -12,17 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.errors import EXIT_CLEAN, EXIT_FINDINGS
-from ddpcheck.findings import (
-    SCHEMA_VERSION,
-    Finding,
-    ReportError,
-    Severity,
-    checked_version,
-    finding_to_dict,
-    without_rules_fix,
-)
+from ddpcheck.findings import SCHEMA_VERSION, Finding, ReportError, checked_version, finding_to_dict, without_rules_fix
 from ddpcheck.reading import parse, read
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from ddpcheck.trials import Options
 
 Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]

@@ -36,20 +36,12 @@ from ddpcheck.evidence import (
     Wrapped,
     WrapperFacts,
 )
-from ddpcheck.findings import (
-    CheckResult,
-    Finding,
-    Location,
-    ParityEntry,
-    Report,
-    ReportError,
-    Severity,
-    select_findings,
-)
+from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError, select_findings
 from ddpcheck.headings import HEADINGS, Comparison, Heading, Tally, Told, check_line, heading_of, is_asked
 from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.parity import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
+from ddpcheck.severity import Severity
 from ddpcheck.shortening import limited
 from ddpcheck.wording import Names, counted, listed
 

@@ -10,8 +10,9 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.options import are_harmless
+from ddpcheck.severity import Severity
 from ddpcheck.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
 
 

@@ -12,8 +12,9 @@ from ddpcheck.circumstances import Circumstances, some_steps, spelled_factor
 from ddpcheck.consistency import differing_names
 from ddpcheck.errors import RankError
 from ddpcheck.evidence import LOOSEST_FIT, DdpStepEvidence, Difference
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.loop import judge_departure
+from ddpcheck.severity import Severity
 from ddpcheck.wording import counted, listed, make_finding, spelled, spelled_steps, verb
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

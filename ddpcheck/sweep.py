@@ -22,11 +22,12 @@ from ddpcheck.check import CheckRun, ask
 from ddpcheck.conduct import OptionsStopped, Stopped
 from ddpcheck.config import rule_patterns
 from ddpcheck.errors import EXIT_HANG, DdpcheckError, RankError
-from ddpcheck.findings import Location, ReportError, Severity
+from ddpcheck.findings import Location, ReportError
 from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts
 from ddpcheck.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.outcome import Asked, Outcome
+from ddpcheck.severity import Severity
 from ddpcheck.trials import DEFAULTS, ModelFacts, Options, Trial, first_trials, further_trials
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.findings import Finding, Location
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 
 
 def spelled(ranks: Sequence[int]) -> str:

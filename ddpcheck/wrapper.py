@@ -19,12 +19,13 @@ from ddpcheck.consistency import judge_descriptions
 from ddpcheck.errors import FindingsError, HangError, UsageError, WrongTypeError
 from ddpcheck.evidence import ModuleDescription
 from ddpcheck.exchange import SilentRanksError, StoreExchange
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.gather.construction import constructor_options
 from ddpcheck.gather.describe import describe, digest_of
 from ddpcheck.launchers import get_dist_info
 from ddpcheck.nests import iter_tensors
 from ddpcheck.program import judge_options
+from ddpcheck.severity import Severity
 from ddpcheck.watching.hooks import is_ours
 from ddpcheck.watching.telling import OnFinding, Teller, as_text, check_numbers, checked_choice
 from ddpcheck.watching.watch import Watch

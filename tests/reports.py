@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from ddpcheck.findings import Report, Severity
+from ddpcheck.findings import Report
+from ddpcheck.severity import Severity
 
 
 def shown(report: Report) -> str:

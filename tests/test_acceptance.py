@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ddpcheck.acceptance import Anomaly, PartAccount, tell_anomalies, unmet
-from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report, ReportError, Severity
+from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report, ReportError
+from ddpcheck.severity import Severity
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")

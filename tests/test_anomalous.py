@@ -10,7 +10,8 @@ import pytest
 from ddpcheck.anomalous import detect_anomalous_params, judge_parameters, judge_uninitialised, zero_everywhere
 from ddpcheck.errors import UsageError
 from ddpcheck.evidence import Changed, PathEnd, StepEvidence, Unregistered, WrapperFacts
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.findings import Finding, Location
+from ddpcheck.severity import Severity
 from ddpcheck.wording import Names
 
 torch = pytest.importorskip("torch")

@@ -12,8 +12,9 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.errors import TargetError
-from ddpcheck.findings import Finding, Report, ReportError, Severity
+from ddpcheck.findings import Finding, Report, ReportError
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(sys.executable).with_name("ddpcheck")

@@ -5,7 +5,7 @@ import pytest
 
 from ddpcheck.config import Settings, load_settings, misspelled_variables
 from ddpcheck.errors import ConfigError, UsageError
-from ddpcheck.findings import Severity
+from ddpcheck.severity import Severity
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from ddpcheck.consistency import (
 )
 from ddpcheck.errors import HangError, UsageError
 from ddpcheck.evidence import ModuleDescription, TensorRecord
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
+from ddpcheck.severity import Severity
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from ddpcheck.errors import UsageError
 from ddpcheck.evidence import PathEnd
-from ddpcheck.findings import Finding, Location, Report, Severity
+from ddpcheck.findings import Finding, Location, Report
 from ddpcheck.picture import Edge, Mark, ModuleFact, Node, ParameterFact, Picture
 from ddpcheck.render.layout import lay_out, picture_format
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from tests.dotsource import Dot, parse
 
 pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")

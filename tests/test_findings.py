@@ -16,11 +16,11 @@ from ddpcheck.findings import (
     ParityEntry,
     Report,
     ReportError,
-    Severity,
     select_findings,
 )
 from ddpcheck.render import FORMATS, Medium, renderer_for
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from ddpcheck.wording import make_finding
 
 UNUSED = Finding("DDP101", ("head.weight",), "It is never read.", Severity.ERROR, location=Location("model.py", 25))

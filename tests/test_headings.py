@@ -9,10 +9,11 @@ import pytest
 
 from ddpcheck.check import check
 from ddpcheck.evidence import Difference
-from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report, Severity
+from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.headings import HEADINGS, Comparison, Tally, Told, check_line, is_asked
 from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.recipe import Recipe
+from ddpcheck.severity import Severity
 from ddpcheck.wording import make_finding
 from tests.reports import contradictions, shown
 

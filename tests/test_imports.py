@@ -18,8 +18,8 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors reading shortening
-    findings rules options exchange config evidence wording sameness acceptance picture trials matrix
+    errors reading shortening severity rules
+    findings options exchange config evidence wording sameness acceptance picture trials matrix
     advice locate blame nests recipe target worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting
     worlds.failures worlds.processes worlds.crew compiling rank worlds.verdict worlds.stillness worlds.pending
     worlds.forkserver harness supply launched launchers graph paths zeros collectives lockstep gather gather.alone
@@ -35,13 +35,9 @@ ROOMS = """
     testing.joined testing.session testing.quiet testing.instep pytest_plugin
 """.split()
 
-# (importer, imported): why it may look forward
-EXCEPTIONS = {
-    ("findings", "rules"): "the rule table is built on Severity; the name and advice of a finding are looked up in it",
-}
-
 LIGHT = """
-    ddpcheck ddpcheck.errors ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence ddpcheck.wording
+    ddpcheck ddpcheck.errors ddpcheck.severity ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence
+    ddpcheck.wording
     ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.sameness
     ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
     ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency ddpcheck.loop ddpcheck.circumstances
@@ -110,14 +106,9 @@ def test_rooms_import_one_way(module: str) -> None:
     wrong = [
         f"line {line} imports {imported}, which comes later"
         for imported, line in imports(modules()[module].read_text(encoding="utf-8"))
-        if imported not in before and (room, imported) not in EXCEPTIONS
+        if imported not in before
     ]
     assert wrong == []
-
-
-def test_no_exception_is_stale() -> None:
-    used = {(room_of(m), imported) for m, path in modules().items() for imported, _ in imports(path.read_text())}
-    assert set(EXCEPTIONS) <= used
 
 
 def test_the_import_reader_sees_every_kind_of_import() -> None:

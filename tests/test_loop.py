@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from ddpcheck.evidence import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw, StepEvidence, Wrapped, WrapperFacts
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.findings import Finding, Location
 from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples, judge_values_changed
+from ddpcheck.severity import Severity
 from ddpcheck.wording import Names
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.advice import advise
-from ddpcheck.findings import Finding, Report, ReportError, Severity
+from ddpcheck.findings import Finding, Report, ReportError
 from ddpcheck.matrix import Advice, Matrix, MatrixRow, StepTime
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.severity import Severity
 from ddpcheck.sweep import step_time
 from ddpcheck.trials import DEFAULTS, FIND_UNUSED, STATIC_GRAPH, ModelFacts, Options, first_trials, further_trials
 

@@ -47,7 +47,8 @@ HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, 
 
 
 def report_with(*codes: str) -> Report:
-    from ddpcheck.findings import Finding, Severity
+    from ddpcheck.findings import Finding
+    from ddpcheck.severity import Severity
 
     findings = [Finding(code, ("a",), "It is so.", Severity.ERROR) for code in codes]
     return Report("tests.models.catalogue:bert", findings=tuple(findings))

@@ -9,9 +9,10 @@ from ddpcheck.causes import merge_causes
 from ddpcheck.circumstances import Circumstances
 from ddpcheck.errors import RankError, RankFailure
 from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, LossTerm, ShardAnalysis, WrapperFacts
-from ddpcheck.findings import Finding, Location, Severity
+from ddpcheck.findings import Finding, Location
 from ddpcheck.parity import fix_without_gradient, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
+from ddpcheck.severity import Severity
 from ddpcheck.wording import Names
 
 KNOWN = Circumstances(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.program import judge_changes, judge_options, judge_program_data
+from ddpcheck.severity import Severity
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -125,7 +125,8 @@ def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
 
 STUB = """
 import sys, types
-from ddpcheck.findings import Finding, Report, Severity
+from ddpcheck.findings import Finding, Report
+from ddpcheck.severity import Severity
 
 def check(target, **options):
     assert sorted(options) == [

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
-from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError, Severity
+from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.matrix import Advice, Matrix, MatrixRow, StepTime
+from ddpcheck.severity import Severity
 
 FOUND = Finding(
     "DDP104",

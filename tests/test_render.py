@@ -4,9 +4,10 @@ import io
 import pytest
 
 from ddpcheck.errors import UsageError
-from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError, Severity
+from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.render import FORMATS, Medium, renderer_for
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 
 UNUSED = Finding(
     "DDP101",

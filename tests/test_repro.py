@@ -14,12 +14,13 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.check import check
 from ddpcheck.errors import UsageError
-from ddpcheck.findings import Finding, Location, Report, Severity
+from ddpcheck.findings import Finding, Location, Report
 from ddpcheck.recipe import Recipe
 from ddpcheck.repro import write_reproduction
 from ddpcheck.repro.choice import DEMONSTRATIONS, tolerance_for, world_size_for
 from ddpcheck.repro.sources import Import, needed, read_source, renamed, spelled_imports
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
 

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from ddpcheck.errors import UsageError
-from ddpcheck.findings import Severity
 from ddpcheck.rules import FAMILIES, RULES, find_rule, matching_rules
+from ddpcheck.severity import Severity
 
 RULE_LIST = list(RULES.values())
 

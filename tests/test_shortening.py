@@ -8,9 +8,10 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.errors import RankFailure
-from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError, Severity
+from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.matrix import Matrix, MatrixRow
 from ddpcheck.render import renderer_for
+from ddpcheck.severity import Severity
 from ddpcheck.shortening import limited, shortened
 from ddpcheck.worlds.failures import error as error_of
 

@@ -20,7 +20,8 @@ from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from torch import nn
 
 from ddpcheck.errors import UsageError
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
+from ddpcheck.severity import Severity
 from ddpcheck.watching.telling import as_text, checked_choice
 from ddpcheck.watching.watch import Watch
 from ddpcheck.wording import counted

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 
-from ddpcheck.findings import Severity
 from ddpcheck.matrix import Matrix, MatrixRow
 from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
+from ddpcheck.severity import Severity
 from ddpcheck.shortening import limited
 from ddpcheck.trials import DEFAULTS, Options
 

@@ -16,10 +16,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ddpcheck.findings import Finding, ParityEntry, Report, Severity
+from ddpcheck.findings import Finding, ParityEntry, Report
 from ddpcheck.matrix import Matrix
 from ddpcheck.render import Medium
 from ddpcheck.rules import RULES
+from ddpcheck.severity import Severity
 from ddpcheck.shortening import limited
 
 MOST_FINDINGS = 50

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from ddpcheck.errors import FindingsError, UsageError
-from ddpcheck.findings import Finding, Severity, select_findings
+from ddpcheck.findings import Finding, select_findings
+from ddpcheck.severity import Severity
 from ddpcheck.watching.verdict import cause_of, follows_from, goes_on
 from ddpcheck.wording import listed, spelled, spelled_steps
 

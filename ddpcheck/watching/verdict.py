@@ -14,10 +14,11 @@ from ddpcheck.anomalous import judge_parameters
 from ddpcheck.circumstances import Circumstances
 from ddpcheck.consistency import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.evidence import DdpStepEvidence, GradientState, LoopEvent, PathEnd, StepEvidence, Wrapped, WrapperFacts
-from ddpcheck.findings import Finding, Severity
+from ddpcheck.findings import Finding
 from ddpcheck.loop import judge_loop, judge_values_changed
 from ddpcheck.program import judge_changes
 from ddpcheck.reducer import judge_reducer, judge_state
+from ddpcheck.severity import Severity
 from ddpcheck.watching.account import Account, Stock, is_look
 from ddpcheck.watching.normalisation import judge_normalisation
 from ddpcheck.wording import Names, listed, spelled_steps, verb

@@ -1,0 +1,28 @@
+"""How bad a finding is.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Severity(Enum):
+    """How bad a finding is.
+
+    `ERROR`: training is wrong, or will stop. `WARNING`: fragile, slow, or probably not meant. `NOTE`: worth knowing.
+    """
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst."""
+        return list(Severity).index(self)
+
+    def reaches(self, threshold: Severity) -> bool:
+        """Whether this severity is at or above `threshold`."""
+        return self.rank <= threshold.rank
