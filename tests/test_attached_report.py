@@ -306,7 +306,7 @@ class Hanging:
         self.launcher = start(
             [*command_of(launcher), "-m", "ddpcheck", "report", f"{HERE}:hangs_on_1", "--timeout", "100"], folder
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90
         while not self._hangs():
             assert self.launcher.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
