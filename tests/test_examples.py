@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.readme import blocks, comparable, excerpt, printed
+from tests.tiers import share
 
 pytest.importorskip("sklearn", reason="scikit-learn, which holds the data of the examples, is not installed")
 
@@ -60,7 +61,11 @@ def test_every_example_is_expected_here() -> None:
     assert {name for name in there if not name.endswith("_training.py")} == set(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# `make test` has a healthy one and one of a defect for each of the two models.
+QUICK = ("digits/healthy.py", "digits/unused_head.py", "language_model/healthy.py", "language_model/late_adapter.py")
+
+
+@pytest.mark.parametrize("name", share(EXAMPLES, QUICK))
 def test_an_example_gets_the_verdict_that_it_promises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, finding, words = EXAMPLES[name]
     target = f"examples/{name}"
@@ -75,6 +80,7 @@ def test_an_example_gets_the_verdict_that_it_promises(name: str, capsys: pytest.
             assert comparable(excerpt(kind, target, out)) == comparable(text), "run python -m tests.readme"
 
 
+@pytest.mark.slow
 def test_an_example_runs_as_the_readme_spells_it() -> None:
     command = [sys.executable, "-m", "ddpcheck", "report", "examples/digits/unused_head.py", "--timeout", "60"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}

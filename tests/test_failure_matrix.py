@@ -1,19 +1,19 @@
 """Every way in which ranks can fail a test, on each rank, in both forms, alone and under pytest-xdist.
 
-One inner session runs all cells; what pytest says of each is read from its JUnit report.
+One inner session runs all cells; what pytest says of each is read from its JUnit report. `make test` runs it alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests import innerpytest
 from tests.innerpytest import Said, Session
+from tests.tiers import share
 
 # What a rank does; `bad` is whether this one is meant.
 KINDS = {
@@ -78,25 +78,14 @@ def source() -> str:
     return "\n".join(parts)
 
 
-@pytest.fixture(scope="module")
-def sessions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Session]:
-    """Both sessions, run at the same time: most of theirs is spent waiting for ranks that hang."""
-    folders = {mode: tmp_path_factory.mktemp(mode) for mode in MODES}
-    for folder in folders.values():
-        innerpytest.write(folder, test_matrix=source())
+@pytest.fixture(scope="module", params=share(MODES, ["alone"]))
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    folder = tmp_path_factory.mktemp(request.param)
+    innerpytest.write(folder, test_matrix=source())
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    with ThreadPoolExecutor() as pool:
-        ended = dict(
-            zip(MODES, pool.map(lambda mode: innerpytest.run(folders[mode], *MODES[mode]), MODES), strict=True)
-        )
+    ended = innerpytest.run(folder, *MODES[request.param])
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
-    assert not left, "a session has left processes"
-    return ended
-
-
-@pytest.fixture(params=list(MODES))
-def session(request: pytest.FixtureRequest, sessions: dict[str, Session]) -> Session:
-    ended = sessions[request.param]
+    assert not left, "the session has left processes"
     assert ended.returncode == 1, ended.stdout
     return ended
 

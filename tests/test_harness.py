@@ -18,6 +18,7 @@ import pytest
 from ddpcheck.errors import DdpcheckError, HangError, RankError, UsageError
 from ddpcheck.harness import World
 from ddpcheck.worlds import preloading
+from tests.tiers import share
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -166,6 +167,7 @@ def test_two_worlds_work_at_the_same_time() -> None:
     assert max(start for _, start, _ in early + late) < min(end for _, _, end in early + late)
 
 
+@pytest.mark.slow
 def test_ranks_that_a_timer_will_free_are_left_in_peace() -> None:
     def exchange() -> int:
         import torch
@@ -617,6 +619,7 @@ def test_a_rank_that_takes_its_time_is_left_in_peace() -> None:
     assert side_by_side(take_time_on_rank_0, ways) == dict.fromkeys(ways)
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_rank_that_others_wait_for_is_left_in_peace() -> None:
     def wait_for_rank_2() -> None:
@@ -760,11 +763,12 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_outlives_the_parent(tmp_path: Path, number: signal.Signals, method: str) -> None:
-    if method == "spawn" and number != signal.SIGKILL:
-        pytest.skip("slow, and no different")
+ENDS = [("fork", signal.SIGKILL), ("fork", signal.SIGINT), ("fork", signal.SIGTERM), ("spawn", signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("end", share(ENDS, ENDS[:1]), ids=lambda end: f"{end[0]}-{end[1].name}")
+def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Signals]) -> None:
+    method, number = end
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), preloading.ONLY_WHAT_IS_ASKED_FOR: "1"}
@@ -836,7 +840,7 @@ def ordered_set(words: list[str]) -> list[str]:
 NAMES = [f"layer{number}" for number in range(20)]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
 def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
     method: Literal["fork", "spawn"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -868,7 +872,7 @@ def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
     assert [(one.rank, one.kind) for one in error.failures if one.kind == "died"] == [(1, "died")]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", share([0, 1], [1]))
 def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     from ddpcheck.worlds import processes
 
@@ -882,6 +886,7 @@ def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
     assert servers[victim] not in processes.server_pids() and servers[1 - victim] in processes.server_pids()
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpcheck.worlds import processes
 

@@ -15,8 +15,7 @@ import pytest
 from ddpcheck.errors import RankError
 from ddpcheck.harness import World
 from ddpcheck.worlds.processes import server_pids, shut_down
-
-WORLDS = 100
+from tests.tiers import share
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 
@@ -39,7 +38,8 @@ def ports() -> set[int]:
     }
 
 
-def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("worlds", share([25, 100], [25]))
+def test_worlds_in_a_row_leave_nothing(worlds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_step(fail: bool) -> float:  # local, so that it travels by value: ranks need not import this module
         import torch
         import torch.distributed as dist
@@ -63,7 +63,7 @@ def test_worlds_in_a_row_leave_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         return held, processes(), ports(), sorted(os.listdir(tmp_path))
 
     before, threads, memory = count(), threading.active_count(), psutil.Process().memory_info().rss
-    for number in range(WORLDS):
+    for number in range(worlds):
         with World(2, hash_seeds=bool(number % 2)) as world:
             if number % 20 == 7:
                 with pytest.raises(RankError):

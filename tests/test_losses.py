@@ -9,7 +9,8 @@ from ddpcheck.severity import Severity
 from tests.losses.table import ROWS, Convolutional, Row
 from tests.reports import shown
 
-NAMES = [row.name for row in ROWS]
+# `make test` has every third of them.
+SOME = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, row in enumerate(ROWS)]
 
 
 def told(report: ddpcheck.Report) -> tuple[str, ...]:
@@ -17,13 +18,13 @@ def told(report: ddpcheck.Report) -> tuple[str, ...]:
     return tuple(finding.code for finding in report.findings if finding.severity is not Severity.NOTE)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@pytest.mark.parametrize("row", SOME)
 def test_a_loss_that_is_normalised_rightly_is_clean(row: Row) -> None:
     report = ddpcheck.check(row.right, steps=1)
     assert told(report) == row.of_the_right, shown(report)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@pytest.mark.parametrize("row", SOME)
 def test_a_loss_that_is_not_is_told_by_its_cause(row: Row) -> None:
     wrong = dataclasses.replace(row.wrong, model=Convolutional) if row.name == "BatchNorm" else row.wrong
     report = ddpcheck.check(wrong, steps=1)

@@ -11,10 +11,11 @@ pytest_plugins = ["pytester"]
 import ddpcheck.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
+from tests.tiers import share  # noqa: E402
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 ROOT = Path(__file__).parents[1]
-BOTH = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+XDIST = ("-n", "2")
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@BOTH
+@pytest.mark.parametrize("workers", [(), XDIST], ids=["alone", "xdist"])
 def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, workers) -> None:
     done = inner(
         """
@@ -72,7 +73,7 @@ def test_a_test_runs_on_real_ranks_and_leaves_no_process(inner, pytester, worker
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 
 
-@BOTH
+@pytest.mark.parametrize("workers", share([(), XDIST], [()]), ids=["alone", "xdist"])
 def test_a_rank_that_fails_fails_the_test_with_its_own_traceback_and_output(inner, workers) -> None:
     done = inner(
         """

@@ -13,6 +13,9 @@ from torch import nn
 
 from ddpcheck.nests import iter_tensors
 from ddpcheck.wrapper import CheckedDistributedDataParallel
+from tests.faultsuite.cases import all_cases
+from tests.faultsuite.selection import fastest_of_each_code
+from tests.tiers import share
 
 FAULTS = Path(__file__).parents[1] / "examples" / "faults"
 STEPS = 10
@@ -85,25 +88,11 @@ def expected(path: Path) -> dict:
 
 
 NAMES = [*(f"parameters/{case}" for case in CASES), *(f"training/{case}" for case in OF_THE_LOOP)]
-# One of a kind by default; `-m slow` has the rest.
-QUICK = (
-    *(
-        "alternating_heads",
-        "argmax",
-        "checkpoint_without_input_grad",
-        "created_in_first_forward",
-        "custom_function_none",
-    ),
-    *("detach", "detach_with_find_unused", "frozen_by_no_grad", "ignored_parameter", "layer_drop", "layers_in_a_list"),
-    *("moe_no_token_on_a_rank", "opaque_output", "output_not_in_loss", "sparse_embedding_unused", "through_numpy"),
-    *("times_zero", "tied_weights_unused", "unused", "unused_on_one_rank", "always_no_sync", "cast_after_wrapping"),
-    *("comm_hook_returns_local", "inner_module_called", "static_graph_violated", "unfrozen_after_wrapping"),
-)
+# `make test` has the fastest of each code, as of the whole checks.
+QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name.split("/")[1] in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", share(NAMES, QUICK))
 def test_a_fault_is_found_while_the_loop_runs_and_its_twin_is_silent(ddp_world, name):
     path = FAULTS / f"{name}.py"
     want = expected(path)

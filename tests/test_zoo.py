@@ -10,6 +10,7 @@ import pytest
 from ddpcheck.check import check
 from ddpcheck.findings import Report
 from tests.reports import assert_healthy, comparable, contradictions, shown
+from tests.tiers import share
 
 ZOO = Path(__file__).parent / "zoo"
 HEALTHY = sorted((ZOO / "healthy").glob("*.py"))
@@ -22,6 +23,30 @@ TWICE = {
     *("healthy/conv_syncbn", "healthy/transformer_tied_dropout", "broken/two_causes", "broken/sum_and_bn"),
     "broken/gather_object_unused_on_rank1",
 }
+
+
+IN_MAKE_TEST = 25  # healthy recipes
+
+
+def torch_in(path: Path) -> set[str]:
+    """The names of torch that a recipe uses."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return {name for name in names if name.startswith(("nn.", "torch.", "dist."))}
+
+
+def most_various(paths: list[Path], count: int) -> list[Path]:
+    """Recipes that use as much of torch as so many can: each adds the most to those before it."""
+    uses = {path: torch_in(path) for path in paths}
+    chosen: list[Path] = []
+    while len(chosen) < count:
+        seen = set().union(*(uses[path] for path in chosen))
+        chosen.append(max(uses.keys() - set(chosen), key=lambda path: (len(uses[path] - seen), path.name)))
+    return chosen
+
+
+QUICK = most_various(HEALTHY, IN_MAKE_TEST)
+OTHERS = [path for path in HEALTHY if path.stem in IN_OTHER_WORLDS]
 
 
 def name_of(path: Path) -> str:
@@ -47,7 +72,7 @@ def report_on(path: Path, world_size: int = 2) -> Report:
     return check(str(path), world_size=world_size, timeout=20)
 
 
-@pytest.mark.parametrize("path", HEALTHY, ids=name_of)
+@pytest.mark.parametrize("path", share(HEALTHY, QUICK), ids=name_of)
 def test_a_healthy_recipe_passes_every_check_without_a_finding(path: Path) -> None:
     report = report_on(path)
     assert_healthy(report)
@@ -59,8 +84,8 @@ def test_a_healthy_recipe_passes_every_check_without_a_finding(path: Path) -> No
         assert ("other random numbers" if "inductor" in path.stem else "the same gradients there, within") in note
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.parametrize("path", [path for path in HEALTHY if path.stem in IN_OTHER_WORLDS], ids=name_of)
+@pytest.mark.parametrize("world_size", share([1, 3, 4], [3]))
+@pytest.mark.parametrize("path", share(OTHERS, OTHERS[:3]), ids=name_of)
 def test_a_healthy_recipe_is_healthy_in_worlds_of_other_sizes(path: Path, world_size: int) -> None:
     assert_healthy(report_on(path, world_size))
 
@@ -85,7 +110,7 @@ def test_the_recipes_named_here_exist() -> None:
     assert all((ZOO / f"{name}.py").exists() for name in TWICE)
 
 
-@pytest.mark.parametrize("name", sorted(TWICE))
+@pytest.mark.parametrize("name", share(sorted(TWICE), ["broken/two_causes"]))
 def test_the_same_recipe_gets_the_same_report_twice(name: str) -> None:
     path = ZOO / f"{name}.py"
     assert comparable(report_on(path)) == comparable(report_on(path))
