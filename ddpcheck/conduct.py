@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from ddpcheck.blame import as_bug
 from ddpcheck.collectives import read_log
+from ddpcheck.deadlock_watch import DeadlockWatch
 from ddpcheck.errors import (
     EXIT_HANG,
     EXIT_TARGET,
@@ -27,7 +28,7 @@ from ddpcheck.evidence import Call, Unexplained
 from ddpcheck.findings import Finding, Location, ReportError
 from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts, Pending, World
-from ddpcheck.lockstep import DeadlockWatch, judge_empty_shards, judge_failure
+from ddpcheck.lockstep import judge_empty_shards, judge_failure
 from ddpcheck.outcome import Asked, Outcome
 from ddpcheck.worlds import preloading
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpcheck.check import check
+from ddpcheck.deadlock_watch import DeadlockWatch
 from ddpcheck.errors import (
     EXIT_HANG,
     EXIT_TARGET,
@@ -25,7 +26,6 @@ from ddpcheck.errors import (
 from ddpcheck.findings import Finding, Report
 from ddpcheck.gather import calls
 from ddpcheck.harness import Hosts, World
-from ddpcheck.lockstep import DeadlockWatch
 from ddpcheck.picture import Detail, Mark, Picture
 from ddpcheck.wording import spelled, spelled_steps
 

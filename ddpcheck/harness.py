@@ -20,6 +20,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -27,13 +28,14 @@ from typing import Any, Literal, Self, TypeVar
 from ddpcheck.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import allowed, processes, wire
 from ddpcheck.worlds.crew import Crew
-from ddpcheck.worlds.pending import Pending, Watch
+from ddpcheck.worlds.pending import Pending
 from ddpcheck.worlds.processes import Hosts
 from ddpcheck.worlds.rewriting import rewritten_modules
 
 __all__ = ["Hosts", "Pending", "Watch", "World"]
 
 Result = TypeVar("Result")
+Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
 
 class World:
@@ -227,7 +229,8 @@ class World:
             if last is None or last[0] is not payload:
                 last = (payload, wire.pack(("task", self._crew.run, payload, rewritten)))
             self._crew.post(rank, last[1])
-        self._pending = Pending(self, self._crew, self.timeout if timeout is None else timeout, self._watch)
+        watch = partial(self._watch, self) if self._watch is not None else None
+        self._pending = Pending(self, self._crew, self.timeout if timeout is None else timeout, watch)
         return self._pending
 
     def _check_open(self) -> None:

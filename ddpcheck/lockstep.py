@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from ddpcheck import rank as this_rank
-from ddpcheck.collectives import log_path, read_log
 from ddpcheck.errors import EmptyShardError, RankError, RankFailure
 from ddpcheck.evidence import Call, Packed
 from ddpcheck.findings import Finding, Location
@@ -20,9 +16,6 @@ from ddpcheck.rules import RULES
 from ddpcheck.severity import Severity
 from ddpcheck.wording import odd_ranks, spelled, verb
 from ddpcheck.worlds.failures import agreeing, is_waiting, phrase
-
-if TYPE_CHECKING:
-    from ddpcheck.harness import World
 
 
 def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
@@ -141,33 +134,6 @@ def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
         return False
     moved = [at for at in zip(*values, strict=True) if len(set(at)) > 1]
     return not any(_is_ordinary(value) for at in moved for value in at)
-
-
-class DeadlockWatch:
-    """Sees a hang before the deadline: a rank waits in a collective that its peer has finished without.
-
-    Handed to `World` as `watch`. It speaks only when nothing has moved for `patience` seconds.
-    """
-
-    def __init__(self, patience: float = 2.0) -> None:
-        self._patience = patience
-        self._since: dict[tuple[int, ...], float] = {}
-
-    def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        waits = {rank: this_rank.read_slots(world.directory, rank)[1] for rank in running}
-        waiting = {rank for rank, collective in waits.items() if collective}
-        if not waiting or waiting != running:
-            self._since.clear()  # somebody is at work: it may still come
-            return None
-        sizes = tuple(
-            log_path(world.directory, rank).stat().st_size if log_path(world.directory, rank).exists() else 0
-            for rank in range(world.world_size)
-        )
-        since = self._since.setdefault(sizes, time.monotonic())
-        if time.monotonic() - since < self._patience:
-            return None
-        findings = judge_collectives([read_log(world.directory, rank) for rank in range(world.world_size)])
-        return findings[0].message.rstrip(".") if findings else None
 
 
 def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: int) -> list[Finding]:

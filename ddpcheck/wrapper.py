@@ -22,7 +22,6 @@ from ddpcheck.exchange import SilentRanksError, StoreExchange
 from ddpcheck.findings import Finding
 from ddpcheck.gather.construction import constructor_options
 from ddpcheck.gather.describe import describe, digest_of
-from ddpcheck.launchers import get_dist_info
 from ddpcheck.nests import iter_tensors
 from ddpcheck.program import judge_options
 from ddpcheck.severity import Severity
@@ -99,7 +98,7 @@ class CheckedDistributedDataParallel(_DDP):
         check_numbers(timeout=check_timeout, ignore=ignore, check_parity_every=check_parity_every)
         _check_module(module)
         group = _group_of(*args, **kwargs)
-        teller = Teller(on_finding, speaks=get_dist_info(group)[0] == 0, ignore=ignore)
+        teller = Teller(on_finding, speaks=not dist.is_initialized() or dist.get_rank(group) == 0, ignore=ignore)
         if check_consistency:
             options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
             found, impossible = _judge_construction(module, options, group, check_timeout)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpcheck import rank as ranks
 from ddpcheck.errors import RankError
-from ddpcheck.launched import Session, require
+from ddpcheck.launched import LaunchedWorld, Session, require
 
 FOLDER = Path(sys.argv[1])
 
@@ -127,7 +127,7 @@ class Program:
         self.session.begin(name)
         started = time.monotonic()
         try:
-            with self.session.world(**{"timeout": 20, **options}) as world:
+            with LaunchedWorld(self.session, **{"timeout": 20, **options}) as world:
                 self.write(name, "returned", repr(world.run(fn, *args)))
         except Exception as error:
             failures = [(one.rank, one.kind, one.type) for one in getattr(error, "failures", ())]
@@ -146,13 +146,13 @@ class Program:
         self.attempt("all_reduced", all_reduced, 1.0)
         session = self.session
         session.begin("several runs")
-        with session.world() as world:
+        with LaunchedWorld(session) as world:
             said = [world.run(context_and_environment) for _ in range(2)]
             self.write("context", said[0] == said[1], said[0], ranks.state, os.environ.get("GLOO_SOCKET_IFNAME"))
             world.run(leave_luggage)
             self.write("luggage", [world.luggage(rank).decode() for rank in range(2)])
             self.write("big", [(len(data), data[:1].decode()) for data in world.run(big)])
-        with session.world(1) as world:
+        with LaunchedWorld(session, 1) as world:
             self.write("one of two", world.run(lambda: ranks.current().world_size))
         self.write("agree", session.agree("a word", f"word {session.rank}", timeout=20))
         self.write("end", session.end(f"end {session.rank}", timeout=20))
@@ -180,14 +180,14 @@ class Program:
         session.begin("skipped run")
         try:
             if session.rank == 0:
-                with session.world(startup_timeout=20) as world:
+                with LaunchedWorld(session, startup_timeout=20) as world:
                     world.run(all_reduced, 1.0)
         except RankError as error:
             self.write("skipped run", str(error))
         self.end("skipped run")
         session.begin("other run")
         try:
-            with session.world() as world:
+            with LaunchedWorld(session) as world:
                 world.run(all_reduced if session.rank else context_and_environment)
         except RankError as error:
             self.write("other run", str(error))

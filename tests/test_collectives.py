@@ -12,11 +12,11 @@ import pytest
 
 from ddpcheck import rank as this_rank
 from ddpcheck.collectives import log_path, read_log
+from ddpcheck.deadlock_watch import DeadlockWatch
 from ddpcheck.errors import EmptyShardError, HangError, RankError, RankFailure
 from ddpcheck.evidence import Call, Packed
 from ddpcheck.findings import Finding, Location
 from ddpcheck.lockstep import (
-    DeadlockWatch,
     judge_collectives,
     judge_empty_shards,
     judge_failure,

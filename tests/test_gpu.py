@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 
 from ddpcheck.check import check  # noqa: E402
 from ddpcheck.errors import UsageError  # noqa: E402
-from ddpcheck.findings import Report, Severity  # noqa: E402
+from ddpcheck.findings import Report  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
+from ddpcheck.severity import Severity  # noqa: E402
 from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
 from tests.faultsuite.cases import Case, all_cases  # noqa: E402
 from tests.faultsuite.runs import faults_in  # noqa: E402

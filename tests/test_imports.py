@@ -1,6 +1,8 @@
 """Importing is free, and the rooms of the house import one way."""
 
 import ast
+import functools
+import graphlib
 import json
 import pickle
 import subprocess
@@ -18,7 +20,7 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
 ROOMS = """
-    errors reading shortening severity rules
+    __init__ errors reading shortening severity rules
     findings options exchange config evidence wording sameness acceptance picture trials matrix
     advice locate blame nests recipe target worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting
     worlds.failures worlds.processes worlds.crew compiling rank worlds.verdict worlds.stillness worlds.pending
@@ -29,8 +31,8 @@ ROOMS = """
     gather.shards gather.program gather.draws gather.local gather.repeat gather.ddp gather.compiled gather.rows
     gather.flow
     gather.operations gather.picture gather.calls consistency program absences anomalous gather.parts loop circumstances
-    loss_causes parity reducer compiled causes headings outcome conduct check sweep depict folding render assertions
-    watching wrapper integrations repro cli __main__ testing testing.marks testing.values testing.measuring
+    loss_causes parity reducer compiled causes headings outcome deadlock_watch conduct check sweep depict folding render
+    assertions watching wrapper integrations repro cli __main__ testing testing.marks testing.values testing.measuring
     testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
     testing.joined testing.session testing.quiet testing.instep pytest_plugin
 """.split()
@@ -42,8 +44,8 @@ LIGHT = """
     ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
     ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency ddpcheck.loop ddpcheck.circumstances
     ddpcheck.loss_causes ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check
-    ddpcheck.render ddpcheck.gather.calls ddpcheck.conduct ddpcheck.testing.marks ddpcheck.testing.values
-    ddpcheck.testing.measuring
+    ddpcheck.render ddpcheck.gather.calls ddpcheck.deadlock_watch ddpcheck.conduct ddpcheck.testing.marks
+    ddpcheck.testing.values ddpcheck.testing.measuring
     ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
     ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session ddpcheck.sweep
     ddpcheck.testing.joined ddpcheck.testing.quiet ddpcheck.testing.instep ddpcheck.trials ddpcheck.matrix
@@ -59,6 +61,7 @@ LIGHT = """
 """.split()
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name within it, `__init__` of a folder by the folder's."""
     found = {}
@@ -75,28 +78,24 @@ def room_of(module: str) -> str:
 
 
 def imports(source: str) -> Iterator[tuple[str, int]]:
-    """The rooms that `source` imports from when it runs, with line numbers."""
-    pending: list[ast.AST] = [ast.parse(source)]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            pending += node.orelse
-            continue
-        pending += ast.iter_child_nodes(node)
+    """The modules of the package that `source` imports, at any depth and for types alone too, with line numbers."""
+    for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ["ddpcheck" if node.level else "", node.module]))
-            names = [f"ddpcheck.{alias.name}" for alias in node.names] if base == "ddpcheck" else [base]
+            names = [f"{base}.{alias.name}" for alias in node.names]
         for name in names:
-            package, _, rest = name.partition(".")
-            if package == "ddpcheck" and rest and not rest.startswith("__"):
-                yield room_of(rest), node.lineno
+            package, *parts = name.split(".")
+            if package == "ddpcheck":
+                while parts and ".".join(parts) not in modules():
+                    parts.pop()
+                yield ".".join(parts) or "__init__", node.lineno
 
 
 def test_every_module_has_its_room() -> None:
-    assert {room_of(module) for module in modules()} - {"__init__"} == set(ROOMS)
+    assert {room_of(module) for module in modules()} == set(ROOMS)
 
 
 @pytest.mark.parametrize("module", [module for module in modules() if module != "__init__"])
@@ -106,9 +105,22 @@ def test_rooms_import_one_way(module: str) -> None:
     wrong = [
         f"line {line} imports {imported}, which comes later"
         for imported, line in imports(modules()[module].read_text(encoding="utf-8"))
-        if imported not in before
+        if room_of(imported) not in before
     ]
     assert wrong == []
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
+    graph = {module: {name for name, _ in imports(source)} for module, source in sources.items()}
+    graph["__init__"].clear()  # it names all that is public for type checkers; what it imports when it runs is below
+    graphlib.TopologicalSorter(graph).prepare()  # raises where there is a circle, and names it
+
+
+def test_the_package_itself_imports_no_module_of_ours() -> None:
+    code = "import sys, ddpcheck; print([name for name in sys.modules if name.startswith('ddpcheck.')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_import_reader_sees_every_kind_of_import() -> None:
@@ -121,10 +133,13 @@ if TYPE_CHECKING:
     from ddpcheck.harness import World
 else:
     import ddpcheck.cli
+from ddpcheck.gather import calls, local
 from . import rank as this_rank
-from .wire import send
+from .worlds.wire import send
 """
-    assert sorted(room for room, _ in imports(source)) == ["check", "cli", "rank", "render", "rules", "wire"]
+    seen = [module for module, _ in imports(source)]
+    top = ["check", "__init__", "rules", "rank", "cli", "harness"]
+    assert sorted(seen) == sorted([*top, "gather.calls", "gather.local", "render.terminal", "worlds.wire"])
 
 
 PROBE = """

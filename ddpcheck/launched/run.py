@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpcheck import rank as ranks
 from ddpcheck.errors import DdpcheckError, UsageError
@@ -29,9 +29,7 @@ from ddpcheck.launched.freeing import (
     main_stack,
     open_sockets,
 )
-
-if TYPE_CHECKING:
-    from ddpcheck.launched.session import Session
+from ddpcheck.launched.session import Session
 
 GRACE = 0.3  # seconds after the first failure, for others to fail for reasons of their own
 _GIVE_UP = 10.0  # seconds that a rank may take to be freed

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpcheck.errors import DdpcheckError, HangError, RankError
 from ddpcheck.launched.board import StoreGoneError, open_board
@@ -30,9 +30,6 @@ from ddpcheck.launched.interface import gloo_interface, route
 from ddpcheck.launched.peers import BEAT, Peer, Peers, how_it_ended, this_machine
 from ddpcheck.worlds.failures import agreeing, name_ranks
 from ddpcheck.worlds.wire import NO_LAUNCH
-
-if TYPE_CHECKING:
-    from ddpcheck.launched.world import LaunchedWorld
 
 _SOON = 0.001
 _LATER = 0.01
@@ -177,14 +174,6 @@ class Session:
         except (RankError, HangError) as error:
             self._spoiled = str(error)
             raise
-
-    def world(
-        self, world_size: int | None = None, *, backend: str = "gloo", device: str = "cpu", **options: Any
-    ) -> LaunchedWorld:
-        """Take the first `world_size` ranks, by default all, for runs of functions; see `LaunchedWorld`."""
-        from ddpcheck.launched.world import LaunchedWorld
-
-        return LaunchedWorld(self, world_size, backend=backend, device=device, **options)
 
     @property
     def missed(self) -> bool:

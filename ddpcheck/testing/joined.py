@@ -23,7 +23,7 @@ from ddpcheck import rank as this_rank
 from ddpcheck.blame import for_target
 from ddpcheck.errors import RankError, UsageError
 from ddpcheck.harness import Watch
-from ddpcheck.launched import Session, detect, require
+from ddpcheck.launched import LaunchedWorld, Session, detect, require
 from ddpcheck.testing.conditions import Seeds
 from ddpcheck.testing.ranks import Ranks
 from ddpcheck.testing.record import Lent
@@ -155,7 +155,9 @@ class JoinedWorld:
         self._threads = threads
         self._capture = capture
         self._launched = launched
-        self._world = launched.world(world_size, startup_timeout=options.pop("startup_timeout", STARTUP), **options)
+        self._world = LaunchedWorld(
+            launched, world_size, startup_timeout=options.pop("startup_timeout", STARTUP), **options
+        )
         self._printed: dict[int, str] = {}
         self._luggage: dict[int, bytes] = {}
 

@@ -44,7 +44,7 @@ class Ranks:
     def tenancy(self, item: pytest.Item, record: Record, options: Mapping[str, Any], since: Seeds | None) -> Tenancy:
         """A world for a test, which it gets when it first uses it."""
         tenancy = Tenancy(self, item, record, options, since)
-        record.tenancies.append(tenancy)
+        record.harvesters.append(tenancy.harvest)
         return tenancy
 
     def lease(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:

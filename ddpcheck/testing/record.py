@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pytest
 
@@ -17,9 +17,6 @@ from ddpcheck.testing.conditions import Luggage
 from ddpcheck.testing.onrank import text_of
 from ddpcheck.testing.verdict import Verdict
 from ddpcheck.worlds import wire
-
-if TYPE_CHECKING:
-    from ddpcheck.testing.ranks import Tenancy
 
 
 class Lent(Protocol):
@@ -47,7 +44,7 @@ class Record:
     """What one test's ranks have brought back so far.
 
     Attributes:
-        tenancies: The test's holds on worlds.
+        harvesters: For each world that the test has held, what keeps all that its ranks have printed.
         shown: What the report is to show instead of the traceback in this process, if anything.
         explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
         failed: Whether the test has failed: nobody should get its ranks.
@@ -55,7 +52,7 @@ class Record:
     """
 
     def __init__(self, item: pytest.Item) -> None:
-        self.tenancies: list[Tenancy] = []
+        self.harvesters: list[Callable[[], None]] = []
         self.shown: Any = None
         self.explained: tuple[BaseException, list[tuple[str, str]]] | None = None
         self.failed = False
@@ -96,8 +93,8 @@ class Record:
 
     def harvest(self) -> None:
         """Have all that the ranks have printed."""
-        for tenancy in self.tenancies:
-            tenancy.harvest()
+        for harvest in self.harvesters:
+            harvest()
 
     def keep_output(self, world: Lent, texts: Mapping[int, str]) -> None:
         """Keep what the ranks have printed."""

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from ddpcheck.errors import DdpcheckError
 from ddpcheck.rank import read_compiling
 from ddpcheck.worlds import verdict, wire
 from ddpcheck.worlds.crew import Crew, Rank
 from ddpcheck.worlds.stillness import Stillness
-
-if TYPE_CHECKING:
-    from ddpcheck.harness import World
 
 Result = TypeVar("Result")
 
@@ -25,13 +23,30 @@ _TICK = 0.25  # between calls of `watch`
 _BRIEF = 0.05  # time in `watch` that is not worth counting
 _LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
 
-Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
+
+class Running(Protocol):
+    """A world, as far as a run of it is concerned."""
+
+    device: str
+    directory: Path
+    startup_timeout: float
+    closed: bool
+    failed: bool
+
+    def close(self) -> None:
+        """End the ranks."""
 
 
 class Pending(Generic[Result]):
-    """A run that is under way."""
+    """A run that is under way; `watch` is called with the ranks that have finished and those that have not."""
 
-    def __init__(self, world: World, crew: Crew, timeout: float, watch: Watch | None) -> None:
+    def __init__(
+        self,
+        world: Running,
+        crew: Crew,
+        timeout: float,
+        watch: Callable[[frozenset[int], frozenset[int]], str | None] | None,
+    ) -> None:
         self._world = world
         self._crew = crew
         self._timeout = timeout
@@ -122,7 +137,7 @@ class Pending(Generic[Result]):
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
-                sentence = self._watch(self._world, finished, frozenset(rank.number for rank in running))
+                sentence = self._watch(finished, frozenset(rank.number for rank in running))
                 self._allow(time.monotonic() - now)
                 if sentence:
                     self._fail(sentence)
