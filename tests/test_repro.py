@@ -18,7 +18,9 @@ from ddpcheck.findings import Finding, Location, Report
 from ddpcheck.recipe import Recipe
 from ddpcheck.repro import write_reproduction
 from ddpcheck.repro.choice import DEMONSTRATIONS, tolerance_for, world_size_for
-from ddpcheck.repro.sources import Import, needed, read_source, renamed, spelled_imports
+from ddpcheck.repro.projects import without_ddpcheck
+from ddpcheck.repro.script import our_code
+from ddpcheck.repro.sources import Import, spelled_imports
 from ddpcheck.rules import RULES
 from ddpcheck.severity import Severity
 from tests.faultsuite.cases import FAULTS, read_case
@@ -106,6 +108,67 @@ def test_names_of_the_target_do_not_meet_those_of_the_script(attribute: str, run
     assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
 
 
+MODES = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+class Frozen(Net):
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
+class Trained(Net):
+    def train(self, data):
+        raise AssertionError("nobody asked for that")
+
+
+def partly():
+    net = Net()
+    net.body.eval()
+    return net
+
+
+def batch(step):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model, x):
+    return (model(x)[:, 0] - x.sum(1)).square().mean()
+
+
+def model():
+    return {model}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "mixes"),
+    [("Net().eval()", True), ("Trained()", True), ("Frozen()", False), ("Frozen().eval()", False), ("partly()", False)],
+)
+def test_a_model_is_put_into_training_mode_as_by_a_check(
+    model: str, mixes: bool, runner: Runner, tmp_path: Path
+) -> None:
+    """A BatchNorm mixes samples in training mode only."""
+    (tmp_path / "net.py").write_text(MODES.replace("{model}", model))
+    target = str(tmp_path / "net.py")
+    script = write_reproduction(small_report(target, "DDP304"), target, tmp_path / "out")
+    ran = runner.run(script)
+    assert ran.codes == [int(mixes)] * 2, ran.text
+
+
 CROWDED = """\
 from time import time
 import ddpcheck
@@ -178,7 +241,8 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     assert "torchrun --standalone --nproc-per-node 2 repro_ddp101.py" in docstring
     place = re.search(r"unused.py:26, line (\d+) here", docstring)
     assert place and "self.old_head = " in text.splitlines()[int(place[1]) - 1]
-    assert str(ROOT) not in text and "EXPECT" not in text and "fixed" not in text
+    source = (ROOT / "examples/faults/parameters/unused.py").read_text().partition("\nfrom ddpcheck import Recipe\n")
+    assert str(ROOT) not in text and source[0] in text and source[2] in text
     done = torchrun(script, tmp_path)
     assert done.returncode == 1
     for rank in (0, 1):
@@ -344,11 +408,9 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
 
 
 def test_every_code_that_a_detector_may_emit_has_a_demonstration_that_exists() -> None:
-    folder = ROOT / "ddpcheck" / "repro" / "demonstrations"
-    facts = (folder / "facts.py").read_text()
+    defined = {name for definition in our_code().definitions for name in definition.binds}
     for code, chosen in DEMONSTRATIONS.items():
-        assert (folder / f"{chosen.name}.py").is_file(), code
-        assert not chosen.facts or f"def {chosen.facts}(" in facts, code
+        assert {chosen.name, chosen.facts or chosen.name} <= defined, code
     emitted = set()
     for file in (ROOT / "ddpcheck").rglob("*.py"):
         if not {"rules", "repro"} & set(file.relative_to(ROOT).parts):
@@ -378,34 +440,50 @@ def test_the_world_is_as_small_as_the_finding_allows() -> None:
 # Sources
 
 
-def kept(text: str, *roots: str) -> list[str]:
-    return [statement.text.splitlines()[0] for statement in needed(read_source(text), roots)]
+MIXED = """\
+from __future__ import annotations
+
+import pytest; from ddpcheck import Recipe as R
+import torch, ddpcheck.errors
+from ddpcheck import assert_ddp_safe, check
+
+from .parts import (
+    late,
+)
+
+broken = R(model=lambda: late.Net(), batch=None, loss=None)  # "from ddpcheck import check"
 
 
-def test_what_nothing_needs_is_left_out_and_what_has_effects_stays() -> None:
-    text = """
-import torch
-from mine import Base, register
-EXPECT = {"code": 1}
-torch.set_default_dtype(torch.float32)
-SIZE = 3
-seed = make_seed()
+def make() -> R:
+    from . import other
 
-# about a
-def a(): return SIZE
-def b(): return a()
-@register
-def c(): ...
-class D(torch.nn.Module): ...
-class E(Base): ...
+    return broken
+
+
+@pytest.mark.ddp
+def test_it(ddp_world) -> None:
+    assert_ddp_safe(broken)
+
+
 if __name__ == "__main__":
-    b()
+    print(check(broken))
 """
-    assert kept(text, "a") == [
-        *("torch.set_default_dtype(torch.float32)", "SIZE = 3", "seed = make_seed()", "# about a", "@register"),
-        "class E(Base): ...",
-    ]
-    assert 'EXPECT = {"code": 1}' in kept(text + "\nprint(globals())", "a")
+
+
+def test_a_target_stays_as_it_is_but_for_what_it_needs_of_ddpcheck_as_a_program_or_a_test(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(MIXED)
+    code = without_ddpcheck(tmp_path / "task.py", package="pack", roots=["make"])
+    lines = code.text.split("\n")
+    assert code.future == ("annotations",) and code.recipe == "R" and "class R:" in lines
+    assert code.text.startswith("import dataclasses\n") and "import pytest; pass\nimport torch\n" in code.text
+    body = MIXED.partition("\n\nfrom .parts")[2].partition("\n\n\n@pytest")[0]
+    body = body.replace(" import (\n    late,\n)", "from pack.parts import late").replace(
+        "from . import", "from pack import"
+    )
+    assert code.text.endswith("\n" + body)
+    assert [number for number, line in code.lines if line.startswith("broken =")] == [11]
+    with pytest.raises(UsageError, match=r"task.py:22 needs ddpcheck itself \(assert_ddp_safe\)"):
+        without_ddpcheck(tmp_path / "task.py", package="pack", roots=["test_it"])
 
 
 def test_imports_are_sorted_into_sections() -> None:
@@ -418,11 +496,4 @@ def test_imports_are_sorted_into_sections() -> None:
     assert (
         spelled_imports(imports, local={"mine"})
         == "import os\n\nimport torch\nfrom torch import nn\n\nfrom mine import x as y"
-    )
-
-
-def test_renaming_keeps_attributes_keywords_and_words() -> None:
-    text = 'def same(x):\n    """the same"""\n    same = f"same {same(x)}"  # same\n    return f(same=same).same\n'
-    assert renamed(text, {"same": "other"}) == (
-        'def other(x):\n    """the same"""\n    other = f"same {other(x)}"  # same\n    return f(same=other).same\n'
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,8 @@ from ddpcheck.findings import Finding, Report
 from ddpcheck.harness import World
 from ddpcheck.locate import relative_path
 from ddpcheck.repro.choice import Demonstration, demonstration_for, steps_for, world_size_for
-from ddpcheck.repro.projects import beside, own_modules
-from ddpcheck.repro.script import script_for
-from ddpcheck.repro.sources import joined, needed, read_source, spelled_imports, used_imports
+from ddpcheck.repro.projects import own_modules, without_ddpcheck
+from ddpcheck.repro.script import companions, script_for
 from ddpcheck.rules import RULES
 
 if TYPE_CHECKING:
@@ -32,10 +30,10 @@ _ALSO_OURS = "which wrote this file"
 def write_reproduction(report: Report, target: str, directory: str | Path, *, finding: Finding | None = None) -> Path:
     """Write a script that shows a finding under plain `torchrun`, with the modules of the user's that it needs.
 
-    The target is loaded once more, in a process of its own. Its code is copied into the script without what the
-    recipe does not need; modules of the user's own project that it imports (found next to it or below the working
-    folder, and not installed) are copied beside. Data files are not. Files that ddpcheck wrote before are
-    overwritten; others never are.
+    The target is loaded once more, in a process of its own. Its code is copied into the script as it is, without
+    functions that need ddpcheck and that the recipe does not use; modules of the user's own project that it imports
+    (found next to it or below the working folder, and not installed) are copied beside. Data files are not. Files
+    that ddpcheck wrote before are overwritten; others never are.
 
     Args:
         report: From `check`.
@@ -123,48 +121,29 @@ def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str
     entry = Path(look.file).resolve()
     modules = own_modules(entry, look.package, look.loaded)
     name = script_name(finding)
+    on_cpu = report.world.get("device", "cpu") == "cpu"
     sources = [path.read_text(encoding="utf-8") for path in (entry, *modules.values())]
-    synchronised = any(re.search("SyncBatchNorm|sync_batchnorm", source) for source in sources)
-    text = script_for(finding, chosen, report, look, name, modules, synchronised)
+    cpu_syncbn = on_cpu and any(word in source for source in sources for word in ("SyncBatchNorm", "sync_batchnorm"))
+    text = script_for(finding, chosen, report, look, name, modules, cpu_syncbn)
     files = {name: text}
-    files |= {place: beside(path, name) for place, path in modules.items()}
-    for module, source, roots in (
-        ("quiet_random", "gather/randomness.py", ("QuietRandomness", "quiet_modules")),
-        ("cpu_sync_batchnorm", "gather/syncbn.py", ("synchronised_on_cpu",)),
-    ):
-        if f"from {module} import" in text:
-            files[f"{module}.py"] = _own_part(source, roots, name)
+    for place, path in modules.items():
+        files[place] = f"# From {relative_path(str(path))}, for {name}; {_OURS}.\n{without_ddpcheck(path).text}\n"
+    files |= {file: f"# For {name}; {_OURS}.\n{copied}" for file, copied in companions(text).items()}
     for place, written in files.items():
         ast.parse(written, filename=place)
     return files
 
 
-def _own_part(source: str, roots: tuple[str, ...], script: str) -> str:
-    """A part of ddpcheck's own code that stands alone."""
-    text = (Path(__file__).parents[1] / source).read_text(encoding="utf-8")
-    text = re.sub(r"^ *@passes_on\n", "", text, flags=re.MULTILINE)  # says whose a failure is, which a script need not
-    parsed = read_source(text)
-    statements = needed(parsed, roots, ours=True)
-    used = set().union(*(statement.uses for statement in statements))
-    imports = spelled_imports(used_imports(parsed.imports, used))
-    said = ast.get_docstring(ast.parse(text)) or ""
-    mark = f"# For {script}; {_OURS}.\n"
-    future = "from __future__ import annotations"
-    return f'{mark}"""{said}\n"""\n\n{future}\n\n{imports}\n\n\n{joined(statements)[0]}\n'
-
-
 def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) -> Look:
-    """Look at the target in a process of its own; without its loss where that cannot be called there."""
+    """Look at the target in a process of its own; without its loss, or its model, where that cannot be run there."""
     world: dict[str, Any] = dict(report.world)
     steps = steps_for(finding, report, chosen)
     arguments = (target, int(world.get("seed", 0)), int(world.get("world_size", 2)), steps)
     trouble: RankError | None = None
-    for run_loss in (True, False):
-        if run_loss and finding.code.startswith("DDP4"):
-            continue
+    for run in ("loss", "model", "")[finding.code.startswith("DDP4") :]:
         with World(1, device=str(world.get("device", "cpu")), timeout=float(world.get("timeout", 30))) as one:
             try:
-                found: Look = one.run(_look_on_rank, *arguments, run_loss)[0]
+                found: Look = one.run(_look_on_rank, *arguments, run)[0]
                 return found
             except RankError as error:
                 trouble = error

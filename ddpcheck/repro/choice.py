@@ -5,7 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpcheck.findings import Finding, Report
 
@@ -15,9 +15,9 @@ class Demonstration:
     """One way to show a fault.
 
     Attributes:
-        name: Of the file in `demonstrations/`.
+        name: Of the function in `demonstrations/`.
         expect: What each rank says where the fault shows.
-        facts: The function of `facts.py` that tells what is compared.
+        facts: The function of `demonstrations/facts.py` that tells what is compared; empty for most.
         all_steps: Whether every step of the report is needed, and not only those up to the first that shows it.
         more_steps: Steps after the first that shows it.
         timeout: Seconds after which a collective gives up.
@@ -32,20 +32,16 @@ class Demonstration:
 
     @property
     def compares_with_single(self) -> bool:
-        return self.name == "global_batch"
-
-    @property
-    def needs_optimizer(self) -> bool:
-        return self.facts in ("optimizer_options", "training_state")
+        return self.name == "global_gradient"
 
 
 _NEVER = Demonstration(
-    "never_used",
+    "what_ddp_says",
     "the names of parameters without gradient, and what DDP says of it in the next step: 'Expected to have finished "
     "reduction in the prior iteration', where find_unused_parameters does not keep it silent",
     more_steps=1,
 )
-_RAISES = Demonstration("raises", "the error that DDP raises", more_steps=1)
+_RAISES = Demonstration("what_ddp_says", "the error that DDP raises", more_steps=1)
 _SOMETIMES = Demonstration(
     "sometimes_used",
     "the names of parameters without gradient on this rank, by step, and what DDP makes of it: an error, a hang that "
@@ -60,7 +56,7 @@ _GRADIENTS = Demonstration(
 _AVERAGE = Demonstration(
     "local_average", "how far DDP's gradient is from the average of the ranks' own, or the error that DDP raises"
 )
-_GLOBAL = Demonstration("global_batch", "how far DDP's gradient is from that of one process on the whole batch")
+_GLOBAL = Demonstration("global_gradient", "how far DDP's gradient is from that of one process on the whole batch")
 _RUNNING = Demonstration(
     "running",
     "where it failed, or nothing more where it died; a rank that is stuck shows its Python stack after the timeout",
@@ -71,15 +67,15 @@ _SHARDS = Demonstration("shards", "how many of its samples other ranks train on 
 
 
 def _before(facts: str, what: str) -> Demonstration:
-    return Demonstration("ranks_apart_before", f"{what}, where the ranks differ", facts)
+    return Demonstration("apart_before", f"{what}, where the ranks differ", facts)
 
 
 def _wrapped(facts: str, what: str) -> Demonstration:
-    return Demonstration("ranks_apart_wrapped", f"{what}, where the ranks differ", facts)
+    return Demonstration("apart_wrapped", f"{what}, where the ranks differ", facts)
 
 
 def _trained(facts: str, what: str) -> Demonstration:
-    return Demonstration("ranks_apart_trained", f"{what} after a step, where the ranks differ", facts)
+    return Demonstration("apart_trained", f"{what} after a step, where the ranks differ", facts)
 
 
 _OPTIONS = _wrapped("wrapper_options", "an option of the wrapper")
@@ -122,7 +118,8 @@ DEMONSTRATIONS = {
     "DDP306": _STATE,
     "DDP307": _ZERO,
     "DDP308": Demonstration("repeat", "how far two runs of one step, from the same seeds, are apart"),
-    **dict.fromkeys(("DDP401", "DDP402", "DDP403", "DDP404", "DDP405"), _RUNNING),
+    **dict.fromkeys(("DDP401", "DDP402", "DDP403", "DDP404"), _RUNNING),
+    "DDP405": replace(_RUNNING, name="uneven"),
     "DDP407": Demonstration("packing", "the numbers that it sends, where other ranks send them in another order"),
     "DDP502": Demonstration(
         "no_sync",

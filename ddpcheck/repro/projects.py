@@ -1,4 +1,4 @@
-"""The user's project: which of its modules a target imports, and how its files read without ddpcheck.
+"""The user's project: which of its modules a target imports, and how they read without ddpcheck.
 
 This module is light: it never imports torch.
 """
@@ -7,32 +7,41 @@ from __future__ import annotations
 
 import ast
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import symtable
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.errors import UsageError
 from ddpcheck.locate import is_user_file, relative_path
-from ddpcheck.repro.sources import Import, Source, Statement, imports_of, joined, read_source, spelled_imports
+from ddpcheck.repro.sources import Import, first_line, imports_of, names_in
 
-RECIPE = '''\
-@dataclass
+STAND_IN = '''\
+import dataclasses
+
+
+@dataclasses.dataclass
 class {name}:
-    """What is trained, and how."""
+    """What is trained, and how; stands in for ddpcheck.Recipe."""
 
-    model: Any
-    batch: Any
-    loss: Any
-    shard: Any = None
-    optimizer: Any = None
-    ddp_kwargs: dict = field(default_factory=dict)
-    wrap: Any = None
+    model: object
+    batch: object
+    loss: object
+    shard: object = None
+    optimizer: object = None
+    ddp_kwargs: dict = dataclasses.field(default_factory=dict)
+    wrap: object = None
+
+
 '''
-RECIPE_IMPORTS = (
-    Import("dataclasses", "dataclass", "dataclass"),
-    Import("dataclasses", "field", "field"),
-    Import("typing", "Any", "Any"),
-)
+_PACKAGE = '''\
+class {name}:
+    """Stands in for the package."""
+
+    Recipe = {recipe}
+
+
+'''
 
 
 def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) -> dict[str, Path]:
@@ -48,23 +57,20 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
     """
     roots = _roots(entry, package)
     found: dict[str, Path] = {}
-    pending = [("", entry, package)]
-    for name, file in loaded:
-        path = Path(file)
-        if _is_own(path, roots) and path.resolve() != entry:
-            pending.append((name, path, name if path.stem == "__init__" else name.rpartition(".")[0]))
+    pending = [("", entry)]
+    pending += [(name, path) for name, file in loaded if (path := Path(file)).resolve() != entry]
     while pending:
-        name, path, package = pending.pop()
+        name, path = pending.pop()
         if name:
             place = "/".join(name.split(".")) + ("/__init__.py" if path.stem == "__init__" else ".py")
-            if place in found:
+            if place in found or not _is_own(path, roots):
                 continue
             found[place] = path
+            package = name if path.stem == "__init__" else name.rpartition(".")[0]
         for wanted in _imported(path.read_text(encoding="utf-8"), package):
-            for root in roots:
-                file_of = _file_of(root, wanted)
-                if file_of is not None and _is_own(file_of, roots):
-                    pending.append((wanted, file_of, _package_of(wanted, file_of)))
+            for file_of in _files_of(wanted, roots):
+                if _is_own(file_of, roots):
+                    pending.append((wanted, file_of))
                     break
     return dict(sorted(found.items()))
 
@@ -86,14 +92,13 @@ def _imported(text: str, package: str) -> Iterator[str]:
     """The full names of the modules that a source may import, with the packages that they are in."""
     for node in ast.walk(ast.parse(text)):
         for item in imports_of(node):
-            module = absolute(item.module, package)
-            whole = f"{module}.{item.name}" if item.name else module
-            parts = whole.split(".")
+            module = _absolute(item.module, package)
+            parts = (f"{module}.{item.name}" if item.name else module).split(".")
             if parts[0] != "ddpcheck":
                 yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def absolute(module: str, package: str) -> str:
+def _absolute(module: str, package: str) -> str:
     """A module as an import names it from within `package`, without leading dots."""
     dots = len(module) - len(module.lstrip("."))
     if not dots:
@@ -102,77 +107,177 @@ def absolute(module: str, package: str) -> str:
     return ".".join(filter(None, [*base, module.lstrip(".")]))
 
 
-def _file_of(root: Path, name: str) -> Path | None:
-    path = root.joinpath(*name.split("."))
-    for file in (path / "__init__.py", path.with_name(path.name + ".py")):
-        if file.is_file():
-            return file
-    return None
+def _files_of(name: str, roots: Iterable[Path]) -> Iterator[Path]:
+    for root in roots:
+        path = root.joinpath(*name.split("."))
+        files = (path / "__init__.py", path.with_name(path.name + ".py"))
+        yield from (file for file in files if file.is_file())
 
 
-def _package_of(name: str, path: Path) -> str:
-    return name if path.stem == "__init__" else name.rpartition(".")[0]
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A module of the user's that does without ddpcheck.
+
+    Attributes:
+        lines: As they are in the file, with their numbers there; None for those that are new.
+        future: What is imported from `__future__` where that has been taken out.
+        recipe: The name under which it knows `Recipe`; empty where it does not.
+        binds: The names that it defines or imports.
+        imports: Its import statements.
+    """
+
+    lines: list[tuple[int | None, str]]
+    future: tuple[str, ...]
+    recipe: str
+    binds: frozenset[str]
+    imports: frozenset[Import]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line for _, line in self.lines)
 
 
-def without_ddpcheck(
-    imports: Sequence[Import], statements: Sequence[Statement], path: Path
-) -> tuple[list[Import], list[Statement], str]:
-    """Put a few lines into the place of `ddpcheck.Recipe`.
+def without_ddpcheck(path: Path, *, package: str = "", roots: Iterable[str] | None = None) -> Code:
+    """A module of the user's as it is, with a few lines in the place of ddpcheck's `Recipe`.
 
-    Returns:
-        The imports and statements without ddpcheck, and the name of the class that stands in; empty where there is
-        no need of one.
+    Args:
+        path: The file.
+        package: Where it is to stand alone: the package that its relative imports start from.
+        roots: Names in it that are used, where it becomes part of a script: what the others need of ddpcheck goes
+            with them, and so does what runs when it is the program.
 
     Raises:
         UsageError: The code needs more of ddpcheck than that.
     """
-    name = ""
-    kept: list[Import] = []
-    used = set().union(*(statement.uses for statement in statements))
-    for item in imports:
-        if item.root != "ddpcheck":
-            kept.append(item)
-        elif item.name == "Recipe":
-            name = item.bound
-        elif item.bound in used and item.name:
-            raise _needs_ddpcheck(item.name, path, _line_of(item.bound, statements))
-    whole = {item.bound for item in imports if item.root == "ddpcheck" and not item.name}
-    changed = []
-    for statement in statements:
-        for node in ast.walk(statement.node):
-            if any(item.root == "ddpcheck" for item in imports_of(node)):
-                raise _needs_ddpcheck("an import", path, getattr(node, "lineno", statement.first))
-        for module in whole & statement.uses:
-            name = name or "Recipe"
-            statement.text = re.sub(rf"(?<![.\w]){module}\.(recipe\.)?Recipe\b", name, statement.text)
-            if re.search(rf"(?<![.\w]){module}\.\w", statement.text):
-                raise _needs_ddpcheck(module, path, _line_of(module, [statement]))
-        changed.append(statement)
-    return kept, changed, name
-
-
-def _line_of(name: str, statements: Sequence[Statement]) -> int:
-    nodes = (node for statement in statements for node in ast.walk(statement.node))
-    return min((node.lineno for node in nodes if isinstance(node, ast.Name) and node.id == name), default=1)
-
-
-def _needs_ddpcheck(what: str, path: Path, line: int) -> UsageError:
-    return UsageError(
-        f"{relative_path(str(path))}:{line} needs ddpcheck itself ({what}), so no reproduction can run without it; "
-        "keep the recipe in a file that imports only ddpcheck.Recipe"
-    )
-
-
-def beside(path: Path, script: str) -> str:
-    """The text of a module of the user's that is written beside the script."""
     text = path.read_text(encoding="utf-8")
-    mark = f"# From {relative_path(str(path))}, for {script}; written by ddpcheck.\n"
-    if not any(item.root == "ddpcheck" for node in ast.walk(ast.parse(text)) for item in imports_of(node)):
-        return mark + text
-    source: Source = read_source(text)
-    kept, statements, name = without_ddpcheck(source.imports, source.statements, path)
-    parts = [f"from __future__ import {', '.join(source.future)}"] if source.future else []
-    parts.append(spelled_imports([*kept, *(RECIPE_IMPORTS if name else ())]))
-    stand_in = RECIPE.format(name=name) if name else ""
-    body, _ = joined(statements)
-    return mark + "\n\n".join(filter(None, parts)) + "\n\n\n" + "\n\n".join(filter(None, [stand_in, body])) + "\n"
+    tree = ast.parse(text)
+    binds = _bound_names(text, str(path))
+    ours = {item.bound: item for node in tree.body for item in imports_of(node) if item.root == "ddpcheck"}
+    recipe, stand_in = _stand_in(ours, binds)
+    unused = [] if roots is None else _unused_definitions(tree, roots)
+    edits: list[tuple[ast.stmt, str]] = []
+    future: list[str] = []
+    for node in tree.body:
+        needs = None
+        if ours.keys() & {item.bound for item in imports_of(node)}:
+            edits.append((node, _without_ours(node) + stand_in))
+            stand_in = ""
+        else:
+            needs = _need_of_ddpcheck(node, ours)
+        if roots is not None and isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            future += [alias.name for alias in node.names]
+            edits.append((node, ""))
+        elif roots is not None and (_is_main_guard(node) or (needs and node in unused)):
+            edits.append((node, ""))
+        elif needs:
+            what, line = needs
+            raise UsageError(
+                f"{relative_path(str(path))}:{line} needs ddpcheck itself ({what}), so no reproduction can run without "
+                "it; keep the recipe in a file that imports only ddpcheck.Recipe"
+            )
+        elif roots is not None:
+            edits += _absolute_imports(node, package)
+    imports = frozenset(item for node in tree.body for item in imports_of(node) if item.root != "ddpcheck")
+    return Code(_edited(text, edits), tuple(future), recipe, binds, imports)
+
+
+def stand_in_for_recipe(taken: Container[str]) -> tuple[str, str]:
+    """A name for the class that stands in for `Recipe`, which is not `taken`, and the class."""
+    name = free_name("Recipe", taken)
+    return name, STAND_IN.format(name=name)
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """`name`, or one like it that is not `taken`."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _stand_in(ours: Mapping[str, Import], binds: Container[str]) -> tuple[str, str]:
+    """The name of the class that stands in for `Recipe`, and the code in the place of the imports from ddpcheck."""
+    names = [item.bound.replace("*", "Recipe") for item in ours.values() if item.name in ("Recipe", "*")]
+    packages = [item.bound for item in ours.values() if not item.name]
+    if not names and not packages:
+        return "", ""
+    recipe = names[0] if names else free_name("Recipe", binds)
+    text = STAND_IN.format(name=recipe) + "".join(f"{name} = {recipe}\n\n\n" for name in names[1:])
+    return recipe, text + "".join(_PACKAGE.format(name=name, recipe=recipe) for name in packages)
+
+
+def _without_ours(node: ast.stmt) -> str:
+    """The line of an import statement of ddpcheck that imports something else as well."""
+    names = node.names if isinstance(node, ast.Import) else []
+    others = [alias for alias in names if alias.name.partition(".")[0] != "ddpcheck"]
+    return f"{ast.unparse(ast.Import(others))}\n" if others else ""
+
+
+def _bound_names(text: str, file: str) -> frozenset[str]:
+    """The names that a module defines or imports."""
+    symbols = symtable.symtable(text, file, "exec").get_symbols()
+    return frozenset(s.get_name() for s in symbols if s.is_assigned() or s.is_imported())
+
+
+def _unused_definitions(tree: ast.Module, roots: Iterable[str]) -> list[ast.stmt]:
+    """The functions and classes that nothing names which runs when `roots` are used; tests are some."""
+    unused: dict[str, ast.stmt] = {}
+    pending = list(roots)
+    for node in tree.body:
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        if isinstance(node, kinds) and all(ast.unparse(d).startswith("pytest.") for d in node.decorator_list):
+            unused[node.name] = node
+        elif not _is_main_guard(node):
+            pending += names_in(node)
+    while pending:
+        used = unused.pop(pending.pop(), None)
+        pending += names_in(used) if used is not None else ()
+    return list(unused.values())
+
+
+def _is_main_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def _need_of_ddpcheck(node: ast.stmt, ours: Mapping[str, Import]) -> tuple[str, int] | None:
+    """What of ddpcheck a statement mentions beside `Recipe`, and in which line."""
+    recipes = {id(item.value) for item in ast.walk(node) if isinstance(item, ast.Attribute) and item.attr == "Recipe"}
+    for item in ast.walk(node):
+        if isinstance(item, ast.Import | ast.ImportFrom) and any(i.root == "ddpcheck" for i in imports_of(item)):
+            return "an import", item.lineno
+        if isinstance(item, ast.Name) and item.id in ours and id(item) not in recipes:
+            if ours[item.id].name != "Recipe":
+                return ours[item.id].name or item.id, item.lineno
+    return None
+
+
+def _absolute_imports(node: ast.stmt, package: str) -> Iterator[tuple[ast.stmt, str]]:
+    """The relative imports in a statement, and what they are outside of `package`."""
+    for item in ast.walk(node):
+        if isinstance(item, ast.ImportFrom) and item.level:
+            module = _absolute("." * item.level + (item.module or ""), package)
+            yield item, ast.unparse(ast.ImportFrom(module, item.names, 0))
+
+
+def _edited(text: str, edits: Iterable[tuple[ast.stmt, str]]) -> list[tuple[int | None, str]]:
+    """The lines of `text` and their numbers, after each statement of `edits` has become what stands beside it."""
+    lines: list[tuple[int | None, str]] = [*enumerate(text.split("\n"), 1)]
+    for node, new in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
+        first, last = first_line(node) - 1, node.end_lineno or node.lineno
+        before = lines[node.lineno - 1][1].encode()[: node.col_offset].decode()
+        after = lines[last - 1][1].encode()[node.end_col_offset :].decode()
+        added: list[tuple[int | None, str]] = [(None, line) for line in new.splitlines()]
+        if before.strip() or after.partition("#")[0].strip():  # it shares its line with others
+            inside = new if "\n" not in new and new else "pass"
+            added = [*(added if "\n" in new else ()), (node.lineno, before + inside + after)]
+        elif len(added) == 1:
+            added = [(node.lineno, before + new)]
+        else:
+            blank_before = first == 0 or not lines[first - 1][1].strip()
+            while last < len(lines) and not lines[last][1].strip() and (added or blank_before):
+                last += 1
+        lines[first:last] = added
+    while lines and not lines[0][1].strip():
+        lines.pop(0)
+    while lines and not lines[-1][1].strip():
+        lines.pop()
+    return lines

@@ -1,4 +1,4 @@
-"""The demonstrations: ordinary code, of which a script gets what its `main` needs.
+"""The code of the scripts: a training loop, and demonstrations that take a recipe.
 
-Read as text, never imported.
+A script has copies of what its demonstration needs. Read as text, never imported.
 """

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.repro.demonstrations.pieces import leaves
-
 
 def parameter_names(module: nn.Module) -> dict[str, Any]:
     return {name: "is a parameter" for name, _ in module.named_parameters()}
@@ -52,7 +50,7 @@ def parameter_ties(module: nn.Module) -> dict[str, Any]:
     return {name: f"is {first[parameter]}" for name, parameter in named}
 
 
-def parameter_values(module: nn.Module) -> dict[str, Any]:
+def parameter_values(module: nn.Module, optim: Any) -> dict[str, Any]:
     return {name: p.detach().cpu() for name, p in module.named_parameters()}
 
 
@@ -68,11 +66,11 @@ def buffer_shapes(module: nn.Module) -> dict[str, Any]:
     return {name: f"{tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()}
 
 
-def buffer_values(module: nn.Module) -> dict[str, Any]:
+def buffer_values(module: nn.Module, optim: Any) -> dict[str, Any]:
     return {name: b.detach().cpu() for name, b in module.named_buffers()}
 
 
-def unregistered_values(module: nn.Module) -> dict[str, Any]:
+def unregistered_values(module: nn.Module, optim: Any) -> dict[str, Any]:
     """Tensors that are attributes of a module, and neither parameter nor buffer."""
     found = {}
     for place, part in getattr(module, "module", module).named_modules():
@@ -97,7 +95,7 @@ def module_classes(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def wrapper_options(module: nn.Module) -> dict[str, Any]:
+def wrapper_options(module: nn.Module, optim: Any) -> dict[str, Any]:
     names = ["find_unused_parameters", "static_graph", "broadcast_buffers"]
     names += ["gradient_as_bucket_view", "bucket_bytes_cap"]
     found = {name: getattr(module, name) for name in names if hasattr(module, name)}
@@ -105,10 +103,10 @@ def wrapper_options(module: nn.Module) -> dict[str, Any]:
     return {**found, "communication hook": ", ".join(hooks) or "none"}
 
 
-def optimizer_options(module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"class": type(optimizer).__name__}
+def optimizer_options(module: nn.Module, optim: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"class": type(optim).__name__}
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optim.param_groups):
         held = [names.get(p, "one that is not the model's") for p in group["params"]]
         found[f"parameters of group {index}"] = ", ".join(held)
         found.update(
@@ -117,21 +115,9 @@ def optimizer_options(module: nn.Module, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def training_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
+def training_state(module: nn.Module, optim: Any) -> dict[str, Any]:
     """Parameters, buffers, and what the optimizer keeps."""
     found = {name: value.cpu() for name, value in module.state_dict().items()}
-    for index, kept in enumerate(optimizer.state.values()):
+    for index, kept in enumerate(optim.state.values()):
         found.update({f"{key} of the optimizer, {index}": kept[key] for key in kept})
     return found
-
-
-def gradients(module: nn.Module) -> dict[str, Any]:
-    """The gradients, None where there is none."""
-    return {
-        name: None if p.grad is None else p.grad.detach().to_dense().cpu()
-        for name, p in module.named_parameters()
-    }
-
-
-def batch_values(data: Any) -> dict[str, Any]:
-    return {f"tensor {index}": x for index, x in enumerate(leaves(data))}

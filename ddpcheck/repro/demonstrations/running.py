@@ -9,57 +9,39 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpcheck.repro.demonstrations.pieces import (
-    RANK,
+from ddpcheck.repro.demonstrations.harness import (
+    built,
     in_short,
     leaves,
-    local_data,
+    local_batch,
+    say,
     seed_all,
-    total,
+    wrapped,
 )
-from ddpcheck.repro.stand_in import (
-    BACKEND,
-    MODEL_SEED,
+from ddpcheck.repro.demonstrations.settings import (
+    RANK,
     STEP_SEEDS,
     STEPS,
     TIMEOUT,
-    target,
 )
 
 
-def is_empty(data: Any) -> bool:
-    """Whether there are no samples in a batch."""
-    return 0 in [len(x) for x in leaves(data) if getattr(x, "ndim", 0)]
-
-
-def told_empty(steps: list[int]) -> int:
-    """Say in which steps this rank had nothing to train on."""
-    print(f"rank {RANK}: has no samples in steps {steps}", flush=True)
-    return 1
-
-
-def main() -> int:
+def running(recipe: Any) -> int:
     """Train, and tell how far this rank comes; one that is stuck shows its stack."""
-    dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))
     place, begun = "building the model", time.monotonic()
-    empty = []  # only: uneven
     try:
-        seed_all(MODEL_SEED)
-        net = target.model()
+        net = built(recipe)
         place = "wrapping"
-        ddp = target.ddp(net)
-        optim = target.sgd(ddp)
+        ddp, optim = wrapped(recipe, net)
         for step in range(STEPS):
-            print(f"rank {RANK}: begins step {step}", flush=True)
+            say(f"begins step {step}")
             faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
             begun = time.monotonic()
             place = f"forward of step {step}"
             optim.zero_grad()
-            data = local_data(step)
-            if is_empty(data):  # only: uneven
-                empty.append(step)  # only: uneven
-            seed_all(STEP_SEEDS[step][RANK])  # only: draws
-            loss_value = total(target.loss(ddp, data))
+            data = local_batch(recipe, step)
+            seed_all(STEP_SEEDS[step][RANK])
+            loss_value = recipe.loss(ddp, data)
             place = f"backward of step {step}"
             loss_value.backward()
             optim.step()
@@ -72,13 +54,29 @@ def main() -> int:
         dist.barrier()
     except Exception as error:
         faulthandler.cancel_dump_traceback_later()
-        said = in_short(error)
-        print(f"rank {RANK}: failed in {place}: {said}", flush=True)
+        say(f"failed in {place}: {in_short(error)}")
         if time.monotonic() - begun > TIMEOUT - 1:
             time.sleep(4)  # a rank that is stuck shows its stack meanwhile
         return 1
     faulthandler.cancel_dump_traceback_later()
-    if empty:  # only: uneven
-        return told_empty(empty)  # only: uneven
-    print(f"rank {RANK}: finished", flush=True)
+    say("finished")
     return 0
+
+
+def uneven(recipe: Any) -> int:
+    """Train as above, and tell in which steps this rank has no samples."""
+    shard, sizes = recipe.shard, list[int]()
+
+    def watched(*given: Any) -> Any:
+        data = shard(*given)
+        tensors = [x for x in leaves(data) if getattr(x, "ndim", 0)]
+        sizes.append(min(map(len, tensors), default=1))
+        return data
+
+    recipe.shard = watched
+    if running(recipe):
+        return 1
+    empty = [step for step, size in enumerate(sizes) if not size]
+    if empty:
+        say(f"has no samples in steps {empty}")
+    return 1 if empty else 0
