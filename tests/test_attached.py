@@ -99,6 +99,28 @@ def launch(launcher: str, folder: Path, *arguments: str, **files: str) -> Launch
     return ended(folder, *start(launcher, folder, "-m", "pytest", *options(folder), *arguments))
 
 
+SHORT = """
+import pytest
+
+@pytest.mark.ddp
+def test_marked(rank):
+    assert rank == 0, "only there"
+
+def test_world(ddp_world):
+    import torch.distributed as dist
+    assert ddp_world.run(dist.get_rank) == [0, 1]
+"""
+
+
+@pytest.mark.smoke
+def test_torchrun_on_pytest_runs_tests_on_its_ranks(tmp_path: Path) -> None:
+    """The shortest way through what the tests below look at closely."""
+    done = launch("torchrun", tmp_path, test_short=SHORT)
+    assert done.returncode != 0
+    assert (done["test_marked"].outcome, done["test_world"].outcome) == ("failed", "passed"), done.output
+    assert "rank 1: AssertionError: only there" in done["test_marked"].text
+
+
 # --- Many tests in one session -------------------------------------------------------------------------------------
 
 OURS = """
@@ -448,7 +470,6 @@ def one_of(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     return lambda launcher, name: all_of(launcher)[name]
 
 
-@pytest.mark.smoke
 def test_a_session_that_passes_ends_well_and_measures_every_rank(one_of: Sessions) -> None:
     pytest.importorskip("pytest_cov")
     done, folder = one_of("torchrun", "measures")
@@ -468,7 +489,6 @@ def test_all_ranks_stop_after_the_same_failure(launcher: str, one_of: Sessions) 
     assert not list(folder.glob("went_on*"))
 
 
-@pytest.mark.smoke
 def test_ranks_with_different_tests_run_none(one_of: Sessions) -> None:
     done, folder = one_of("torchrun", "differ")
     assert done.returncode != 0
@@ -488,7 +508,6 @@ def test_a_file_that_one_rank_cannot_import_stops_all(one_of: Sessions) -> None:
     assert lines and len(lines) == len(set(lines)), done.output  # once each: rank 0, and rank 1 if mpirun lets it
 
 
-@pytest.mark.smoke
 def test_pytest_exit_on_one_rank_ends_all(one_of: Sessions) -> None:
     done, folder = one_of("torchrun", "exits")
     assert done.returncode != 0

@@ -251,7 +251,9 @@ sys.exit(cli.main(["report", "t"]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc to ask")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_in_the_middle_of_a_run_leaves_no_rank(number: int, code: int) -> None:
     probe = """
 import os, signal, sys, time, types

@@ -96,9 +96,18 @@ def test_each_cause_is_drawn_in_its_colour(name: str, code: str, words: str) -> 
     ("target", "said", "before", "after"),
     [
         (broken("parameters/detach"), "detach()\nat detach.py:30", "anh", "head"),
-        (broken("parameters/data_attribute"), ".data\nat data_attribute.py:30", "anh", "head"),
-        (ZOO / "broken" / "detached_parameter.py", "detach()\nat detached_parameter.py:19", "encoder.weight", ""),
-        (broken("parameters/argmax"), "argmax(), which is not differentiable\nat argmax.py:31", "gate", ""),
+        pytest.param(
+            *(broken("parameters/data_attribute"), ".data\nat data_attribute.py:30", "anh", "head"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(ZOO / "broken" / "detached_parameter.py", "detach()\nat detached_parameter.py:19", "encoder.weight", ""),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(broken("parameters/argmax"), "argmax(), which is not differentiable\nat argmax.py:31", "gate", ""),
+            marks=pytest.mark.slow,
+        ),
         (broken("parameters/item"), "item(), which leaves torch\nat item.py:30", "xp", None),
         (
             broken("parameters/output_not_in_loss"),
@@ -142,6 +151,7 @@ def test_each_layer_that_a_region_cuts_off_has_its_own_end(detail: str, next_of_
         assert any((next_of_first if layer == "0" else "head") in text for text in out), out
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_file() -> None:
     for target, detail in (("broken/two_causes.py", "operations"), ("healthy/transformer_tied_dropout.py", "modules")):
         draw(ZOO / target, "--detail", detail, "--steps", "1")
@@ -357,6 +367,7 @@ def test_a_picture_is_written_as_svg() -> None:
     assert "old_head.weight" in Path("x.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_readme_is_that_of_today(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     (target,) = [

@@ -471,6 +471,7 @@ def test_a_skip_is_reported_at_the_line_of_the_test(session: Session) -> None:
     assert re.search(r"SKIPPED \[1\] test_inner.py:\d+: not today", session.stdout)
 
 
+@pytest.mark.slow
 def test_numpy_is_not_needed(tmp_path: Path) -> None:
     blocked = "raise ModuleNotFoundError('numpy is not installed here')"
     test = "import pytest, torch\n@pytest.mark.ddp\ndef test_it(rank):\n    assert torch.ones(1) + rank > 0\n"

@@ -16,8 +16,8 @@ from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
 from tests.tiers import share
 
-# `make test` has a clean one and findings of five kinds, each of a second or two; `make models` and `-m slow` have all.
-QUICK = ("bert", "bert_bare", "ibert", "xlnet", "gpt2_padded", "resnet")
+# `make test` has a clean one and three with findings, each of a second or two; `make models` and `-m slow` have all.
+QUICK = ("bert", "bert_bare", "xlnet", "resnet")
 IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
 
 

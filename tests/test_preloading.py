@@ -17,6 +17,7 @@ from ddpcheck.errors import UsageError
 from ddpcheck.gather import calls
 from ddpcheck.harness import World
 from ddpcheck.worlds import processes
+from tests.tiers import share
 
 METHODS: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
 
@@ -58,13 +59,14 @@ def test_a_module_is_imported_once_and_is_there_in_every_rank(module) -> None:
     assert len(servers) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_started_by_spawn_imports_it_for_itself(module) -> None:
     name = module("ddpcheck_preloaded_alone", "")
     with World(1, preload=[name], start_method="spawn") as world:
         assert world.run(is_there, name) == [True]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", share(METHODS, ["fork"]))
 @pytest.mark.parametrize(
     ("source", "reason"),
     [(None, "ModuleNotFoundError: No module named"), ("1 / 0", "ZeroDivisionError: division by zero")],

@@ -19,6 +19,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return innerpytest.run(root, "examples/pytest")
 
 
+@pytest.mark.slow
 def test_every_example_is_run(session: Session) -> None:
     failing = ["test_a_mean_of_means", "test_a_rank_that_fails_alone", "test_a_rank_that_stays_away"]
     assert innerpytest.names(session, "failed") == failing

@@ -16,6 +16,7 @@ ELSEWHERE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "target", "text"), MATRICES, ids=[target for _, target, _ in MATRICES])
 def test_the_readme_shows_the_matrix_of_today(
     kind: str, target: str, text: str, monkeypatch: pytest.MonkeyPatch

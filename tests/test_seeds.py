@@ -5,9 +5,9 @@ A row of the other systems is named in the docstring of a test: "Seed 2, it recu
 """
 
 import ast
+import functools
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -138,12 +138,13 @@ def test_what_ddp_only_documents_is_a_fault_that_is_found(row: str) -> None:
         assert {"broken", "fixed"} <= vars(fault).keys()
 
 
-def docstrings() -> Iterator[str]:
+@functools.cache
+def docstrings() -> list[str]:
     """Of all tests."""
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                yield " ".join((ast.get_docstring(node) or "").split())
+    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    nodes = [node for path in paths for node in ast.parse(path.read_text()).body]
+    tests = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [" ".join((ast.get_docstring(test) or "").split()) for test in tests]
 
 
 @pytest.mark.parametrize(("seed", "words"), [(seed, words) for seed, rows in NAMED.items() for words in rows])

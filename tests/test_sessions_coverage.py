@@ -58,7 +58,11 @@ def test_that_fails(rank):
     ("program", "arguments"),
     [
         (("pytest",), ("--cov=.", "--cov-branch", "--cov-context=test", "--cov-report=")),
-        (("pytest",), ("--cov=theirs", "--cov=test_cov", "--cov-context=test", "--cov-report=", "-n", "2")),
+        pytest.param(
+            ("pytest",),
+            ("--cov=theirs", "--cov=test_cov", "--cov-context=test", "--cov-report=", "-n", "2"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("coverage", "run", "--source=.", "-m", "pytest"), (), marks=pytest.mark.slow),
     ],
     ids=["alone", "xdist", "coverage-run"],

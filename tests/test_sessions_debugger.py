@@ -7,6 +7,8 @@ import subprocess
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests import innerpytest
 
 POST_MORTEM = """
@@ -66,6 +68,7 @@ def typed(process: subprocess.Popen[str], *words: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 def test_a_failure_is_looked_at_where_it_happened(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_post=POST_MORTEM)
     with innerpytest.start(tmp_path, "--pdb", stdin=subprocess.PIPE) as process:

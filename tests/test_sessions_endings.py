@@ -79,8 +79,8 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 @pytest.mark.parametrize(
     ("number", "workers"),
     [
-        (signal.SIGKILL, ()),
-        (signal.SIGKILL, ("-n", "2")),
+        pytest.param(signal.SIGKILL, (), marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, ("-n", "2"), marks=pytest.mark.slow),
         (signal.SIGINT, ()),
         pytest.param(signal.SIGTERM, (), marks=pytest.mark.slow),
     ],
@@ -155,7 +155,8 @@ def test_shared(rank, number):
 """
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [40, 400])
 def test_many_worlds_in_more_workers_than_cores(trial: Trial, tmp_path: Path, count: int) -> None:
     source = MANY.replace("COUNT", str(count)).replace("SIZES", "3")
     innerpytest.write(tmp_path, test_many=source, test_trouble=TROUBLE)
@@ -204,9 +205,8 @@ def pytest_runtest_logfinish():
 """
 
 
-@pytest.mark.parametrize(
-    ("count", "first"), [(120, 60), pytest.param(1000, 100, marks=pytest.mark.slow)], ids=["short", "long"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "first"), [(120, 60), (1000, 100)], ids=["short", "long"])
 def test_a_long_session_grows_in_nothing(trial: Trial, tmp_path: Path, count: int, first: int) -> None:
     numbers = {"COUNT": str(count), "FIRST": str(first), "SIZES": "1" if count < 1000 else "3"}
     for name, source in {"test_many": MANY, "conftest": SAMPLED}.items():
