@@ -231,8 +231,8 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
         )
         if late:
             message = (
-                f"{listed(group)} {'is' if one else 'are'} {MADE_IN_FORWARD}, after DDP has been constructed, so DDP "
-                f"never synchronises {'it' if one else 'them'}."
+                f"{listed(group)} {'is' if one else 'are'} created in the forward pass, after DDP has been "
+                f"constructed, so DDP never synchronises {'it' if one else 'them'}."
             )
         findings.append(
             Finding(
@@ -247,12 +247,14 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
                 "pass before wrapping."
                 if late
                 else "",
+                tags=(MADE_IN_FORWARD,) if late else (),
             )
         )
     return findings
 
 
-MADE_IN_FORWARD = "created in the forward pass"
+MADE_IN_FORWARD = "made in forward"
+"""Tag of a DDP106 on parameters that DDP could not know of when it was constructed."""
 
 
 def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:

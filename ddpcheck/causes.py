@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ddpcheck.anomalous import MADE_IN_FORWARD
 from ddpcheck.findings import Finding
+from ddpcheck.loss_causes import BY_NORMALISATION
 from ddpcheck.reducer import RUNNING_STATISTICS
 from ddpcheck.severity import Severity
 
@@ -60,14 +61,14 @@ def _always(_cause: Finding, _consequence: Finding) -> bool:
 
 def _are_statistics(cause: Finding, consequence: Finding) -> bool:
     """Whether the buffers that differ are the running statistics of the layers that couple the samples."""
-    return "Norm" in cause.message and all(
+    return BY_NORMALISATION in cause.tags and all(
         name.rpartition(".")[2] in RUNNING_STATISTICS for name in consequence.subjects
     )
 
 
 def _knew_nothing(cause: Finding, _consequence: Finding) -> bool:
     """Whether DDP could not know of the parameters, so that every rank began with others."""
-    return MADE_IN_FORWARD in cause.message
+    return MADE_IN_FORWARD in cause.tags
 
 
 def _of_the_loss(_cause: Finding, consequence: Finding) -> bool:

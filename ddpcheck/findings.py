@@ -44,6 +44,7 @@ class Finding:
         location: The line that made the subject, when known.
         evidence: One fact a line: numbers, places, consequences.
         fix: What to do, in this case; the rule's advice when empty.
+        tags: What a detector knows beyond the code, for what decides which finding causes which; not in the JSON.
     """
 
     code: str
@@ -55,6 +56,7 @@ class Finding:
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
+    tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
 
     def sort_key(self) -> tuple[Any, ...]:
         """Worst first, then by code and subject, so that reports are stable."""
@@ -290,6 +292,7 @@ def finding_to_dict(value: Finding) -> dict[str, Any]:
     """A finding as plain data, with the name of its rule."""
     rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
     data = dataclasses.asdict(value)
+    del data["tags"]
     data.update(name=rule.name if rule is not None else "", severity=value.severity.value, fix=value.what_to_do)
     return data
 

@@ -6,6 +6,7 @@ Pure functions from what the single process says of the shards (`ddpcheck.shard_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddpcheck.circumstances import SingleProcessFacts
 from ddpcheck.evidence import LossTerm
@@ -119,7 +120,7 @@ def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
         ),
     ]
     where = next((term.location for term in terms if term.coupled and term.location), None)
-    return facts.finding(
+    found = facts.finding(
         "DDP304",
         f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to {facts.far:.2g} "
         "(relative) away from those of the global batch.",
@@ -130,6 +131,11 @@ def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
         else analysis.line or where or known.loss_location,
         fix=_FIX_OF_BATCHNORM if "BatchNorm" in analysis.module_class else _FIX_OF_COUPLING,
     )
+    return replace(found, tags=(BY_NORMALISATION,)) if "Norm" in analysis.module_class else found
+
+
+BY_NORMALISATION = "by normalisation"
+"""Tag of a DDP304 on samples that a normalisation layer couples, whose statistics then differ between ranks."""
 
 
 _FIX_OF_BATCHNORM = (

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.anomalous import MADE_IN_FORWARD
 from ddpcheck.causes import merge_causes
 from ddpcheck.circumstances import Circumstances
 from ddpcheck.errors import RankError, RankFailure
 from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, LossTerm, ShardAnalysis, WrapperFacts
 from ddpcheck.findings import Finding, Location
+from ddpcheck.loss_causes import BY_NORMALISATION
 from ddpcheck.parity import fix_without_gradient, judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.severity import Severity
@@ -492,8 +494,8 @@ def test_a_step_that_is_not_equal_to_itself() -> None:
     assert only(judge_repeat({0: (off("a"),), 1: (off("a"),)}, 2)).ranks == ()
 
 
-def finding(code: str, *subjects: str, message: str = "m") -> Finding:
-    return Finding(code, subjects, message, Severity.ERROR)
+def finding(code: str, *subjects: str, message: str = "m", tags: tuple[str, ...] = ()) -> Finding:
+    return Finding(code, subjects, message, Severity.ERROR, tags=tags)
 
 
 @pytest.mark.parametrize(
@@ -502,10 +504,8 @@ def finding(code: str, *subjects: str, message: str = "m") -> Finding:
         (finding("DDP104", "a"), finding("DDP301", "a", "b")),
         (finding("DDP223", "lr"), finding("DDP306", "a")),
         (finding("DDP503", "a"), finding("DDP301", "a")),
-        (
-            finding("DDP304", "norm", message="coupled through norm (BatchNorm1d)"),
-            finding("DDP215", "norm.running_mean"),
-        ),
+        (finding("DDP304", "norm", tags=(BY_NORMALISATION,)), finding("DDP215", "norm.running_mean")),
+        (finding("DDP106", "late", tags=(MADE_IN_FORWARD,)), finding("DDP302", "a")),
     ],
     ids=lambda value: value.code,
 )
@@ -525,8 +525,10 @@ def test_state_that_a_rank_changes_comes_before_what_it_computes_and_is_as_bad()
 def test_independent_findings_stay_and_repeated_ones_go() -> None:
     both = [finding("DDP101", "a"), finding("DDP301", "b")]
     assert merge_causes(both) == both
-    coupled = [finding("DDP304", "norm", message="BatchNorm1d"), finding("DDP215", "counter")]
+    coupled = [finding("DDP304", "norm", tags=(BY_NORMALISATION,)), finding("DDP215", "counter")]
     assert merge_causes(coupled) == coupled
+    in_words = [finding("DDP304", "Norm", message="BatchNorm1d"), finding("DDP215", "Norm.running_mean")]
+    assert merge_causes(in_words) == in_words
     assert merge_causes([finding("DDP101", "a", "b"), finding("DDP101", "a")]) == [finding("DDP101", "a", "b")]
 
 
