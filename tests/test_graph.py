@@ -32,7 +32,6 @@ from ddpcheck.graph import (  # noqa: E402
     walk_graph,
 )
 from ddpcheck.paths import Explainer, PathRecorder, function_name  # noqa: E402
-from tests.tiers import share  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -158,7 +157,8 @@ def test_following_a_path_makes_no_python_object_for_a_node_of_the_graph() -> No
         assert made == [] and cut.grad_fn is None
 
 
-@pytest.mark.parametrize("backward", share([True, False], [True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [True, False])
 def test_a_chain_of_a_hundred_thousand_nodes_is_answered_and_freed(backward: bool) -> None:
     program = DEEP.replace("BACKWARD", str(backward))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

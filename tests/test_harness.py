@@ -378,7 +378,7 @@ def test_the_text_of_an_assertion_is_kept() -> None:
     assert "assert [1, 2] == [1, 3]" in error.first.traceback
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", share(["fork", "spawn"], ["fork"]))
 def test_an_assertion_in_a_test_module_says_what_differs(method: Literal["fork", "spawn"]) -> None:
     with World(1, start_method=method, process_group=False) as world:
         error = fails(world, compare_lists)

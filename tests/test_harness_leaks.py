@@ -15,7 +15,6 @@ import pytest
 from ddpcheck.errors import RankError
 from ddpcheck.harness import World
 from ddpcheck.worlds.processes import server_pids, shut_down
-from tests.tiers import share
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 
@@ -38,7 +37,8 @@ def ports() -> set[int]:
     }
 
 
-@pytest.mark.parametrize("worlds", share([25, 100], [25]))
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [25, 100])
 def test_worlds_in_a_row_leave_nothing(worlds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_step(fail: bool) -> float:  # local, so that it travels by value: ranks need not import this module
         import torch

@@ -25,6 +25,7 @@ from ddpcheck.rules import RULES
 from ddpcheck.severity import Severity
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
+from tests.tiers import share
 
 ROOT = Path(__file__).parents[1]
 HEALTHY = ROOT / "tests" / "zoo" / "healthy"
@@ -73,10 +74,8 @@ def runner() -> Iterator[Runner]:
         yield started
 
 
-# Every second one: `python -m tests.reproductions` runs them all, and those of the other faults.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(SHOWN)]
-)
+# `make test` has every sixth one; `python -m tests.reproductions` runs them all, and those of the other faults.
+@pytest.mark.parametrize("name", share(SHOWN, list(SHOWN)[::6]))
 def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
     case = read_case(FAULTS / f"{name}.py")
     broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
@@ -225,6 +224,7 @@ def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:
@@ -385,6 +385,7 @@ def test_a_docstring_holds_whatever_a_name_holds(tmp_path: Path) -> None:
     assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None:
     ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
     if ruff is None:

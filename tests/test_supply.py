@@ -145,7 +145,13 @@ def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
 
 @pytest.mark.parametrize(
     "options",
-    [{"world_size": 3}, {"threads": 3}, {"preload": ["json"]}, {"hash_seeds": True}, {"start_method": "spawn"}],
+    [
+        {"world_size": 3},
+        {"threads": 3},
+        {"preload": ["json"]},
+        {"hash_seeds": True},
+        pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_world_of_another_kind_is_not_what_was_prepared(supply: Supply, options: dict[str, Any]) -> None:
     supply.give_back(supply.lease(world_size=2))

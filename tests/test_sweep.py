@@ -7,6 +7,7 @@ import pytest
 import ddpcheck
 from ddpcheck.matrix import Matrix
 from tests.faultsuite.cases import FAULTS
+from tests.tiers import share
 
 ZOO = Path(__file__).parent / "zoo"
 HEAD = """
@@ -77,6 +78,7 @@ def test_no_option_mends_a_loss_that_sums() -> None:
     assert "not mended by any option" in said(matrix, "fault")
 
 
+@pytest.mark.slow
 def test_a_buffer_that_broadcasts_overwrite_needs_them_off() -> None:
     matrix = matrix_of(broken("gradients/buffer_broadcast_between_forwards"))
     found = {row.title: row for row in matrix.rows}
@@ -94,6 +96,7 @@ def test_buffers_that_drift_without_broadcasts_are_told_from_those_that_are_over
     assert off in said(matrix, "warns")
 
 
+@pytest.mark.slow
 def test_a_compression_hook_is_right_up_to_its_rounding_and_wrong_where_gradients_vanish_in_it() -> None:
     matrix = matrix_of(ZOO / "healthy" / "bias_without_gradient.py")  # where one is nothing but rounding
     [hooked] = [row for row in matrix.rows if row.hook == "fp16_compress_hook"]
@@ -103,6 +106,7 @@ def test_a_compression_hook_is_right_up_to_its_rounding_and_wrong_where_gradient
     assert hooked.reason.startswith("what fp16_compress_hook rounds away is up to")
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_costs_its_own_world_only() -> None:
     matrix = matrix_of(ZOO / "healthy" / "expanded_buffer_nobroadcast.py")  # whose buffer DDP cannot broadcast
     found = verdicts(matrix)
@@ -112,6 +116,7 @@ def test_a_row_that_fails_costs_its_own_world_only() -> None:
     assert "broadcast_buffers=False" in said(matrix, "needs")
 
 
+@pytest.mark.slow
 def test_options_that_differ_between_ranks_are_a_fault_of_the_recipes_own_row_only() -> None:
     matrix = matrix_of(broken("ranks/find_unused_on_one_rank"))
     [own, *others] = [row for row in matrix.rows if row.verdict != "skipped"]
@@ -166,7 +171,11 @@ def test_a_wrapper_that_is_no_ddp_has_one_row() -> None:
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("running/sleeps_on_one_rank", 4), ("running/raises_everywhere", 3), ("ranks/parameter_shape", 1)],
+    [
+        pytest.param("running/sleeps_on_one_rank", 4, marks=pytest.mark.slow),
+        ("running/raises_everywhere", 3),
+        ("ranks/parameter_shape", 1),
+    ],
 )
 def test_what_fails_whatever_the_options_are_is_said_once(name: str, code: int) -> None:
     matrix = matrix_of(broken(name), timeout=2 if code == 4 else 20)
@@ -175,6 +184,7 @@ def test_what_fails_whatever_the_options_are_is_said_once(name: str, code: int) 
     assert (matrix.error is None) == (code == 1)
 
 
+@pytest.mark.slow
 def test_where_every_way_hangs_no_further_options_are_tried() -> None:
     matrix = matrix_of(broken("training/inner_module_called_on_a_rank"), timeout=2)
     assert {row.verdict for row in matrix.rows} == {"stops"} and len(matrix.rows) == 3
@@ -183,7 +193,11 @@ def test_where_every_way_hangs_no_further_options_are_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["healthy/conv_syncbn", "healthy/kl_annealer_object", "healthy/global_backbone", "broken/two_causes"]
+    "name",
+    share(
+        ["healthy/conv_syncbn", "healthy/kl_annealer_object", "healthy/global_backbone", "broken/two_causes"],
+        ["healthy/kl_annealer_object"],
+    ),
 )
 def test_the_recipes_own_row_says_what_a_check_says(name: str) -> None:
     path = ZOO / f"{name}.py"

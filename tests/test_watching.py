@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
 
-pytestmark = pytest.mark.ddp(world_size=2)
+# Ranks are shared: what a test wraps and watches is its own. They import what they test once.
+pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.wrapper"])
 
 
 class Net(nn.Module):
@@ -867,6 +868,7 @@ def test_uneven_inputs_under_join_are_silent(rank):
         ddpcheck.assert_same_on_all_ranks(parameter)
 
 
+@pytest.mark.slow
 def test_a_compiled_module_and_a_compiled_wrapper_are_silent_and_watched():
     with silent() as wrap:
         inner = wrap(torch.compile(Net(), backend="aot_eager"))

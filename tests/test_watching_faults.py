@@ -92,6 +92,7 @@ NAMES = [*(f"parameters/{case}" for case in CASES), *(f"training/{case}" for cas
 QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])]
 
 
+@pytest.mark.ddp(preload=["ddpcheck.wrapper"])  # imported once, and not on each rank
 @pytest.mark.parametrize("name", share(NAMES, QUICK))
 def test_a_fault_is_found_while_the_loop_runs_and_its_twin_is_silent(ddp_world, name):
     path = FAULTS / f"{name}.py"

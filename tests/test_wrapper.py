@@ -12,7 +12,8 @@ from torch import nn
 import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
 
-pytestmark = pytest.mark.ddp(world_size=2)
+# Ranks are shared: what a test wraps and watches is its own. They import what they test once.
+pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.wrapper"])
 
 DDP = nn.parallel.DistributedDataParallel
 
