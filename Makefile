@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 HEALTHY ?= examples/digits/healthy.py
 BROKEN ?= examples/digits/unused_head.py
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 --durations-min=0.5
+# Bytecode is kept whatever the environment says: otherwise each rank that imports a test module compiles it anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15 --durations-min=0.5
 PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
@@ -31,7 +32,6 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	@echo '== its broken twin: $(BROKEN)'
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
-# Bytecode first: where PYTHONDONTWRITEBYTECODE is set, each of the hundred processes that are started compiles it anew.
 test: lint types ## what protects a change: lint, types, each door and each rule; under 5 minutes, needs no GPU
 	$(BIN)/python -m compileall -q ddpcheck tests examples
 	$(PYTEST)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("accelerate")
 
 import ddpcheck
 from tests.test_transformers import added, describe
+from tests.tiers import needs
 
-pytestmark = pytest.mark.slow  # a framework; `make test` has its smoke tests
+pytestmark = [needs("accelerate"), pytest.mark.slow]  # a framework; `make test` has its smoke tests
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "accelerate"

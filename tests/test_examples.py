@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.readme import blocks, comparable, excerpt, printed
-from tests.tiers import share
+from tests.tiers import needs, share
 
-pytest.importorskip("sklearn", reason="scikit-learn, which holds the data of the examples, is not installed")
+pytestmark = needs("sklearn")  # which holds the data of the examples
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {

@@ -14,11 +14,11 @@ from ddpcheck.errors import DdpcheckError
 from tests.test_attached import clean_environment
 
 pytest.importorskip("torch")
-pytest.importorskip("mmengine", reason="mmengine is not installed")
-pytest.importorskip("matplotlib", reason="matplotlib, which mmengine's visualizer draws with, is not installed")
+from tests.tiers import needs
 
 # Ranks are shared: each run has a model, a folder and a name of its own.
 pytestmark = [
+    needs("mmengine", "matplotlib"),  # with which its visualizer draws
     pytest.mark.ddp(reuse="module", preload=["tests.mmruns"], timeout=120),
     pytest.mark.slow,  # a framework; `make test` has its smoke tests
 ]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers, which the architectures come from, is not installed")
-
 import torch
 
 from ddpcheck.findings import Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
-from tests.tiers import share
+from tests.tiers import needs, share
+
+pytestmark = needs("transformers")  # which the architectures come from
 
 # `make test` has a clean one and three with findings, each of a second or two; `make models` and `-m slow` have all.
 QUICK = ("bert", "bert_bare", "xlnet", "resnet")

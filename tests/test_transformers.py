@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 import ddpcheck
+from tests.tiers import needs
 
-pytestmark = pytest.mark.slow  # a framework; `make test` has its smoke tests
+pytestmark = [
+    needs("transformers", "accelerate"),
+    pytest.mark.slow,  # a framework; `make test` has its smoke tests
+]
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

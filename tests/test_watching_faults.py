@@ -23,7 +23,9 @@ STEPS = 10
 # What a wrapper cannot see, and why.
 UNSEEN = {
     "criterion_with_parameters": "the criterion is in no module of the wrapper",
+    "global_scale": "it looks for what its module holds, and this is a global variable",
     "lazy_module": "DDP's constructor refuses it, after it has been told",
+    "sparse_embedding_unused_with_find_unused": "DDP raises in backward, before anything can be told",
 }
 OF_THE_LOOP = (
     *("added_after_wrapping", "always_no_sync", "backward_twice_through_one_forward", "cast_after_wrapping"),

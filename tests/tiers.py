@@ -11,11 +11,18 @@ A test without a mark is in `make test`. What is marked is left to `make test-al
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import pytest
 
 T = TypeVar("T")
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skip where a module is not installed; it is not imported, for which every worker of a test run would wait."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: not installed")
 
 
 def share(values: Iterable[Any], in_make_test: Collection[Any]) -> list[Any]:
