@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ddpcheck import Recipe, World, check
-from ddpcheck.nests import shard_batch
+from ddpcheck.recipe.pytree import shard_batch
 
 STEPS, RANKS = 3, 2
 

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpcheck.anomalous import detect_anomalous_params
-    from ddpcheck.assertions import assert_no_anomalous_params, assert_parity, assert_same_on_all_ranks
-    from ddpcheck.check import check
     from ddpcheck.consistency import check_consistency
-    from ddpcheck.errors import (
+    from ddpcheck.findings.errors import (
         ConfigError,
         DdpcheckError,
         FindingsError,
@@ -25,17 +23,25 @@ if TYPE_CHECKING:
         TargetError,
         UsageError,
     )
-    from ddpcheck.findings import Finding, Location, Report
+    from ddpcheck.findings.report import Finding, Location, Report
+    from ddpcheck.findings.severity import Severity
+    from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params
     from ddpcheck.harness import World
-    from ddpcheck.launchers import allreduce_grads, allreduce_params, get_dist_info, init_dist, master_only
-    from ddpcheck.matrix import Matrix
-    from ddpcheck.recipe import Recipe
-    from ddpcheck.repro import write_reproduction
-    from ddpcheck.severity import Severity
-    from ddpcheck.sweep import check_matrix
-    from ddpcheck.watching.telling import FindingWarning
-    from ddpcheck.watching.watch import Watch, watch
-    from ddpcheck.wrapper import CheckedDistributedDataParallel
+    from ddpcheck.monitor.reporting import FindingWarning
+    from ddpcheck.monitor.watch import Watch, watch
+    from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
+    from ddpcheck.recipe.recipe import Recipe
+    from ddpcheck.report.checking.check import check
+    from ddpcheck.report.matrix.check_matrix import check_matrix
+    from ddpcheck.report.matrix.matrix import Matrix
+    from ddpcheck.report.repro import write_reproduction
+    from ddpcheck.testing.assertions.assertions import (
+        assert_no_anomalous_params,
+        assert_parity,
+        assert_same_on_all_ranks,
+    )
+    from ddpcheck.worlds.launchers.dist_info import get_dist_info, master_only
+    from ddpcheck.worlds.launchers.init_dist import init_dist
 
 __version__ = "0.1.0"
 
@@ -76,38 +82,38 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Recipe": "recipe",
-    "check": "check",
-    "check_matrix": "sweep",
-    "Matrix": "matrix",
+    "Recipe": "recipe.recipe",
+    "check": "report.checking.check",
+    "check_matrix": "report.matrix.check_matrix",
+    "Matrix": "report.matrix.matrix",
     "World": "harness",
-    "Report": "findings",
-    "Finding": "findings",
-    "Severity": "severity",
-    "Location": "findings",
+    "Report": "findings.report",
+    "Finding": "findings.report",
+    "Severity": "findings.severity",
+    "Location": "findings.report",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",
-    "CheckedDistributedDataParallel": "wrapper",
-    "watch": "watching.watch",
-    "Watch": "watching.watch",
-    "FindingWarning": "watching.telling",
-    "assert_parity": "assertions",
-    "assert_same_on_all_ranks": "assertions",
-    "assert_no_anomalous_params": "assertions",
-    "write_reproduction": "repro",
-    "init_dist": "launchers",
-    "get_dist_info": "launchers",
-    "master_only": "launchers",
-    "allreduce_grads": "launchers",
-    "allreduce_params": "launchers",
-    "DdpcheckError": "errors",
-    "UsageError": "errors",
-    "ConfigError": "errors",
-    "TargetError": "errors",
-    "FindingsError": "errors",
-    "RankError": "errors",
-    "HangError": "errors",
-    "RankFailure": "errors",
+    "CheckedDistributedDataParallel": "monitor.wrapper",
+    "watch": "monitor.watch",
+    "Watch": "monitor.watch",
+    "FindingWarning": "monitor.reporting",
+    "assert_parity": "testing.assertions.assertions",
+    "assert_same_on_all_ranks": "testing.assertions.assertions",
+    "assert_no_anomalous_params": "testing.assertions.assertions",
+    "write_reproduction": "report.repro",
+    "init_dist": "worlds.launchers.init_dist",
+    "get_dist_info": "worlds.launchers.dist_info",
+    "master_only": "worlds.launchers.dist_info",
+    "allreduce_grads": "gather.collectives.allreduce",
+    "allreduce_params": "gather.collectives.allreduce",
+    "DdpcheckError": "findings.errors",
+    "UsageError": "findings.errors",
+    "ConfigError": "findings.errors",
+    "TargetError": "findings.errors",
+    "FindingsError": "findings.errors",
+    "RankError": "findings.errors",
+    "HangError": "findings.errors",
+    "RankFailure": "findings.errors",
 }
 
 

@@ -25,12 +25,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from ddpcheck.errors import DdpcheckError, UsageError
-from ddpcheck.worlds import allowed, processes, wire
-from ddpcheck.worlds.crew import Crew
-from ddpcheck.worlds.pending import Pending
-from ddpcheck.worlds.processes import Hosts
-from ddpcheck.worlds.rewriting import rewritten_modules
+from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.worlds import starting as processes
+from ddpcheck.worlds import validation as allowed
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.assert_rewriting import rewritten_modules
+from ddpcheck.worlds.rank_processes import Crew
+from ddpcheck.worlds.run_future import Pending
+from ddpcheck.worlds.starting import Hosts
 
 __all__ = ["Hosts", "Pending", "Watch", "World"]
 
@@ -91,7 +93,7 @@ class World:
                 those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
                 counted.
             ahead: Whether nobody needs the ranks yet. They may then start late, and have more in them: see `adopt`.
-            hosts: Processes that a launcher has started, each of which starts one rank; see `ddpcheck.launched.Leader`.
+            hosts: Processes that a launcher has started, each of which starts one rank; see `Leader`.
 
         Raises:
             UsageError: When an argument makes no sense.

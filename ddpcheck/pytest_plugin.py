@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpcheck.errors import DdpcheckError
+from ddpcheck.findings.errors import DdpcheckError
 
 if TYPE_CHECKING:
     from ddpcheck.testing.fixture import DdpWorld
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known; where variables of a launcher are set, see whether it has started this process."""
     config.addinivalue_line("markers", _MARKER)
     if any(name in os.environ for name in _SIGNS):
-        from ddpcheck.testing import instep
+        from ddpcheck.testing import launched_session as instep
 
         instep.register(config, _is_ours, tuple(_OPTIONS))
 
@@ -65,7 +65,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which variables of the environment nearly are settings."""
     if any(name.startswith("DDPCHECK_") for name in os.environ):
-        from ddpcheck.config import misspelled_variables
+        from ddpcheck.report.settings import misspelled_variables
 
         for sentence in misspelled_variables():
             terminalreporter.write_line(f"ddpcheck: warning: {sentence}", yellow=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpcheck import rank as ranks
-from ddpcheck.errors import RankError
-from ddpcheck.launched import LaunchedWorld, Session, require
+from ddpcheck.findings.errors import RankError
+from ddpcheck.worlds import rank as ranks
+from ddpcheck.worlds.launchers import LaunchedWorld, Session, require
 
 FOLDER = Path(sys.argv[1])
 

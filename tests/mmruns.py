@@ -26,11 +26,11 @@ from mmengine.runner import FlexibleRunner as FlexibleRunner
 from mmengine.runner import Runner
 from torch import nn
 
-from ddpcheck.errors import FindingsError
-from ddpcheck.findings import Finding
-from ddpcheck.gather.syncbn import synchronised_on_cpu
+from ddpcheck.findings.errors import FindingsError
+from ddpcheck.findings.report import Finding
+from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.integrations.mmengine import CheckedMMDistributedDataParallel, DdpCheckHook
-from ddpcheck.watching.telling import FindingWarning
+from ddpcheck.monitor.reporting import FindingWarning
 
 with contextlib.suppress(ImportError):
     import sklearn.datasets  # noqa: F401  of the example

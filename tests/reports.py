@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from ddpcheck.findings import Report
-from ddpcheck.severity import Severity
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.severity import Severity
 
 
 def shown(report: Report) -> str:

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ddpcheck.check import check
-from ddpcheck.errors import DdpcheckError
-from ddpcheck.findings import Finding, Report
-from ddpcheck.repro import write_reproduction
-from ddpcheck.repro.choice import world_size_for
+from ddpcheck.findings.errors import DdpcheckError
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.report.checking.check import check
+from ddpcheck.report.repro import write_reproduction
+from ddpcheck.report.repro.choice import world_size_for
 from tests.faultsuite.cases import all_cases
 
 ROOT = Path(__file__).parents[1]

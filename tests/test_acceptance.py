@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.acceptance import Anomaly, PartAccount, tell_anomalies, unmet
-from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report, ReportError
-from ddpcheck.severity import Severity
+from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.testing.assertions.messages import Anomaly, PartAccount, tell_anomalies, unmet
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")
@@ -114,7 +114,7 @@ def test_a_tolerance_takes_the_place_of_the_measured_one() -> None:
 def test_what_is_close_element_by_element_is_close_as_a_whole(
     got: list[float], noise: list[float], rtol: float, atol: float
 ) -> None:
-    from ddpcheck.gather.compare import difference
+    from ddpcheck.gather.steps.gradient_distance import difference
 
     want = torch.tensor(got, dtype=torch.float64)
     near = want + torch.tensor(noise[: len(got)], dtype=torch.float64) * (atol + rtol * want.abs()) * 0.999

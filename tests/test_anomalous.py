@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.anomalous import detect_anomalous_params, judge_parameters, judge_uninitialised, zero_everywhere
-from ddpcheck.errors import UsageError
-from ddpcheck.evidence import Changed, PathEnd, StepEvidence, Unregistered, WrapperFacts
-from ddpcheck.findings import Finding, Location
-from ddpcheck.severity import Severity
-from ddpcheck.wording import Names
+from ddpcheck.anomalous import detect_anomalous_params
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence import Changed, PathEnd, StepEvidence, Unregistered, WrapperFacts
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.parameters import judge_parameters, judge_uninitialised, zero_everywhere
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")
@@ -22,10 +23,11 @@ import torch.distributed as dist  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from ddpcheck.check import check  # noqa: E402
-from ddpcheck.gather import local, session  # noqa: E402
-from ddpcheck.graph import all_names  # noqa: E402
-from ddpcheck.recipe import Recipe  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import all_names  # noqa: E402
+from ddpcheck.gather.phases import local_step as local  # noqa: E402
+from ddpcheck.gather.phases import session  # noqa: E402
+from ddpcheck.recipe.recipe import Recipe  # noqa: E402
+from ddpcheck.report.checking.check import check  # noqa: E402
 from ddpcheck.testing.fixture import DdpWorld  # noqa: E402
 
 PLAIN = WrapperFacts()

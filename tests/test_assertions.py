@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import ddpcheck
-from ddpcheck.errors import FindingsError, HangError, UsageError
-from ddpcheck.findings import Report
+from ddpcheck.findings.errors import FindingsError, HangError, UsageError
+from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
-from ddpcheck.recipe import Recipe
+from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.testing.fixture import DdpWorld
 
 torch = pytest.importorskip("torch")
@@ -297,7 +297,7 @@ def test_without_a_process_group_there_is_nothing_to_differ_from() -> None:
 @pytest.fixture
 def sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What this rank puts into the store: under which key, and how many bytes."""
-    from ddpcheck.exchange import StoreExchange
+    from ddpcheck.gather.collectives.store_exchange import StoreExchange
 
     seen: list[tuple[str, int]] = []
     gather = StoreExchange.gather
@@ -326,7 +326,7 @@ def test_equal_values_cost_one_digest_and_other_ones_their_details(rank: int, se
 
 @pytest.mark.ddp(reuse="module")
 def test_values_that_travel_in_pieces_are_measured_as_a_whole(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck.gather import leaves
+    from ddpcheck.testing.assertions import replica_values_on_rank as leaves
 
     tensor = ramp(rank)
     tensor[5, 3] += 0.5 * (rank == 1)
@@ -424,7 +424,7 @@ def test_nothing_of_many_assertions_is_left_in_the_store() -> None:
 
 
 def test_a_store_that_takes_no_large_values_gets_them_in_pieces() -> None:
-    from ddpcheck.exchange import _hand_in, _pick_up
+    from ddpcheck.gather.collectives.store_exchange import _hand_in, _pick_up
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
     data = bytes(range(256)) * (9 << 12)  # 9 MiB

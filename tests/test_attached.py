@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck import pytest_plugin
-from ddpcheck.launched import detection
+from ddpcheck.worlds.launchers import detection
 from tests import innerpytest, test_failure_matrix, test_marked
 from tests.innerpytest import Said
 

@@ -23,10 +23,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck import World
-from ddpcheck.errors import DdpcheckError, HangError, UsageError
-from ddpcheck.launched import BY_HAND, Ending, Launch, explain_exit, loopback
-from ddpcheck.launched.leading import Place, places
-from ddpcheck.launched.meeting import Hello, gather, join
+from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
+from ddpcheck.worlds.launchers import BY_HAND, Ending, Launch, explain_exit
+from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers.leader import Place, places
+from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import Surroundings
 from tests.attached_program import run
 from tests.test_attached import FOREIGN

@@ -15,7 +15,7 @@ import pytest
 
 import ddpcheck
 from ddpcheck import cli
-from ddpcheck.errors import UsageError
+from ddpcheck.findings.errors import UsageError
 
 torch = pytest.importorskip("torch")
 

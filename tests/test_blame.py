@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import FindingsError, check, check_matrix
-from ddpcheck.blame import as_bug, is_misuse, is_ours
-from ddpcheck.errors import BugError, TargetError, UsageError
-from ddpcheck.findings import Report
-from ddpcheck.wording import listed
+from ddpcheck.findings.errors import BugError, TargetError, UsageError
+from ddpcheck.findings.exception_origin import as_bug, is_misuse, is_ours
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.wording import listed
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -46,22 +46,22 @@ def test_what_only_code_of_ddpcheck_has_raised_is_a_bug_of_ddpcheck(function) ->
 
 
 def wrong_call_under_a_mode() -> None:
-    from ddpcheck.paths import PathRecorder
+    from ddpcheck.gather.autograd.gradient_paths import PathRecorder
 
     with PathRecorder(nn.Linear(2, 2), []):
         torch.ones(2) @ torch.ones(3)
 
 
 def wrong_call_with_silenced_numbers() -> None:
-    from ddpcheck.gather.randomness import QuietRandomness
+    from ddpcheck.gather.state.randomness import QuietRandomness
 
     with QuietRandomness():
         torch.rand(2).multinomial(5)
 
 
 def backward_through_a_freed_graph() -> None:
-    from ddpcheck.gather.events import counted_backwards
-    from ddpcheck.gather.stepping import run_backward
+    from ddpcheck.gather.ddp.loop_events import counted_backwards
+    from ddpcheck.gather.steps.training_step import run_backward
 
     loss = torch.ones(2, requires_grad=True).square().sum()
     with counted_backwards():
@@ -70,7 +70,7 @@ def backward_through_a_freed_graph() -> None:
 
 
 def endless() -> None:
-    from ddpcheck.paths import PathRecorder
+    from ddpcheck.gather.autograd.gradient_paths import PathRecorder
 
     def again(depth: int) -> None:
         torch.ones(1).add(1)
@@ -100,7 +100,7 @@ def test_a_public_function_that_refuses_is_misused_and_a_wrong_recipe_is_wrong_u
 
 
 def test_calling_the_target_keeps_our_own_exceptions_apart() -> None:
-    from ddpcheck.recipe import call
+    from ddpcheck.recipe.recipe import call
 
     with pytest.raises(TargetError, match="model\\(\\) raised ValueError"):
         call("model()", int, "a")  # no frame of the target's at all
@@ -112,7 +112,7 @@ def test_a_bug_is_told_with_its_line_and_the_whole_traceback() -> None:
     bug = as_bug(raised(lambda: listed(3)), "step 0: forward")
     assert isinstance(bug, BugError) and bug.exit_code == 2
     assert str(bug).startswith("ddpcheck itself raised TypeError: ") and str(bug).endswith(SENTENCE)
-    assert "(ddpcheck/wording.py:" in str(bug) and "step 0: forward" in str(bug)
+    assert "(ddpcheck/findings/wording.py:" in str(bug) and "step 0: forward" in str(bug)
     assert "in listed" in bug.detail
 
 
@@ -173,42 +173,44 @@ def status(report: Report, name: str) -> str:
 
 
 def test_a_missing_gradient_that_cannot_be_explained_is_told_without_its_cause(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.paths as p; p.PathRecorder.explain = None", unused=True)
-    assert_bug(report, "'NoneType' object is not callable", "ddpcheck/paths.py:")
+    report = sabotaged(
+        "import ddpcheck.gather.autograd.gradient_paths as p; p.PathRecorder.explain = None", unused=True
+    )
+    assert_bug(report, "'NoneType' object is not callable", "ddpcheck/gather/autograd/gradient_paths.py:")
     assert codes(report) == ["DDP102"] and "why could not be told" in report.findings[0].message
     assert any("why gradients are missing: not known" in note for note in report.world["notes"])
     assert status(report, "parity") == "passed"
 
 
 def test_a_difference_whose_analysis_fails_is_told_all_the_same(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.analysis as a; a.fit = None", reduce="sum")
-    assert_bug(report, "ddpcheck/analysis.py:")
+    report = sabotaged("import ddpcheck.gather.phases.shard_analysis as a; a.fit = None", reduce="sum")
+    assert_bug(report, "ddpcheck/gather/phases/shard_analysis.py:")
     assert [f for f in report.findings if f.severity.value == "error"] and status(report, "parity") == "failed"
     assert len({entry.step for entry in report.parity if entry.reference == "single-process"}) == 3
 
 
 def test_a_bug_in_the_single_process_leaves_the_reducer_compared(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.reference as r; r.tolerances = None")
-    assert_bug(report, "ddpcheck/reference.py:")
+    report = sabotaged("import ddpcheck.gather.phases.single_process as r; r.tolerances = None")
+    assert_bug(report, "ddpcheck/gather/phases/single_process.py:")
     assert (status(report, "reducer"), status(report, "parity")) == ("passed", "skipped") and codes(report) == []
 
 
 def test_a_bug_on_ranks_is_not_told_as_the_targets(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.gather.local as l; l.walk_graph = None")
-    assert_bug(report, "rank 0: ", "ddpcheck/gather/local.py:")
+    report = sabotaged("import ddpcheck.gather.phases.local_step as l; l.walk_graph = None")
+    assert_bug(report, "rank 0: ", "ddpcheck/gather/phases/local_step.py:")
     assert codes(report) == []
 
 
 def test_a_bug_in_a_hook_that_the_target_calls_is_ours(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.locate as l; l.Origins.note = None")
-    assert_bug(report, "ddpcheck/locate.py:")
+    report = sabotaged("import ddpcheck.findings.source_lines as l; l.Origins.note = None")
+    assert_bug(report, "ddpcheck/findings/source_lines.py:")
 
 
 @pytest.mark.parametrize("judge", ["judge_reducer", "judge_single_process"])
 def test_a_judge_that_fails_gives_no_tick_and_the_others_go_on(
     sabotaged, monkeypatch: pytest.MonkeyPatch, judge: str
 ) -> None:
-    from ddpcheck import outcome
+    from ddpcheck.report.checking import check_state as outcome
 
     monkeypatch.setattr(outcome, judge, lambda *_args: listed(3))
     report = sabotaged("", reduce="sum")
@@ -218,7 +220,7 @@ def test_a_judge_that_fails_gives_no_tick_and_the_others_go_on(
 
 
 def test_a_row_of_the_matrix_that_fails_by_a_bug_is_no_verdict_on_the_options(sabotaged) -> None:
-    line = "import ddpcheck.gather.ddp as d; d.against_average = None"
+    line = "import ddpcheck.gather.phases.ddp_step as d; d.against_average = None"
     matrix = sabotaged(line, how=check_matrix, steps=1, step_times=False)
     assert matrix.exit_code() == 2 and SENTENCE in matrix.error.message
     assert {row.verdict for row in matrix.rows} == {"skipped"}
@@ -229,16 +231,18 @@ def test_parity_cannot_be_asserted_over_a_bug(sabotaged) -> None:
     from ddpcheck import assert_parity
 
     with pytest.raises(FindingsError, match="this is a bug in ddpcheck"):
-        sabotaged("import ddpcheck.reference as r; r.tolerances = None", how=assert_parity)
+        sabotaged("import ddpcheck.gather.phases.single_process as r; r.tolerances = None", how=assert_parity)
 
 
 def test_an_assertion_on_parameters_that_fails_by_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpcheck import assert_no_anomalous_params
-    from ddpcheck.gather import parts
+    from ddpcheck.testing.assertions import anomalies_on_rank as parts
 
     model = nn.Linear(2, 1)
     monkeypatch.setattr(parts, "detect_anomalous_params", None)
-    with pytest.raises(BugError, match=r"ddpcheck/gather/parts\.py:.*this is a bug in ddpcheck"):
+    with pytest.raises(
+        BugError, match=r"ddpcheck/testing/assertions/anomalies_on_rank\.py:.*this is a bug in ddpcheck"
+    ):
         assert_no_anomalous_params(model(torch.ones(1, 2)).sum(), model)
     with pytest.raises(UsageError, match=r"model is an nn\.Module, not str"):
         assert_no_anomalous_params(model(torch.ones(1, 2)).sum(), "model")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.errors import TargetError
-from ddpcheck.findings import Finding, Report, ReportError
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
+from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.report import Finding, Report, ReportError
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(sys.executable).with_name("ddpcheck")
@@ -48,9 +48,9 @@ def stub_check(monkeypatch: pytest.MonkeyPatch):
                 raise outcome
             return outcome
 
-        module = type(sys)("ddpcheck.check")
+        module = type(sys)("ddpcheck.report.checking.check")
         module.check = check
-        monkeypatch.setitem(sys.modules, "ddpcheck.check", module)
+        monkeypatch.setitem(sys.modules, "ddpcheck.report.checking.check", module)
         return calls
 
     return install
@@ -243,7 +243,7 @@ def check(target, **options):
         signal.pause()
     finally:
         print("closed")
-sys.modules["ddpcheck.check"] = types.SimpleNamespace(check=check)
+sys.modules["ddpcheck.report.checking.check"] = types.SimpleNamespace(check=check)
 sys.exit(cli.main(["report", "t"]))
 """
     done = run([sys.executable, "-c", probe])
@@ -264,7 +264,7 @@ def check(target, **options):
     with World(2) as world:
         print(*world.run(os.getpid), flush=True)
         world.run(time.sleep, 60)
-sys.modules["ddpcheck.check"] = types.SimpleNamespace(check=check)
+sys.modules["ddpcheck.report.checking.check"] = types.SimpleNamespace(check=check)
 sys.exit(cli.main(["report", "t"]))
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from ddpcheck import rank as this_rank
-from ddpcheck.collectives import log_path, read_log
-from ddpcheck.deadlock_watch import DeadlockWatch
-from ddpcheck.errors import EmptyShardError, HangError, RankError, RankFailure
-from ddpcheck.evidence import Call, Packed
-from ddpcheck.findings import Finding, Location
-from ddpcheck.lockstep import (
+from ddpcheck.findings.errors import EmptyShardError, HangError, RankError, RankFailure
+from ddpcheck.findings.evidence import Call, Packed
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.rules import RULES
+from ddpcheck.gather.collectives.collective_log import log_path, read_log
+from ddpcheck.judge.collective_order import (
     judge_collectives,
     judge_empty_shards,
     judge_failure,
     judge_packing,
 )
-from ddpcheck.rules import RULES
+from ddpcheck.report.checking.deadlock_watch import DeadlockWatch
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures
+from ddpcheck.worlds import rank as this_rank
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
@@ -94,7 +94,7 @@ def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
 @pytest.fixture
 def log(rank: int, tmp_path: Path) -> Callable[..., list[Call]]:
     """Reads what this rank, or another one, has called from here on."""
-    from ddpcheck.collectives import record_collectives
+    from ddpcheck.gather.collectives.collective_log import record_collectives
 
     record_collectives(tmp_path, rank)
     return lambda of=rank: read_log(tmp_path, of)
@@ -105,7 +105,7 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Cal
     import torch
     import torch.distributed as dist
 
-    from ddpcheck.collectives import unlogged
+    from ddpcheck.gather.collectives.collective_log import unlogged
 
     this_rank.set_place("step 7: forward")
     group = dist.new_group([0, 1])
@@ -189,7 +189,7 @@ def test_collectives_can_be_stood_in_for_and_are_made_again_afterwards(
     import torch
     import torch.distributed as dist
 
-    from ddpcheck.collectives import replaced_by
+    from ddpcheck.gather.collectives.collective_log import replaced_by
 
     seen: list[str] = []
     x = torch.ones(1)
@@ -208,8 +208,8 @@ def record_and(what: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck import rank
-    from ddpcheck.collectives import record_collectives
+    from ddpcheck.gather.collectives.collective_log import record_collectives
+    from ddpcheck.worlds import rank
 
     record_collectives(rank.current().directory, rank.current().rank)
     rank.set_place("step 0: forward")
@@ -226,8 +226,8 @@ def skip_asynchronous() -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck import rank
-    from ddpcheck.collectives import record_collectives
+    from ddpcheck.gather.collectives.collective_log import record_collectives
+    from ddpcheck.worlds import rank
 
     record_collectives(rank.current().directory, rank.current().rank)
     if dist.get_rank() == 0:

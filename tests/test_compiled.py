@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from ddpcheck.compiled import judge_compiled, plain_name, tell_compiled
-from ddpcheck.evidence import CompiledStep, Difference, WrapperFacts
-from ddpcheck.parity import Circumstances
-from ddpcheck.wording import Names
+from ddpcheck.findings.evidence import CompiledStep, Difference, WrapperFacts
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.compiled_step import judge_compiled, plain_name, tell_compiled
+from ddpcheck.judge.single_process import Circumstances
 
 EQUAL = CompiledStep(0, 0, {"a": 1, "b": 2}, (Difference("a", 1e-6, 0.1), Difference("b", 1e-7, 0.1)))
 KNOWN = Circumstances(Names(), WrapperFacts(), world_size=2)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from ddpcheck.errors import HangError
+from ddpcheck.findings.errors import HangError
 from ddpcheck.testing.fixture import DdpWorld
 
 
@@ -25,7 +25,7 @@ def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_worl
 
 def run_compiled_code() -> list[bool]:
     """Whether compiled code is compiled: in a check, in its block for that, and in the control flow that needs it."""
-    from ddpcheck.compiling import is_asked_for, run_as_compiled, run_as_written
+    from ddpcheck.worlds.compilation import is_asked_for, run_as_compiled, run_as_written
 
     compiled: list[torch.fx.GraphModule] = []
 

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.config import Settings, load_settings, misspelled_variables
-from ddpcheck.errors import ConfigError, UsageError
-from ddpcheck.severity import Severity
+from ddpcheck.findings.errors import ConfigError, UsageError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
 
 @pytest.fixture

@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 
 import ddpcheck
-from ddpcheck.consistency import (
-    check_consistency,
-    differing_names,
-    judge_descriptions,
-    judge_layouts,
-    judge_values_after_wrapping,
-)
-from ddpcheck.errors import HangError, UsageError
-from ddpcheck.evidence import ModuleDescription, TensorRecord
-from ddpcheck.findings import Finding
-from ddpcheck.severity import Severity
+from ddpcheck.consistency import check_consistency
+from ddpcheck.findings.errors import HangError, UsageError
+from ddpcheck.findings.evidence import ModuleDescription, TensorRecord
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_layouts, judge_values_after_wrapping
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -151,7 +146,7 @@ def test_names_that_only_some_ranks_have_do_not_differ_in_value() -> None:
 @pytest.fixture
 def asked(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this rank puts into the store: under which key, and how many bytes of a digest."""
-    from ddpcheck.exchange import StoreExchange
+    from ddpcheck.gather.collectives.store_exchange import StoreExchange
 
     seen: list[str] = []
     gather = StoreExchange.gather

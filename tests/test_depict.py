@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
 pytest.importorskip("torchviz", reason="torchviz, which draws operations, is not installed")
 
-from ddpcheck import cli, depict
-from ddpcheck.findings import Report
-from ddpcheck.render.drawing import CAUSES
+from ddpcheck import cli
+from ddpcheck.findings.report import Report
+from ddpcheck.report.graph import trace_graph as depict
+from ddpcheck.report.graph.dot import CAUSES
 from tests.dotsource import Dot, parse
 from tests.faultsuite.cases import FAULTS, ROOT
 
@@ -215,8 +216,8 @@ def loss(model, batch):
 
 
 FEW_WALKED = """
-from ddpcheck import graph
-from ddpcheck.gather import flow
+from ddpcheck.gather.autograd import autograd_graph as graph
+from ddpcheck.report.graph import tensor_flow as flow
 flow.WALK_LIMIT = graph.walk_graph.__kwdefaults__["limit"] = 300  # on these ranks, so that little is too much
 """
 
@@ -314,7 +315,7 @@ def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*args: object, **options: object) -> None:
         raise AssertionError("work was done")
 
-    monkeypatch.setattr("ddpcheck.depict.check", check)
+    monkeypatch.setattr("ddpcheck.report.graph.trace_graph.check", check)
 
 
 @pytest.mark.usefixtures("no_check")

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpcheck.errors import UsageError
-from ddpcheck.evidence import PathEnd
-from ddpcheck.findings import Finding, Location, Report
-from ddpcheck.picture import Edge, Mark, ModuleFact, Node, ParameterFact, Picture
-from ddpcheck.render.layout import lay_out, picture_format
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.report.graph.drawing_data import Edge, Mark, ModuleFact, Node, ParameterFact, Picture
+from ddpcheck.report.graph.layout import lay_out, picture_format
 from tests.dotsource import Dot, parse
 
 pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
 
-from ddpcheck.depict import MARKED
-from ddpcheck.render.drawing import CAUSES, draw, summary
+from ddpcheck.report.graph.dot import CAUSES, draw, summary
+from ddpcheck.report.graph.trace_graph import MARKED
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
 CUT = PathEnd("cut", "detach()", Location("net.py", 17), "")

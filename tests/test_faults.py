@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.rules_page import PAGE, rules_page
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on

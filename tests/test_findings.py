@@ -7,8 +7,8 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpcheck.errors import FindingsError
-from ddpcheck.findings import (
+from ddpcheck.findings.errors import FindingsError
+from ddpcheck.findings.report import (
     CheckResult,
     CheckStatus,
     Finding,
@@ -18,10 +18,10 @@ from ddpcheck.findings import (
     ReportError,
     select_findings,
 )
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import make_finding
 from ddpcheck.render import FORMATS, Medium, renderer_for
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
-from ddpcheck.wording import make_finding
 
 UNUSED = Finding("DDP101", ("head.weight",), "It is never read.", Severity.ERROR, location=Location("model.py", 25))
 ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING, ranks=(1,), steps=(0, 2))

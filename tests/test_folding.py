@@ -5,10 +5,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddpcheck.evidence import PathEnd
-from ddpcheck.findings import Location
-from ddpcheck.folding import FOLD_FROM, MOST_NODES, fold
-from ddpcheck.picture import Edge, Mark, ModuleFact, Node, ParameterFact, Picture, module_of, path_parts
+from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.report import Location
+from ddpcheck.report.graph.collapse import FOLD_FROM, MOST_NODES, fold
+from ddpcheck.report.graph.drawing_data import (
+    Edge,
+    Mark,
+    ModuleFact,
+    Node,
+    ParameterFact,
+    Picture,
+    module_of,
+    path_parts,
+)
 
 
 def chain(*modules: tuple[str, str], loss: str = "loss") -> Picture:

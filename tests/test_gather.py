@@ -15,19 +15,19 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from ddpcheck.errors import TargetError  # noqa: E402
-from ddpcheck.gather.compare import difference, eps_of, fit, norm, scales, tolerances  # noqa: E402
-from ddpcheck.gather.describe import describe, digest_of, fingerprint  # noqa: E402
-from ddpcheck.gather.randomness import (  # noqa: E402
+from ddpcheck.findings.errors import TargetError  # noqa: E402
+from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu  # noqa: E402
+from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint  # noqa: E402
+from ddpcheck.gather.state.randomness import (  # noqa: E402
     QuietRandomness,
     generator_states,
     mixed_seed,
     quiet_modules,
     seed_everything,
 )
-from ddpcheck.gather.stepping import capture_state, compute_gradients, compute_loss, visible_tensors  # noqa: E402
-from ddpcheck.gather.syncbn import synchronised_on_cpu  # noqa: E402
-from ddpcheck.recipe import Recipe  # noqa: E402
+from ddpcheck.gather.steps.gradient_distance import difference, eps_of, fit, norm, scales, tolerances  # noqa: E402
+from ddpcheck.gather.steps.training_step import capture_state, compute_gradients, compute_loss, visible_tensors  # noqa: E402
+from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 
 quickly = settings(deadline=None, max_examples=60)
 
@@ -125,7 +125,7 @@ def test_a_fingerprint_does_not_depend_on_what_was_seen_before(monkeypatch: pyte
     tensors = [filled(torch.int32, size) for size in (3, 1000, 150_000)]
     by_order = []
     for order in ([0, 1, 2], [2, 1, 0]):
-        monkeypatch.setattr("ddpcheck.gather.describe._WEIGHTS", {})
+        monkeypatch.setattr("ddpcheck.gather.state.module_description._WEIGHTS", {})
         by_order.append({index: fingerprint(tensors[index]) for index in order})
     assert by_order[0] == by_order[1]
 
@@ -291,7 +291,7 @@ SEEDED_BUT_MADE_OF_OTHERS = {
 
 
 def test_every_operation_that_torch_marks_as_seeded_is_silenced() -> None:
-    from ddpcheck.gather import randomness
+    from ddpcheck.gather.state import randomness
 
     seeded = set()
     for name in dir(torch.ops.aten):
@@ -329,7 +329,7 @@ def test_a_seed_covers_all_generators_and_a_draw_is_seen() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_seeding_is_that_of_torch_with_and_without_other_devices(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.gather.randomness._is_cpu_all_there_is", lambda: alone)
+    monkeypatch.setattr("ddpcheck.gather.state.randomness._is_cpu_all_there_is", lambda: alone)
     torch.manual_seed(5)
     expected = torch.get_rng_state()
     torch.manual_seed(6)

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ddpcheck.check import check  # noqa: E402
-from ddpcheck.errors import UsageError  # noqa: E402
-from ddpcheck.findings import Report  # noqa: E402
+from ddpcheck.findings.errors import UsageError  # noqa: E402
+from ddpcheck.findings.report import Report  # noqa: E402
+from ddpcheck.findings.severity import Severity  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
-from ddpcheck.severity import Severity  # noqa: E402
+from ddpcheck.report.checking.check import check  # noqa: E402
 from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402
 from tests.faultsuite.cases import Case, all_cases  # noqa: E402
 from tests.faultsuite.runs import faults_in  # noqa: E402
@@ -115,7 +115,7 @@ def test_synchronised_batchnorm_is_the_real_one_on_a_gpu() -> None:
 
 
 def test_parameters_and_batches_are_on_the_device_of_the_rank() -> None:
-    from ddpcheck.recipe import Recipe
+    from ddpcheck.recipe.recipe import Recipe
 
     def loss(model: Any, batch: Any) -> Any:
         assert batch["x"].device.type == "cuda" and next(model.parameters()).device.type == "cuda"
@@ -130,7 +130,7 @@ def test_parameters_and_batches_are_on_the_device_of_the_rank() -> None:
 
 
 def test_fingerprints_are_the_same_on_both_devices() -> None:
-    from ddpcheck.gather.describe import fingerprint
+    from ddpcheck.gather.state.module_description import fingerprint
 
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool):
         for shape in ((), (0,), (5, 7), ((1 << 20) + 3,)):
@@ -139,7 +139,7 @@ def test_fingerprints_are_the_same_on_both_devices() -> None:
 
 
 def test_silenced_random_numbers_are_the_same_on_shards_on_the_gpu() -> None:
-    from ddpcheck.gather.randomness import QuietRandomness, quiet_modules
+    from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
 
     encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).cuda()
     lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True).cuda()

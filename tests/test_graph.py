@@ -20,10 +20,9 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from ddpcheck import graph  # noqa: E402
-from ddpcheck.evidence import PathEnd  # noqa: E402
-from ddpcheck.gather.flow import FlowRecorder  # noqa: E402
-from ddpcheck.graph import (  # noqa: E402
+from ddpcheck.findings.evidence import PathEnd  # noqa: E402
+from ddpcheck.gather.autograd import autograd_graph as graph  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
     EngineProbe,
     all_names,
     functions_before,
@@ -31,7 +30,8 @@ from ddpcheck.graph import (  # noqa: E402
     unregistered_tensors,
     walk_graph,
 )
-from ddpcheck.paths import Explainer, PathRecorder, function_name  # noqa: E402
+from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name  # noqa: E402
+from ddpcheck.report.graph.tensor_flow import FlowRecorder  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,7 +122,7 @@ DEEP = """
 import torch
 from torch import nn
 from ddpcheck.anomalous import detect_anomalous_params
-from ddpcheck.graph import WALK_LIMIT, reached_by, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, reached_by, walk_graph
 
 model = nn.ParameterDict({"used": torch.ones(1), "unused": torch.ones(1)})
 y = model["used"]

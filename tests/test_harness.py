@@ -15,7 +15,7 @@ from typing import Any, Literal
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.errors import DdpcheckError, HangError, RankError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, HangError, RankError, UsageError
 from ddpcheck.harness import World
 from ddpcheck.worlds import preloading
 from tests.tiers import share
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def rank_number() -> int:
-    from ddpcheck import rank
+    from ddpcheck.worlds import rank
 
     return rank.current().rank
 
@@ -42,7 +42,7 @@ def wait_forever_on_rank_0() -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck import rank
+    from ddpcheck.worlds import rank
 
     rank.set_place(f"step {rank.current().rank}: backward")
     if rank.current().rank == 0:
@@ -77,7 +77,7 @@ def test_results_come_back_in_order_of_rank() -> None:
 
 def test_a_world_runs_many_times_and_keeps_its_state() -> None:
     def count(step: int) -> int:
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         rank.state["count"] = rank.state.get("count", 0) + step
         total: int = rank.state["count"]
@@ -214,7 +214,7 @@ def test_a_rank_finds_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_the_context_of_a_rank() -> None:
-    from ddpcheck import rank
+    from ddpcheck.worlds import rank
 
     with World(2) as world:
         contexts = world.run(rank.current)
@@ -268,7 +268,7 @@ def test_output_of_a_megabyte_does_not_block() -> None:
 
 def test_what_a_rank_leaves_is_kept() -> None:
     def leave(*parts: bytes) -> None:
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         for part in parts:
             rank.leave(part)
@@ -289,7 +289,7 @@ def test_what_a_rank_leaves_is_kept() -> None:
 
 
 def test_workers_of_xdist_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck.worlds import allowed
+    from ddpcheck.worlds import validation as allowed
 
     monkeypatch.setattr(allowed, "cores", lambda: 16)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
@@ -333,7 +333,7 @@ def test_an_exception_is_the_headline() -> None:
         import torch
         import torch.distributed as dist
 
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         rank.set_place("step 0: backward")
         if rank.current().rank == 1:
@@ -348,14 +348,14 @@ def test_an_exception_is_the_headline() -> None:
     assert isinstance(first.exception, ValueError) and first.exception.args == ("boom",)
     assert first.place == second.place == "step 0: backward"
     assert first.output == "about to fail"
-    assert 'raise ValueError("boom")' in first.traceback and "ddpcheck/rank.py" not in first.traceback
+    assert 'raise ValueError("boom")' in first.traceback and "ddpcheck/worlds/rank.py" not in first.traceback
     assert "in boom" in second.stack and "rank.py" not in second.stack
     assert "boom" in error.detail and error.exit_code == 3
 
 
 def test_the_first_failure_by_time_comes_first() -> None:
     def fail_in_turn() -> None:
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         turn = (rank.current().rank + 1) % 3
         all_reduced(0.0)  # so that they start together
@@ -477,7 +477,7 @@ def test_a_hang_in_a_collective_shows_stacks_and_places() -> None:
 
 def test_a_named_collective_beats_a_guessed_one() -> None:
     def wait() -> None:
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         rank.set_collective("all_reduce(float32[3]) at model.py:12")
         time.sleep(60)
@@ -745,7 +745,7 @@ PARENT = """
     from ddpcheck.harness import World
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
-    from ddpcheck.worlds.processes import server_pids
+    from ddpcheck.worlds.starting import server_pids
 
     def linger():
         import subprocess
@@ -792,7 +792,7 @@ def test_loader_workers_do_not_survive_their_rank() -> None:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         data = TensorDataset(torch.arange(8.0))
         loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True)
@@ -824,7 +824,7 @@ def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
                 with World(1) as other:
                     code = 0 if code == 2 and other.run(rank_number) == [0] else 3
             finally:
-                from ddpcheck.worlds import processes
+                from ddpcheck.worlds import starting as processes
 
                 processes.shut_down()
                 os._exit(code)
@@ -874,7 +874,7 @@ def test_a_rank_of_the_second_server_that_dies_is_named() -> None:
 
 @pytest.mark.parametrize("victim", share([0, 1], [1]))
 def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
-    from ddpcheck.worlds import processes
+    from ddpcheck.worlds import starting as processes
 
     with World(2, hash_seeds=True) as world:
         world.run(rank_number)
@@ -888,7 +888,7 @@ def test_a_fork_server_that_was_killed_is_replaced(victim: int) -> None:
 
 @pytest.mark.slow
 def test_a_fork_server_that_dies_unnoticed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcheck.worlds import processes
+    from ddpcheck.worlds import starting as processes
 
     processes.shut_down()
     with World(1) as world:

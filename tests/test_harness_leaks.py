@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.errors import RankError
+from ddpcheck.findings.errors import RankError
 from ddpcheck.harness import World
-from ddpcheck.worlds.processes import server_pids, shut_down
+from ddpcheck.worlds.starting import server_pids, shut_down
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 

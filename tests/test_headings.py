@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.check import check
-from ddpcheck.evidence import Difference
-from ddpcheck.findings import CheckResult, Finding, ParityEntry, Report
-from ddpcheck.headings import HEADINGS, Comparison, Tally, Told, check_line, is_asked
-from ddpcheck.outcome import Asked, Outcome
-from ddpcheck.recipe import Recipe
-from ddpcheck.severity import Severity
-from ddpcheck.wording import make_finding
+from ddpcheck.findings.evidence import Difference
+from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import check
+from ddpcheck.report.checking.check_lines import HEADINGS, Comparison, Tally, Told, check_line, is_asked
+from ddpcheck.report.checking.check_state import Asked, Outcome
 from tests.reports import contradictions, shown
 from tests.tiers import first_of_each, share
 

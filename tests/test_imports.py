@@ -1,9 +1,8 @@
-"""Importing is free, and the rooms of the house import one way."""
+"""Importing is free, the packages import one way, and no modules import each other in a circle."""
 
 import ast
 import functools
 import graphlib
-import json
 import pickle
 import subprocess
 import sys
@@ -18,47 +17,22 @@ from ddpcheck.worlds import wire
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddpcheck"
 
-# The order in which the package is read. A room imports only from rooms before it, at any depth of its code.
-ROOMS = """
-    __init__ errors reading shortening severity rules
-    findings options exchange config evidence wording sameness acceptance picture trials matrix
-    advice locate blame nests recipe target worlds worlds.wire worlds.allowed worlds.preloading worlds.rewriting
-    worlds.failures worlds.processes worlds.crew compiling rank worlds.verdict worlds.stillness worlds.pending
-    worlds.forkserver harness supply launched launchers graph paths zeros collectives lockstep gather gather.alone
-    gather.randomness gather.syncbn gather.compare gather.describe gather.construction gather.wrapping
-    gather.mode gather.samples gather.holders gather.leaves gather.hooks gather.events gather.coupling gather.influence
-    gather.stepping gather.loss_terms gather.surroundings reference shard_terms analysis gather.session gather.exact
-    gather.shards gather.program gather.draws gather.local gather.repeat gather.ddp gather.compiled gather.rows
-    gather.flow
-    gather.operations gather.picture gather.calls consistency program absences anomalous gather.parts loop circumstances
-    loss_causes parity reducer compiled causes headings outcome deadlock_watch conduct check sweep depict folding render
-    assertions watching wrapper integrations repro cli __main__ testing testing.marks testing.values testing.measuring
-    testing.conditions testing.debugging testing.onrank testing.verdict testing.record testing.ranks testing.fixture
-    testing.joined testing.session testing.quiet testing.instep pytest_plugin
+# The order in which the house is read. Each imports only from those before it, at any depth of its code.
+ORDER = """
+    __init__ findings recipe worlds rank harness gather judge anomalous consistency report render monitor testing
+    pytest_plugin integrations cli __main__
 """.split()
 
-LIGHT = """
-    ddpcheck ddpcheck.errors ddpcheck.severity ddpcheck.findings ddpcheck.rules ddpcheck.config ddpcheck.evidence
-    ddpcheck.wording
-    ddpcheck.options ddpcheck.exchange ddpcheck.lockstep ddpcheck.program ddpcheck.absences ddpcheck.sameness
-    ddpcheck.acceptance ddpcheck.assertions ddpcheck.target ddpcheck.harness ddpcheck.supply ddpcheck.rank
-    ddpcheck.blame ddpcheck.anomalous ddpcheck.outcome ddpcheck.consistency ddpcheck.loop ddpcheck.circumstances
-    ddpcheck.loss_causes ddpcheck.parity ddpcheck.reducer ddpcheck.causes ddpcheck.collectives ddpcheck.check
-    ddpcheck.render ddpcheck.gather.calls ddpcheck.deadlock_watch ddpcheck.conduct ddpcheck.testing.marks
-    ddpcheck.testing.values ddpcheck.testing.measuring
-    ddpcheck.testing.conditions ddpcheck.testing.debugging ddpcheck.testing.onrank ddpcheck.testing.verdict
-    ddpcheck.testing.record ddpcheck.testing.ranks ddpcheck.testing.fixture ddpcheck.testing.session ddpcheck.sweep
-    ddpcheck.testing.joined ddpcheck.testing.quiet ddpcheck.testing.instep ddpcheck.trials ddpcheck.matrix
-    ddpcheck.advice ddpcheck.render.matrix_terminal ddpcheck.picture ddpcheck.depict ddpcheck.folding
-    ddpcheck.render.drawing ddpcheck.render.labels ddpcheck.render.layout ddpcheck.render.as_json
-    ddpcheck.render.terminal ddpcheck.cli ddpcheck.pytest_plugin ddpcheck.repro ddpcheck.repro.choice
-    ddpcheck.repro.sources ddpcheck.repro.projects ddpcheck.repro.script ddpcheck.launched
-    ddpcheck.launched.detection ddpcheck.watching ddpcheck.watching.account ddpcheck.watching.verdict
-    ddpcheck.watching.telling ddpcheck.watching.normalisation ddpcheck.launched.board ddpcheck.launched.peers
-    ddpcheck.launched.freeing ddpcheck.launched.session ddpcheck.launched.run ddpcheck.launched.world
-    ddpcheck.launched.slurm ddpcheck.launched.interface ddpcheck.launched.loopback ddpcheck.launched.meeting
-    ddpcheck.launched.leading ddpcheck.launched.following ddpcheck.launched.ending
+ONLY = {"findings": {"__init__"}, "judge": {"findings"}, "recipe": {"findings"}}
+"""What a package imports of ddpcheck, at most."""
+
+LIGHT = ("findings", "recipe", "worlds", "judge", "report", "render", "cli", "testing", "pytest_plugin", "harness")
+HEAVY = """
+    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.operations. .graph.tensor_flow. .matrix.matrix_phases.
+    .repro.probe. .demonstrations. .anomalies_on_rank. .replica_values_on_rank. .launchers.init_dist.
+    .launchers.dist_info.
 """.split()
+"""Of those what runs on ranks, and imports torch."""
 
 
 @functools.cache
@@ -69,12 +43,6 @@ def modules() -> dict[str, Path]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)] = path
     return found
-
-
-def room_of(module: str) -> str:
-    """A module by itself, or the folder that is one room."""
-    first, *rest = module.split(".")
-    return f"{first}.{rest[0]}" if rest and first in ("gather", "worlds", "testing") else first
 
 
 def imports(source: str) -> Iterator[tuple[str, int]]:
@@ -94,25 +62,31 @@ def imports(source: str) -> Iterator[tuple[str, int]]:
                 yield ".".join(parts) or "__init__", node.lineno
 
 
-def test_every_module_has_its_room() -> None:
-    assert {room_of(module) for module in modules()} == set(ROOMS)
+def top(module: str) -> str:
+    """The package, or the module at the top level, that `module` belongs to."""
+    return module.partition(".")[0]
+
+
+def test_everything_at_the_top_level_has_its_place() -> None:
+    assert {top(module) for module in modules()} == set(ORDER)
+    assert len(ORDER) <= 18
 
 
 @pytest.mark.parametrize("module", [module for module in modules() if module != "__init__"])
-def test_rooms_import_one_way(module: str) -> None:
-    room = room_of(module)
-    before = set(ROOMS[: ROOMS.index(room) + 1])
+def test_packages_import_one_way(module: str) -> None:
+    package = top(module)
+    allowed = ONLY.get(package, set(ORDER[: ORDER.index(package)])) | {package}
     wrong = [
-        f"line {line} imports {imported}, which comes later"
+        f"line {line} imports {imported}"
         for imported, line in imports(modules()[module].read_text(encoding="utf-8"))
-        if room_of(imported) not in before
+        if top(imported) not in allowed
     ]
     assert wrong == []
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other_in_a_circle() -> None:
     sources = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
-    graph = {module: {name for name, _ in imports(source)} for module, source in sources.items()}
+    graph = {module: {name for name, _ in imports(source)} - {module} for module, source in sources.items()}
     graph["__init__"].clear()  # it names all that is public for type checkers; what it imports when it runs is below
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is a circle, and names it
 
@@ -125,65 +99,46 @@ def test_the_package_itself_imports_no_module_of_ours() -> None:
 
 def test_the_import_reader_sees_every_kind_of_import() -> None:
     source = """
-import torch, ddpcheck.rules
-from ddpcheck import check, __version__
+import torch, ddpcheck.findings.rules
+from ddpcheck import cli, __version__
 def f():
     from ddpcheck.render.terminal import x
 if TYPE_CHECKING:
     from ddpcheck.harness import World
 else:
-    import ddpcheck.cli
-from ddpcheck.gather import calls, local
+    import ddpcheck.report.settings
+from ddpcheck.gather.phases import shards, local_step
 from . import rank as this_rank
 from .worlds.wire import send
 """
     seen = [module for module, _ in imports(source)]
-    top = ["check", "__init__", "rules", "rank", "cli", "harness"]
-    assert sorted(seen) == sorted([*top, "gather.calls", "gather.local", "render.terminal", "worlds.wire"])
+    top = ["cli", "__init__", "findings.rules", "rank", "report.settings", "harness"]
+    inner = ["gather.phases.shards", "gather.phases.local_step", "render.terminal", "worlds.wire"]
+    assert sorted(seen) == sorted([*top, *inner])
 
 
-PROBE = """
-import dataclasses, enum, importlib, inspect, json, os, pickle, subprocess, sys, tempfile, traceback, typing
+def light_modules() -> list[str]:
+    """Those that never import torch when they are imported: the process of a check does without it."""
+    return [f"ddpcheck.{m}" for m in modules() if top(m) in LIGHT and not any(part in f".{m}." for part in HEAVY)]
 
-codes = {}
-for module in sys.argv[1:]:
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            importlib.import_module(module)
-            code = 10 + ("torch" in sys.modules)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    codes[module] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-print(json.dumps(codes))
+
+def the_first_with_torch(*names: str) -> str:
+    """Import modules one after another in a process of their own; the one after which torch is there."""
+    code = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(print(name))
 """
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-def probe(*modules: str) -> dict[str, int]:
-    """Import each module in a process that has imported nothing of ours: 11 where torch comes with it, 10 where not."""
-    command = [sys.executable, "-c", PROBE, *modules]  # forks: to start each would take as long as to import it
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    codes: dict[str, int] = json.loads(done.stdout)
-    assert set(codes.values()) <= {10, 11}, done.stderr
-    return codes
-
-
-@pytest.fixture(scope="module")
-def probed() -> dict[str, int]:
-    return probe(*LIGHT)
-
-
-@pytest.mark.parametrize("module", LIGHT)
-def test_a_light_module_does_not_import_torch(module: str, probed: dict[str, int]) -> None:
-    assert probed[module] == 10
-
-
-def test_the_probe_can_fail() -> None:
-    assert probe("json", "torch.version", "ddpcheck.rules") == {"json": 10, "torch.version": 11, "ddpcheck.rules": 10}
+def test_light_modules_do_not_import_torch() -> None:
+    assert the_first_with_torch(*light_modules()) == ""
+    assert the_first_with_torch("json", "torch.version", "ddpcheck.cli") == "torch.version", "it can fail"
 
 
 def test_no_module_shares_a_name_with_the_standard_library() -> None:
@@ -208,7 +163,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ddpcheck.Recipes  # noqa: B018
 
 
-@pytest.mark.parametrize("first", ["import ddpcheck.check", "from ddpcheck.check import check", "import ddpcheck"])
+@pytest.mark.parametrize(
+    "first",
+    ["import ddpcheck.report.checking.check", "from ddpcheck.report.checking.check import check", "import ddpcheck"],
+)
 def test_check_stays_the_function_whoever_imports_its_module(first: str) -> None:
     code = f"{first}; import sys, types, ddpcheck; sys.exit(10 + isinstance(ddpcheck.check, types.FunctionType))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -16,10 +16,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.errors import UsageError
-from ddpcheck.launched import Launch, detect, loopback, require
-from ddpcheck.launched.board import open_board
-from ddpcheck.launched.peers import Peer, Peers
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.worlds.launchers import Launch, detect, require
+from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers.liveness import Peer, Peers
+from ddpcheck.worlds.launchers.store import open_board
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.launchers
@@ -473,7 +474,7 @@ def test_a_rank_of_another_machine_without_a_heartbeat_is_missed(monkeypatch: py
     ended.wait()
     here = {0: Peer("here", os.getpid()), 3: Peer("here", ended.pid)}
     peers = Peers(0, {**here, 1: Peer("there", 1), 2: Peer("there", 2)})
-    monkeypatch.setattr("ddpcheck.launched.peers.SILENCE", 0.2)
+    monkeypatch.setattr("ddpcheck.worlds.launchers.liveness.SILENCE", 0.2)
     missed: list[int] = []
     deadline = time.monotonic() + 10
     while not missed and time.monotonic() < deadline:

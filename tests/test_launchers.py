@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import ddpcheck
-from ddpcheck.errors import ChoiceError, DdpcheckError, HangError, UsageError
-from ddpcheck.launched import slurm
-from ddpcheck.launchers import allreduce_grads, allreduce_params, average_over_ranks, get_dist_info, init_dist
-from ddpcheck.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
+from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
+from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params, average_over_ranks
+from ddpcheck.worlds.launchers import slurm
+from ddpcheck.worlds.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
+from ddpcheck.worlds.launchers.dist_info import get_dist_info
+from ddpcheck.worlds.launchers.init_dist import init_dist
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

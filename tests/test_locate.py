@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
-from ddpcheck.findings import Location
-from ddpcheck.locate import (
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import (
     assignment_of,
     exception_location,
     is_user_file,
@@ -121,8 +121,8 @@ def test_an_exception_is_at_the_innermost_line_of_the_user() -> None:
 
 
 def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() -> None:
-    from ddpcheck.errors import TargetError
-    from ddpcheck.recipe import call
+    from ddpcheck.findings.errors import TargetError
+    from ddpcheck.recipe.recipe import call
 
     def model() -> None:
         try:

@@ -5,11 +5,19 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.evidence import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw, StepEvidence, Wrapped, WrapperFacts
-from ddpcheck.findings import Finding, Location
-from ddpcheck.loop import judge_draws, judge_loop, judge_optimizer, judge_samples, judge_values_changed
-from ddpcheck.severity import Severity
-from ddpcheck.wording import Names
+from ddpcheck.findings.evidence import (
+    DdpStepEvidence,
+    LocalStep,
+    LoopEvent,
+    SharedDraw,
+    StepEvidence,
+    Wrapped,
+    WrapperFacts,
+)
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples, judge_values_changed
 
 
 def only(findings: list[Finding]) -> Finding:

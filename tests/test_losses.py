@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import ddpcheck
-from ddpcheck.severity import Severity
+from ddpcheck.findings.severity import Severity
 from tests.losses.table import ROWS, Convolutional, Row
 from tests.reports import shown
 

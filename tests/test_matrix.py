@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.advice import advise
-from ddpcheck.findings import Finding, Report, ReportError
-from ddpcheck.matrix import Advice, Matrix, MatrixRow, StepTime
+from ddpcheck.findings.report import Finding, Report, ReportError
+from ddpcheck.findings.severity import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
-from ddpcheck.severity import Severity
-from ddpcheck.sweep import step_time
-from ddpcheck.trials import DEFAULTS, FIND_UNUSED, STATIC_GRAPH, ModelFacts, Options, first_trials, further_trials
+from ddpcheck.report.matrix.advice import advise
+from ddpcheck.report.matrix.check_matrix import step_time
+from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
+from ddpcheck.report.matrix.option_sets import (
+    DEFAULTS,
+    FIND_UNUSED,
+    STATIC_GRAPH,
+    ModelFacts,
+    Options,
+    first_trials,
+    further_trials,
+)
 
 SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
 NEEDLESS = Finding("DDP109", ("find_unused_parameters",), "It searches for nothing.", Severity.NOTE)
@@ -287,9 +295,9 @@ def stub_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         calls.append((target, options))
         return MATRIX
 
-    module = type(sys)("ddpcheck.sweep")
+    module = type(sys)("ddpcheck.report.matrix.check_matrix")
     module.check_matrix = check_matrix
-    monkeypatch.setitem(sys.modules, "ddpcheck.sweep", module)
+    monkeypatch.setitem(sys.modules, "ddpcheck.report.matrix.check_matrix", module)
     return calls
 
 

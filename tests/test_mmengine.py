@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.errors import DdpcheckError
+from ddpcheck.findings.errors import DdpcheckError
 from tests.test_attached import clean_environment
 
 pytest.importorskip("torch")
@@ -445,7 +445,7 @@ def test_a_run_without_ddp_is_told_that_nothing_is_watched(ddp_world, tmp_path):
 
 def test_a_choice_that_there_is_not_is_refused_at_once(ddp_world):
     def run():
-        from ddpcheck.errors import UsageError
+        from ddpcheck.findings.errors import UsageError
         from tests import mmruns
 
         with pytest.raises(UsageError, match="on_finding is 'raise', 'warn', 'log' or a function"):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ddpcheck.findings import Report
+from ddpcheck.findings.report import Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
@@ -46,8 +46,8 @@ HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, 
 
 
 def report_with(*codes: str) -> Report:
-    from ddpcheck.findings import Finding
-    from ddpcheck.severity import Severity
+    from ddpcheck.findings.report import Finding
+    from ddpcheck.findings.severity import Severity
 
     findings = [Finding(code, ("a",), "It is so.", Severity.ERROR) for code in codes]
     return Report("tests.models.catalogue:bert", findings=tuple(findings))

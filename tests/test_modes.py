@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcheck.check import check
-from ddpcheck.findings import Report
-from ddpcheck.gather.mode import ARRIVED_EVALUATING, into_training
-from ddpcheck.recipe import Recipe
+from ddpcheck.findings.report import Report
+from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import check
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ddpcheck.errors import TargetError
+from ddpcheck.findings.errors import TargetError
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")
@@ -17,7 +17,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from ddpcheck.nests import batch_size, iter_tensors, map_nest, shard_batch, shard_bounds, to_device, upcast  # noqa: E402
+from ddpcheck.recipe.pytree import batch_size, iter_tensors, map_nest, shard_batch, shard_bounds, to_device, upcast  # noqa: E402
 
 quickly = settings(deadline=None, max_examples=60)
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcheck
-from ddpcheck.watching.account import MicroBatch
-from ddpcheck.watching.normalisation import judge_normalisation
+from ddpcheck.monitor.loss_normalisation import judge_normalisation
+from ddpcheck.monitor.rank_report import MicroBatch
 
 CLASSES = 11
 

@@ -5,17 +5,30 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.anomalous import MADE_IN_FORWARD
-from ddpcheck.causes import merge_causes
-from ddpcheck.circumstances import Circumstances
-from ddpcheck.errors import RankError, RankFailure
-from ddpcheck.evidence import Call, DdpStepEvidence, Difference, GradientHook, LossTerm, ShardAnalysis, WrapperFacts
-from ddpcheck.findings import Finding, Location
-from ddpcheck.loss_causes import BY_NORMALISATION
-from ddpcheck.parity import fix_without_gradient, judge_nothing_compared, judge_repeat, judge_single_process
-from ddpcheck.reducer import judge_reducer, judge_state, judge_wrapper_error
-from ddpcheck.severity import Severity
-from ddpcheck.wording import Names
+from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.evidence import (
+    Call,
+    DdpStepEvidence,
+    Difference,
+    GradientHook,
+    LossTerm,
+    ShardAnalysis,
+    WrapperFacts,
+)
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.circumstances import Circumstances
+from ddpcheck.judge.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
+from ddpcheck.judge.root_causes import merge_causes
+from ddpcheck.judge.single_process import (
+    fix_without_gradient,
+    judge_nothing_compared,
+    judge_repeat,
+    judge_single_process,
+)
 
 KNOWN = Circumstances(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))
 NAMES = ("a", "b", "c")

@@ -12,11 +12,11 @@ from typing import Literal
 
 import pytest
 
-from ddpcheck.check import check
-from ddpcheck.errors import UsageError
-from ddpcheck.gather import calls
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.harness import World
-from ddpcheck.worlds import processes
+from ddpcheck.report import calls
+from ddpcheck.report.checking.check import check
+from ddpcheck.worlds import starting as processes
 from tests.tiers import share
 
 METHODS: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings import Finding
-from ddpcheck.program import judge_changes, judge_options, judge_program_data
-from ddpcheck.severity import Severity
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.rank_configuration import judge_changes, judge_options, judge_program_data
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -123,7 +123,7 @@ def test_changes_after_wrapping_are_one_finding_that_names_what_became_of_which(
 
 
 def options(*args: Any, **kwargs: Any) -> dict[str, str]:
-    from ddpcheck.gather.construction import constructor_options
+    from ddpcheck.gather.ddp.ddp_constructor import constructor_options
 
     return constructor_options(nn.parallel.DistributedDataParallel.__init__, None, *args, **kwargs)
 
@@ -139,7 +139,7 @@ def test_the_arguments_of_the_constructor_are_told_by_name_and_defaults_are_what
 
 
 def test_what_a_function_holds_is_found_in_its_closure_and_among_its_globals() -> None:
-    from ddpcheck.gather.program import held_by
+    from ddpcheck.gather.phases.program_data import held_by
 
     labels = {"a": 0}
 
@@ -151,7 +151,7 @@ def test_what_a_function_holds_is_found_in_its_closure_and_among_its_globals() -
 
 
 def test_sets_are_spelled_alike_whatever_their_order_and_dicts_are_not() -> None:
-    from ddpcheck.gather.program import _spelled
+    from ddpcheck.gather.phases.program_data import _spelled
 
     one, other = [str(i) for i in range(50)], [str(i) for i in reversed(range(50))]
     assert _spelled("x", set(one), 0) == _spelled("x", set(other), 0)
@@ -161,7 +161,7 @@ def test_sets_are_spelled_alike_whatever_their_order_and_dicts_are_not() -> None
 
 
 def test_attributes_of_a_helper_are_found_by_their_own_names() -> None:
-    from ddpcheck.gather.program import _spelled
+    from ddpcheck.gather.phases.program_data import _spelled
 
     class Vocabulary:
         def __init__(self) -> None:

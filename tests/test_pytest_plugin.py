@@ -8,7 +8,7 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-import ddpcheck.check  # noqa: E402, F401
+import ddpcheck.report.checking.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 from tests.tiers import share  # noqa: E402
@@ -126,8 +126,8 @@ def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
 
 STUB = """
 import sys, types
-from ddpcheck.findings import Finding, Report
-from ddpcheck.severity import Severity
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.severity import Severity
 
 def check(target, **options):
     assert sorted(options) == [
@@ -136,7 +136,7 @@ def check(target, **options):
     severity = Severity(target)
     return Report(f"{target} {options['world_size']}", findings=(Finding("DDP101", ("[red]x",), "No.", severity),))
 
-sys.modules["ddpcheck.check"] = types.SimpleNamespace(check=check)
+sys.modules["ddpcheck.report.checking.check"] = types.SimpleNamespace(check=check)
 """
 
 

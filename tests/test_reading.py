@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
-from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.matrix import Advice, Matrix, MatrixRow, StepTime
-from ddpcheck.severity import Severity
+from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 
 FOUND = Finding(
     "DDP104",

@@ -21,7 +21,7 @@ ELSEWHERE = (
 def test_the_readme_shows_the_matrix_of_today(
     kind: str, target: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpcheck.sweep._SECONDS_A_ROW", 0.05)  # step times are not compared
+    monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)  # step times are not compared
     assert comparable(shown(kind, target)) == comparable(text)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import ddpcheck
-from ddpcheck.check import CheckRun
-from ddpcheck.errors import TargetError, UsageError
-from ddpcheck.recipe import Recipe
+from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import CheckRun
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

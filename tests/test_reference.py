@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from ddpcheck.check import check  # noqa: E402
-from ddpcheck.findings import CheckResult, Report  # noqa: E402
-from ddpcheck.recipe import Recipe  # noqa: E402
+from ddpcheck.findings.report import CheckResult, Report  # noqa: E402
+from ddpcheck.recipe.recipe import Recipe  # noqa: E402
+from ddpcheck.report.checking.check import check  # noqa: E402
 
 
 class Net(nn.Module):

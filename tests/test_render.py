@@ -3,11 +3,11 @@ import io
 
 import pytest
 
-from ddpcheck.errors import UsageError
-from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
 from ddpcheck.render import FORMATS, Medium, renderer_for
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
 
 UNUSED = Finding(
     "DDP101",

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.check import check
-from ddpcheck.errors import UsageError
-from ddpcheck.findings import Finding, Location, Report
-from ddpcheck.recipe import Recipe
-from ddpcheck.repro import write_reproduction
-from ddpcheck.repro.choice import DEMONSTRATIONS, tolerance_for, world_size_for
-from ddpcheck.repro.projects import without_ddpcheck
-from ddpcheck.repro.script import our_code
-from ddpcheck.repro.sources import Import, spelled_imports
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import check
+from ddpcheck.report.repro import write_reproduction
+from ddpcheck.report.repro.choice import DEMONSTRATIONS, tolerance_for, world_size_for
+from ddpcheck.report.repro.projects import without_ddpcheck
+from ddpcheck.report.repro.script import our_code
+from ddpcheck.report.repro.sources import Import, spelled_imports
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
 from tests.tiers import share
@@ -346,7 +346,7 @@ def test_only_what_ddpcheck_wrote_is_overwritten(tmp_path: Path) -> None:
 )
 def test_a_target_that_needs_more_of_ddpcheck_is_refused(tmp_path: Path, code: str, sentence: str) -> None:
     (tmp_path / "net.py").write_text(
-        NET.replace("import torch\n", "import torch\nfrom ddpcheck.rules import RULES\n") + code
+        NET.replace("import torch\n", "import torch\nfrom ddpcheck.findings.rules import RULES\n") + code
     )
     with pytest.raises(UsageError) as caught:
         write_reproduction(small_report("t"), str(tmp_path / "net.py"), tmp_path / "out")
@@ -445,7 +445,7 @@ MIXED = """\
 from __future__ import annotations
 
 import pytest; from ddpcheck import Recipe as R
-import torch, ddpcheck.errors
+import torch, ddpcheck.findings.errors
 from ddpcheck import assert_ddp_safe, check
 
 from .parts import (

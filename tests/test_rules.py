@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from ddpcheck.errors import UsageError
-from ddpcheck.rules import FAMILIES, RULES, find_rule, matching_rules
-from ddpcheck.severity import Severity
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.rules import FAMILIES, RULES, find_rule, matching_rules
+from ddpcheck.findings.severity import Severity
 
 RULE_LIST = list(RULES.values())
 

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.sameness import Account, Leaf, Measured, Options, differences, holds_nothing, tell, trouble_of
+from ddpcheck.testing.assertions.replica_values import (
+    Account,
+    Leaf,
+    Measured,
+    Options,
+    differences,
+    holds_nothing,
+    tell,
+    trouble_of,
+)
 
 pytest.importorskip("hypothesis")
 

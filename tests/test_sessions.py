@@ -347,7 +347,7 @@ def test_skipped(): pass
 @pytest.mark.parametrize(
     ("source", "arguments", "imported"),
     [
-        (NOT_USED, (), {"ddpcheck", "ddpcheck.errors", "ddpcheck.pytest_plugin"}),
+        (NOT_USED, (), {"ddpcheck", "ddpcheck.findings", "ddpcheck.findings.errors", "ddpcheck.pytest_plugin"}),
         (COLLECTED, ("--collect-only",), None),
         (COLLECTED, ("-k", "not fixture and not marker"), None),
     ],

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.errors import RankFailure
-from ddpcheck.findings import CheckResult, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.matrix import Matrix, MatrixRow
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.shortening import limited, shortened
 from ddpcheck.render import renderer_for
-from ddpcheck.severity import Severity
-from ddpcheck.shortening import limited, shortened
+from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from ddpcheck.worlds.failures import error as error_of
 
 ROOT = Path(__file__).parents[1]

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcheck.check import CheckRun, ask
-from ddpcheck.outcome import Outcome
-from ddpcheck.recipe import Recipe
-from ddpcheck.worlds import allowed
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import CheckRun, ask
+from ddpcheck.report.checking.check_state import Outcome
+from ddpcheck.worlds import validation as allowed
 
 
 def outcome_of(recipe: Recipe) -> Outcome:

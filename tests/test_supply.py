@@ -16,10 +16,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ddpcheck.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.harness import World
-from ddpcheck.supply import Supply
-from ddpcheck.worlds.processes import server_pids
+from ddpcheck.testing.world_pool import Supply
+from ddpcheck.worlds.starting import server_pids
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_shared_ranks_are_the_same_with_another_process_group(supply: Supply) ->
     def seen(key: str) -> tuple[int, str | None]:
         import torch.distributed as dist
 
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         group, known = dist.group.WORLD, rank.state.get("group")
         rank.state["group"] = group
@@ -304,7 +304,7 @@ def break_group(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddpcheck import rank
+    from ddpcheck.worlds import rank
 
     if how == "pending" and dist.get_rank() == 0:
         rank.state["work"] = dist.all_reduce(torch.ones(3), async_op=True)
@@ -338,7 +338,7 @@ def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(supply: Supply, ho
 
 def test_what_ranks_printed_and_left_is_that_of_the_lease(supply: Supply) -> None:
     def speak(text: str) -> None:
-        from ddpcheck import rank
+        from ddpcheck.worlds import rank
 
         print(text)
         rank.leave(text.encode())
@@ -426,7 +426,8 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(supply: Supply
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: float) -> None:
     script = (
-        "import os, sys, time\nfrom ddpcheck.supply import Supply\nfrom ddpcheck.worlds.processes import server_pids\n"
+        "import os, sys, time\nfrom ddpcheck.testing.world_pool import Supply\n"
+        "from ddpcheck.worlds.starting import server_pids\n"
         "supply = Supply()\nworld = supply.lease(world_size=2)\npids = world.run(os.getpid)\nsupply.give_back(world)\n"
         f"print(*pids, *server_pids(), flush=True)\ntime.sleep({seconds})\nos.kill(os.getpid(), 9)\n"
     )
@@ -452,7 +453,7 @@ def test_a_fork_of_the_process_has_worlds_of_its_own(supply: Supply) -> None:
         try:
             code = 0 if pids(supply.lease_shared("module", world_size=1)) != mine else 2
         finally:
-            from ddpcheck.worlds import processes
+            from ddpcheck.worlds import starting as processes
 
             processes.shut_down()
             os._exit(code)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.gather.surroundings import Surroundings, put_back
+from ddpcheck.gather.state.external_state import Surroundings, put_back
 
 COUNT = 0
 SEEN: list[int] = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
-from ddpcheck.matrix import Matrix
+from ddpcheck.report.matrix.matrix import Matrix
 from tests.faultsuite.cases import FAULTS
 from tests.tiers import share
 
@@ -213,7 +213,7 @@ def test_rules_that_are_ignored_decide_nothing() -> None:
 
 
 def test_step_times_are_measured_against_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.sweep._SECONDS_A_ROW", 0.05)
+    monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)
     seen: list[str] = []
     matrix = ddpcheck.check_matrix(
         str(ZOO / "healthy" / "global_backbone.py"), steps=1, timeout=20, progress=seen.append

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.errors import TargetError, UsageError
-from ddpcheck.target import find_file, is_path, load_target, split_target
+from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.recipe.target import find_file, is_path, load_target, split_target
 
 pytest.importorskip("torch")
 

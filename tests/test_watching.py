@@ -83,7 +83,7 @@ def test_what_is_raised_does_not_show_how_it_was_found():
     model = CheckedDistributedDataParallel(Net())
     with pytest.raises(FindingsError) as raised:
         train(model, 1, way=lambda step: "short")
-    assert sum("ddpcheck/watching" in str(entry.path) for entry in raised.traceback) == 1
+    assert sum("ddpcheck/monitor" in str(entry.path) for entry in raised.traceback) == 1
 
 
 def test_a_detached_path_is_told_with_its_line():
@@ -1103,7 +1103,7 @@ def test_compare_can_be_called_at_any_time(rank):
 @pytest.mark.parametrize("lacking", ["will_be_reached", "at_end_of_backward"])
 @pytest.mark.parametrize("way", ["short", "detached", "whole"])
 def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank, lacking, way):
-    from ddpcheck.watching import rounds
+    from ddpcheck.monitor import step_tracker as rounds
 
     def run():
         torch.manual_seed(0)
@@ -1148,7 +1148,7 @@ def test_what_a_fault_leads_to_is_not_told_beside_it():
 
 
 def test_what_no_rank_was_asked_for_any_more_is_told_when_the_watch_is_closed(rank, monkeypatch):
-    from ddpcheck.watching import board
+    from ddpcheck.monitor import alarms as board
 
     monkeypatch.setattr(board, "_LONG", math.inf)  # after a long step ranks ask each other; none is, on a busy machine
     model = nn.parallel.DistributedDataParallel(Net())

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.nests import iter_tensors
-from ddpcheck.wrapper import CheckedDistributedDataParallel
+from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
+from ddpcheck.recipe.pytree import iter_tensors
 from tests.faultsuite.cases import all_cases
 from tests.faultsuite.selection import fastest_of_each_code
 from tests.tiers import share

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.check import check
-from ddpcheck.findings import Report
+from ddpcheck.findings.report import Report
+from ddpcheck.report.checking.check import check
 from tests.reports import assert_healthy, comparable, contradictions, shown
 from tests.tiers import share
 

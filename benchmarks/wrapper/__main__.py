@@ -17,7 +17,7 @@ from benchmarks.wrapper.figures import Measured, Record
 from benchmarks.wrapper.ranks import MMENGINE, SECOND, UNUSED, measure
 from benchmarks.wrapper.table import PAGE, for_page, for_terminal
 from ddpcheck import World
-from ddpcheck.errors import DdpcheckError
+from ddpcheck.findings.errors import DdpcheckError
 
 _RANKS = 2
 _SPARE = 2  # times what models and gradients need

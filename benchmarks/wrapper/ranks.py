@@ -16,8 +16,8 @@ from torch import nn
 
 import ddpcheck
 from benchmarks.wrapper.cases import Case
-from ddpcheck.watching.hooks import StaysBehind, around_each_step
-from ddpcheck.watching.rounds import Rounds
+from ddpcheck.monitor.module_hooks import StaysBehind, around_each_step
+from ddpcheck.monitor.step_tracker import Rounds
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
 FIRST_ROUNDS = 32

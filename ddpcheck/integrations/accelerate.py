@@ -8,9 +8,9 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from ddpcheck.errors import UsageError, WrongTypeError
-from ddpcheck.findings import Finding
-from ddpcheck.watching.watch import Watch, find_wrapper
+from ddpcheck.findings.errors import UsageError, WrongTypeError
+from ddpcheck.findings.report import Finding
+from ddpcheck.monitor.watch import Watch, find_wrapper
 
 
 def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> AcceleratorWatch:

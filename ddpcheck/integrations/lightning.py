@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.consistency import check_consistency as compare_modules
-from ddpcheck.errors import UsageError
-from ddpcheck.findings import Finding
-from ddpcheck.watching.telling import OnFinding, Teller, check_numbers, checked_choice
-from ddpcheck.watching.watch import Watch, find_wrapper
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Finding
+from ddpcheck.monitor.reporting import OnFinding, Teller, check_numbers, checked_choice
+from ddpcheck.monitor.watch import Watch, find_wrapper
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

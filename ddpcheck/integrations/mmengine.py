@@ -19,13 +19,13 @@ from mmengine.model import MMDistributedDataParallel
 from mmengine.registry import HOOKS, MODEL_WRAPPERS
 from torch import nn
 
-from ddpcheck.errors import UsageError
-from ddpcheck.findings import Finding
-from ddpcheck.severity import Severity
-from ddpcheck.watching.telling import as_text, checked_choice
-from ddpcheck.watching.watch import Watch
-from ddpcheck.wording import counted
-from ddpcheck.wrapper import CheckedDistributedDataParallel
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted
+from ddpcheck.monitor.reporting import as_text, checked_choice
+from ddpcheck.monitor.watch import Watch
+from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
 
 OnFinding = Literal["raise", "warn", "log"] | str | Callable[[Finding], object]
 _LEVELS = {Severity.ERROR: logging.ERROR, Severity.WARNING: logging.WARNING, Severity.NOTE: logging.INFO}

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ddpcheck.errors import UsageError
-from ddpcheck.findings import Finding
-from ddpcheck.watching.telling import OnFinding, check_numbers, checked_choice
-from ddpcheck.watching.watch import Watch, find_wrapper
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Finding
+from ddpcheck.monitor.reporting import OnFinding, check_numbers, checked_choice
+from ddpcheck.monitor.watch import Watch, find_wrapper
 
 
 class DdpCheckCallback(TrainerCallback):

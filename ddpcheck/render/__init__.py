@@ -17,9 +17,9 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Protocol, TextIO
 
-from ddpcheck.errors import UsageError
-from ddpcheck.findings import Report
-from ddpcheck.matrix import Matrix
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Report
+from ddpcheck.report.matrix.matrix import Matrix
 
 
 class Renderer(Protocol):

@@ -5,9 +5,9 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from ddpcheck.findings import Report
-from ddpcheck.matrix import Matrix
+from ddpcheck.findings.report import Report
 from ddpcheck.render import Medium
+from ddpcheck.report.matrix.matrix import Matrix
 
 
 class JsonRenderer:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 
-from ddpcheck.matrix import Matrix, MatrixRow
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.shortening import limited
 from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
-from ddpcheck.severity import Severity
-from ddpcheck.shortening import limited
-from ddpcheck.trials import DEFAULTS, Options
+from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
+from ddpcheck.report.matrix.option_sets import DEFAULTS, Options
 
 MARKS = {
     "right": ("✓", "ok"),

@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ddpcheck.findings import Finding, ParityEntry, Report
-from ddpcheck.matrix import Matrix
+from ddpcheck.findings.report import Finding, ParityEntry, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.shortening import limited
 from ddpcheck.render import Medium
-from ddpcheck.rules import RULES
-from ddpcheck.severity import Severity
-from ddpcheck.shortening import limited
+from ddpcheck.report.matrix.matrix import Matrix
 
 MOST_FINDINGS = 50
 MOST_SUBJECTS = 8

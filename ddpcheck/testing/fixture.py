@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpcheck.config import Settings
-from ddpcheck.errors import DdpcheckError, RankError, UsageError, WrongTypeError
-from ddpcheck.testing import marks, onrank
-from ddpcheck.testing.onrank import Ended
-from ddpcheck.testing.ranks import Tenancy
+from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, WrongTypeError
+from ddpcheck.report.settings import Settings
+from ddpcheck.testing import marks
+from ddpcheck.testing import rank_side as onrank
+from ddpcheck.testing.leases import Tenancy
+from ddpcheck.testing.outcome import Verdict, judge
+from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.record import Lent
-from ddpcheck.testing.verdict import Verdict, judge
-from ddpcheck.worlds import allowed
+from ddpcheck.worlds import validation as allowed
 
 if TYPE_CHECKING:
-    from ddpcheck.findings import Report
-    from ddpcheck.recipe import Recipe
+    from ddpcheck.findings.report import Report
+    from ddpcheck.recipe.recipe import Recipe
 
 _OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
 _CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
@@ -111,7 +112,7 @@ class DdpWorld:
             **options: Those of `ddpcheck.check`.
         """
         __tracebackhide__ = True
-        from ddpcheck.check import check
+        from ddpcheck.report.checking.check import check
 
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
         ours |= {name: self._tenancy.options[name] for name in _CHECKED if name in self._tenancy.options}

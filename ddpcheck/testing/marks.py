@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.config import Settings, load_settings
-from ddpcheck.errors import UsageError
-from ddpcheck.worlds import allowed
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.report.settings import Settings, load_settings
+from ddpcheck.worlds import validation as allowed
 
 MARKER = "ddp"
 OPTIONS = ("world_size", "backend", "device", "timeout", "reuse", "threads", "env", "preload")

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from ddpcheck.testing import measuring
-from ddpcheck.testing.conditions import Luggage
-from ddpcheck.testing.onrank import text_of
-from ddpcheck.testing.verdict import Verdict
+from ddpcheck.testing import rank_coverage as measuring
+from ddpcheck.testing.outcome import Verdict
+from ddpcheck.testing.rank_context import Luggage
+from ddpcheck.testing.rank_side import text_of
 from ddpcheck.worlds import wire
 
 

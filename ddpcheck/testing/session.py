@@ -12,15 +12,17 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ddpcheck.errors import DdpcheckError, RankError, UsageError
-from ddpcheck.testing import marks, onrank, values
-from ddpcheck.testing.conditions import Seeds
+from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.testing import marks
+from ddpcheck.testing import rank_fixtures as values
+from ddpcheck.testing import rank_side as onrank
 from ddpcheck.testing.fixture import DdpWorld, options_of
-from ddpcheck.testing.joined import LAUNCHED, JoinedRanks, refuse_wrong_start
-from ddpcheck.testing.onrank import Ended
-from ddpcheck.testing.ranks import Ranks, Tenancy
+from ddpcheck.testing.launched_ranks import LAUNCHED, JoinedRanks, refuse_wrong_start
+from ddpcheck.testing.leases import Ranks, Tenancy
+from ddpcheck.testing.outcome import judge, to_raise
+from ddpcheck.testing.rank_context import Seeds
+from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.record import Record, as_pytest_shows
-from ddpcheck.testing.verdict import judge, to_raise
 
 _RECORD = pytest.StashKey[Record]()
 _SEEDS = pytest.StashKey[Seeds]()

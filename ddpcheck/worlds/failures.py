@@ -10,18 +10,18 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.blame import as_bug, is_ours
-from ddpcheck.errors import FailureKind, HangError, RankError, RankFailure, UsageError
-from ddpcheck.locate import exception_location, is_user_file, relative_path, user_traceback
-from ddpcheck.shortening import LONGEST_TRACEBACK, shortened
+from ddpcheck.findings.errors import FailureKind, HangError, RankError, RankFailure, UsageError
+from ddpcheck.findings.exception_origin import as_bug, is_ours
+from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
+from ddpcheck.findings.source_lines import exception_location, user_traceback
+from ddpcheck.findings.stacks import collective_of, format_stack, location_of, own_stack, place_of, region_of
+from ddpcheck.findings.wording import agreeing, name_ranks, phrase
 from ddpcheck.worlds import wire
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)')  # faulthandler's, and ours
 _FELL = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote (process|peer).*(exit|clos)|"
     r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
@@ -30,130 +30,6 @@ _FELL = re.compile(
 _FATAL = "Fatal Python error: "  # how a dump of `faulthandler` begins that a signal has caused
 _LONGEST = 300  # characters of a message
 _WIDEST = 1000  # and of a line that was printed
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One line of a Python stack."""
-
-    file: str
-    line: int
-    name: str
-
-
-# --- Stacks --------------------------------------------------------------------------------------------------------
-
-
-def own_stack(dump: str) -> tuple[Frame, ...]:
-    """Return the user's part of the stack in what `faulthandler` wrote, most recent call first.
-
-    It is the thread that ddpcheck's own loop runs in, without the frames of that loop.
-    """
-    best: tuple[Frame, ...] = ()
-    for block in _threads(dump):
-        frames = _frames(block)
-        if (index := _loop_at(frames)) is not None:
-            return tuple(frame for frame in frames[:index] if not frame.file.startswith(_PACKAGE))
-        if block.lstrip().startswith("Current thread"):
-            best = frames
-    return best
-
-
-def has_other_threads(dump: str) -> bool:
-    """Whether there is another Python thread than the one of ddpcheck's loop; a timer stands in library code alone."""
-    return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))
-
-
-def _threads(dump: str) -> list[str]:
-    return re.split(r"\n\s*\n", dump)
-
-
-def _frames(block: str) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(match["file"], int(match["line"]) if match["line"].isdigit() else 0, match["name"])
-        for match in map(_FRAME.match, block.splitlines())
-        if match
-    )
-
-
-def _loop_at(frames: Sequence[Frame]) -> int | None:
-    """Where in a stack ddpcheck's own loop begins."""
-    for index, frame in enumerate(frames):
-        if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
-            return index
-    return None
-
-
-_LOOP = ("_perform", "_answer", "_live", "_set_up")
-
-
-def format_stack(frames: Sequence[Frame]) -> str:
-    """Return a stack as text, most recent call first."""
-    return "\n".join(f'  File "{relative_path(frame.file)}", line {frame.line}, in {frame.name}' for frame in frames)
-
-
-def collective_of(frames: Sequence[Frame]) -> str:
-    """Return which function of `torch.distributed` the stack waits in, with the place of the call; `""` if none."""
-    name = ""
-    for frame in frames:
-        if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
-            name = frame.name
-        elif name and is_user_file(frame.file):
-            return f"{name} at {_where(frame)}"
-    return name
-
-
-_REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
-    ("nn/parallel/distributed.py", "__init__", "the constructor of DistributedDataParallel"),
-    ("nn/parallel/distributed.py", "forward", "the forward of DistributedDataParallel"),
-    ("autograd/graph.py", "_engine_run_backward", "backward"),
-)
-
-
-def region_of(frames: Sequence[Frame]) -> str:
-    """Return which part of DDP's work the stack is in, in words; `""` if none."""
-    for frame in frames:
-        for file, name, words in _REGIONS:
-            if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
-                return words
-    return ""
-
-
-_WAITING = (  # innermost Python frames of ranks that wait for others in C++; `None`: any function of the file
-    ("torch/distributed/distributed_c10d.py", None),
-    ("torch/distributed/_functional_collectives.py", None),
-    ("torch/distributed/utils.py", None),
-    ("torch/nn/parallel/distributed.py", None),
-    ("torch/autograd/graph.py", "_engine_run_backward"),
-)
-
-
-def waits_for_others(frames: Sequence[Frame]) -> bool:
-    """Whether a stack ends where torch may wait for other ranks, rather than in code that has work of its own."""
-    return bool(frames) and any(
-        f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
-        for file, name in _WAITING
-    )
-
-
-def is_waiting(failure: RankFailure) -> bool:
-    """Whether a stuck rank waits for others, as far as its collective and its stack tell."""
-    return bool(failure.collective) or waits_for_others(_frames(failure.stack))
-
-
-def place_of(frames: Sequence[Frame]) -> str:
-    """Return the innermost line of the user's own code, `""` if there is none."""
-    frame = next((frame for frame in frames if is_user_file(frame.file)), None) or (frames[0] if frames else None)
-    return f"{frame.name} at {_where(frame)}" if frame is not None else ""
-
-
-def _location(frames: Sequence[Frame]) -> str:
-    frame = next((frame for frame in frames if is_user_file(frame.file)), None)
-    return _where(frame) if frame is not None else ""
-
-
-def _where(frame: Frame) -> str:
-    return f"{relative_path(frame.file)}:{frame.line}"
 
 
 # --- Failures ------------------------------------------------------------------------------------------------------
@@ -258,7 +134,7 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
     else:
         message = f"rank {rank} ended with exit code {code} before its work was done, without a Python exception"
     return RankFailure(
-        rank, "died", message, when, exit_code=code, stack=format_stack(frames), location=_location(frames)
+        rank, "died", message, when, exit_code=code, stack=format_stack(frames), location=location_of(frames)
     )
 
 
@@ -282,7 +158,7 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
         place=place,
         collective=collective,
         stack=format_stack(frames),
-        location=_location(frames),
+        location=location_of(frames),
     )
 
 
@@ -327,51 +203,25 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     return HangError(message, ordered, detail=_detail(ordered))
 
 
-def phrase(failure: RankFailure) -> str:
-    """What happened to a rank, without its name."""
-    return failure.message.removeprefix(f"rank {failure.rank} ")
-
-
 def _summary(rest: Sequence[RankFailure]) -> str:
     """One phrase for the ranks that are not the headline, equal ones together."""
     said = []
     for one in rest:
-        phrase = one.message.removeprefix(f"rank {one.rank} ")
+        what = phrase(one)
         if one.kind == "fell":
-            phrase = "fell with it"
+            what = "fell with it"
         elif one.kind == "stuck":
             where = one.collective and f"waiting in {one.collective}"
-            phrase = "was still " + (where or f"in {one.place or phrase.removeprefix('is in ')}")
-        said.append((one.rank, phrase))
+            what = "was still " + (where or f"in {one.place or what.removeprefix('is in ')}")
+        said.append((one.rank, what))
     return _group(said)
 
 
 def _group(said: Sequence[tuple[int, str]]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, phrase in said:
-        groups.setdefault(phrase, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)} {agreeing(phrase, ranks)}" for phrase, ranks in groups.items())
-
-
-_OF_SEVERAL = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
-
-
-def agreeing(phrase: str, ranks: Sequence[int]) -> str:
-    """What happened to each of `ranks`, said of all of them: "was killed by SIGSEGV" becomes "were killed by ..."."""
-    if len(ranks) == 1:
-        return phrase
-    verb, space, rest = phrase.partition(" ")
-    return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 0`, `ranks 0 and 1`, `ranks 0, 2 and 3`, `ranks 0 to 7`."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 3 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    for rank, what in said:
+        groups.setdefault(what, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} {agreeing(what, ranks)}" for what, ranks in groups.items())
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:

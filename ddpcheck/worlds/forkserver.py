@@ -28,8 +28,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ddpcheck import rank as rank_module
 from ddpcheck.worlds import preloading, wire
+from ddpcheck.worlds import rank as rank_module
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4

@@ -13,17 +13,17 @@ DDP = (
     "torch.utils.checkpoint",
     "torch.utils.data",
     "torch.utils.serialization",  # the first torch.save or torch.load of a process imports it
-    "ddpcheck.recipe",
-    "ddpcheck.graph",
-    "ddpcheck.locate",
-    "ddpcheck.gather.describe",
+    "ddpcheck.recipe.recipe",
+    "ddpcheck.gather.autograd.autograd_graph",
+    "ddpcheck.findings.source_lines",
+    "ddpcheck.gather.state.module_description",
     "ddpcheck.anomalous",
     "ddpcheck.consistency",
-    "ddpcheck.parity",
-    "ddpcheck.collectives",
-    "ddpcheck.reference",
-    "ddpcheck.gather.local",
-    "ddpcheck.gather.ddp",
+    "ddpcheck.judge.single_process",
+    "ddpcheck.gather.collectives.collective_log",
+    "ddpcheck.gather.phases.single_process",
+    "ddpcheck.gather.phases.local_step",
+    "ddpcheck.gather.phases.ddp_step",
 )
 """What ranks need that use DistributedDataParallel, or that `check` runs in.
 

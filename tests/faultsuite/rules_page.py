@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpcheck.rules import FAMILIES, RULES, Rule
+from ddpcheck.findings.rules import FAMILIES, RULES, Rule
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.table import cell
 

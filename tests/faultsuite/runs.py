@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpcheck.check import check
-from ddpcheck.errors import HangError, RankError
-from ddpcheck.findings import Report
+from ddpcheck.findings.errors import HangError, RankError
+from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
+from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import ROOT, Case
 from tests.faultsuite.training import train
 from tests.reports import contradictions

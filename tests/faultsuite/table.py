@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpcheck.findings import Finding
-from ddpcheck.rules import RULES
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
 from tests.faultsuite.runs import Heard, Row, faults_in, faults_in_twin
 
 FAMILIES = {

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpcheck.gather.randomness import seed_everything
-from ddpcheck.gather.syncbn import synchronised_on_cpu
-from ddpcheck.nests import iter_tensors
-from ddpcheck.target import load_target
+from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.state.randomness import seed_everything
+from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.target import load_target
 
 DEBUG_LEVELS = {"INFO": dist.DebugLevel.INFO, "DETAIL": dist.DebugLevel.DETAIL}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ddpcheck.findings import Report
-from ddpcheck.severity import Severity
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.severity import Severity
 from tests.models.batches import SAMPLES
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import disagreements, report_on

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ddpcheck.check import check
-from ddpcheck.findings import Finding, Report
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.report.checking.check import check
 from tests.models.catalogue import CATALOGUE
 from tests.models.oracle import Truth
 

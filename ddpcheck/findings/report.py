@@ -1,0 +1,330 @@
+"""What a check returns: `Finding` values in a `Report`, which goes to JSON and comes back the same.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
+from ddpcheck.findings.from_json import added, parse, read
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Location:
+    """A line of source code. `path` is relative where it can be, with "/" between its parts."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One root cause, told once.
+
+    Attributes:
+        code: Key into the rule table, for example "DDP101".
+        subjects: Fully qualified names (parameters, buffers, modules, options), sorted by the detector.
+        message: One sentence that says what is wrong, without markup or trailing newline.
+        severity: Usually the rule's; a detector may choose another where the circumstances do.
+        ranks: The ranks concerned; empty means every rank.
+        steps: The steps concerned, counted from 0; empty means every step, or before the first.
+        location: The line that made the subject, when known.
+        evidence: One fact a line: numbers, places, consequences.
+        fix: What to do, in this case; the rule's advice when empty.
+        tags: What a detector knows beyond the code, for what decides which finding causes which; not in the JSON.
+    """
+
+    code: str
+    subjects: tuple[str, ...]
+    message: str
+    severity: Severity
+    ranks: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    location: Location | None = None
+    evidence: tuple[str, ...] = ()
+    fix: str = ""
+    tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
+
+    def sort_key(self) -> tuple[Any, ...]:
+        """Worst first, then by code and subject, so that reports are stable."""
+        return (self.severity.rank, self.code, self.subjects, self.ranks, self.steps, self.message)
+
+    @property
+    def what_to_do(self) -> str:
+        """The finding's own `fix`, else that of its rule; empty for a code that this ddpcheck does not know."""
+        rule = RULES.get(self.code)
+        return self.fix or (rule.fix if rule is not None else "")
+
+
+CheckStatus = Literal["passed", "warned", "failed", "ignored", "skipped", "error"]
+"""`passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
+same, and the finding is of a rule that is ignored or not selected. `skipped`: not all was compared. `error`: it stopped
+here."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check of a report.
+
+    Attributes:
+        name: Of the check.
+        status: How it ended.
+        seconds: How long it took.
+        detail: What was compared and held, or what did not hold, or why it was not compared.
+        asked: Whether any of its rules is selected, and not ignored.
+    """
+
+    name: str
+    status: CheckStatus
+    seconds: float = 0.0
+    detail: str = ""
+    asked: bool = added(True)
+
+
+@dataclass(frozen=True, slots=True)
+class ParityEntry:
+    """How far one gradient was from one reference in one step.
+
+    Attributes:
+        step: Counted from 0.
+        parameter: Fully qualified name.
+        reference: "local" (the same shards without the reducer) or "single-process" (the global batch).
+        relative_error: Frobenius norm of the difference, relative to the reference's scale.
+        tolerance: What `relative_error` may be.
+        absolute_error: Frobenius norm of the difference.
+        reference_norm: Of the reference.
+        elements: How many there are.
+    """
+
+    step: int
+    parameter: str
+    reference: str
+    relative_error: float
+    tolerance: float
+    absolute_error: float = 0.0
+    reference_norm: float = 0.0
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportError:
+    """Why a report is not complete.
+
+    Attributes:
+        message: One sentence: what, where, what to do.
+        exit_code: 3 when the target failed for a reason of its own, 4 after a hang.
+        detail: The target's own traceback or output; may be empty.
+    """
+
+    message: str
+    exit_code: int
+    detail: str = ""
+
+
+Status = Literal["clean", "findings", "incomplete", "ignored", "error", "hang"]
+"""`clean`: every check that was asked for was made, and held. `incomplete`: no findings, and some were not made.
+`ignored`: no findings but those of rules that are ignored or not selected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of checking one target. A renderer needs nothing else.
+
+    Attributes:
+        target: What was checked, as the user spelled it.
+        environment: Versions and platform.
+        world: World size, backend, device, steps, seed, timeout; `notes` holds sentences on how the check was run.
+        checks: In the order in which they ran.
+        findings: Sorted, worst first.
+        ignored: The codes of findings that are not shown, since their rules are ignored or not selected; sorted.
+        parity: Sorted by step, reference and parameter.
+        timing: Seconds by phase.
+        error: Set when the checks could not be finished.
+        tool: Name and version of the tool that wrote the report.
+    """
+
+    target: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    world: Mapping[str, Any] = field(default_factory=dict)
+    checks: tuple[CheckResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    ignored: tuple[str, ...] = added(())
+    parity: tuple[ParityEntry, ...] = ()
+    timing: Mapping[str, float] = field(default_factory=dict)
+    error: ReportError | None = None
+    tool: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """`hang` or `error` when the checks could not be finished; `clean` only where nothing is left to say."""
+        if self.error is not None:
+            return "hang" if self.error.exit_code == EXIT_HANG else "error"
+        if self.findings:
+            return "findings"
+        if self.not_made:
+            return "incomplete"
+        return "ignored" if self.ignored else "clean"
+
+    @property
+    def not_made(self) -> tuple[str, ...]:
+        """The names of the checks that were asked for and could not be made, or not in every step."""
+        return tuple(check.name for check in self.checks if check.status in ("skipped", "error") and check.asked)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checks were finished and found no error; `status` says whether all of them could be made."""
+        return self.exit_code() == EXIT_CLEAN
+
+    @property
+    def summary(self) -> str:
+        """The status in words."""
+        if self.error is not None and not self.findings:
+            return self.status
+        if self.status == "clean":
+            return "clean"
+        found = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
+        between = ", but " if self.not_made and not self.at_or_above(Severity.ERROR) else "; "
+        return between.join(filter(None, (found, self.shortfall)))
+
+    @property
+    def shortfall(self) -> str:
+        """What keeps a report without findings from being clean: checks that were not made, and findings ignored."""
+        words = []
+        if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
+            asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
+            words.append(f"{len(self.not_made)} of {asked} checks {were} not made: {', '.join(self.not_made)}")
+        if self.ignored:
+            which = ", ".join(dict.fromkeys(self.ignored))
+            words.append(f"{len(self.ignored)} finding{'' if len(self.ignored) == 1 else 's'} ignored ({which})")
+        return "; ".join(words)
+
+    def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
+        """The findings that are as bad as `threshold` or worse."""
+        return tuple(finding for finding in self.findings if finding.severity.reaches(threshold))
+
+    def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
+        """What a command that made this report exits with; `fail_on=None` never fails for findings."""
+        if self.error is not None:
+            return self.error.exit_code
+        return EXIT_FINDINGS if fail_on is not None and self.at_or_above(fail_on) else EXIT_CLEAN
+
+    def raise_for_findings(self, fail_on: Severity = Severity.ERROR) -> None:
+        """Raise when the report is not good enough for a test.
+
+        Raises:
+            FindingsError: There is a finding at or above `fail_on`, or the checks could not be finished.
+        """
+        lines = [] if self.error is None else [self.error.message]
+        for finding in self.at_or_above(fail_on):
+            lines.append(f"{finding.code} {', '.join(finding.subjects)}: {finding.message}")
+            lines.extend(f"  {fact}" for fact in finding.evidence)
+        if lines:
+            text = "\n".join([f"ddpcheck on {self.target}: {self.status}", *lines])
+            raise FindingsError(text, self.at_or_above(fail_on))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `to_json` writes it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "tool": dict(self.tool),
+            "target": self.target,
+            "environment": dict(self.environment),
+            "world": dict(self.world),
+            "status": self.status,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "findings": [finding_to_dict(value) for value in self.findings],
+            "ignored": list(self.ignored),
+            "parity": [dataclasses.asdict(entry) for entry in self.parity],
+            "timing": dict(self.timing),
+            "error": None if self.error is None else dataclasses.asdict(self.error),
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The report as JSON; only the values under `seconds` and `timing` differ between two equal runs."""
+        return json.dumps(
+            self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: `text` is not a report, or was written by a newer ddpcheck.
+        """
+        data = checked_version(parse(text), "report")
+        report = read(cls, data)
+        return dataclasses.replace(report, findings=tuple(map(without_rules_fix, report.findings)))
+
+
+def checked_version(data: Any, what: str) -> dict[str, Any]:
+    """`data`, which is an object that this ddpcheck can read.
+
+    Raises:
+        ValueError: It is not.
+    """
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None:
+        raise ValueError(f"this JSON is not a ddpcheck {what}: it has no schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ValueError(f"this {what} has schema_version {str(version)[:40]}; this ddpcheck reads {SCHEMA_VERSION}")
+    notes = data["world"].get("notes") if isinstance(data.get("world"), dict) else None
+    if not isinstance(notes, list | str | None) or not all(isinstance(note, str) for note in notes or ()):
+        raise ValueError("world.notes must be a list of strings")
+    made: dict[str, Any] = data
+    return made
+
+
+def finding_to_dict(value: Finding) -> dict[str, Any]:
+    """A finding as plain data, with the name of its rule."""
+    rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
+    data = dataclasses.asdict(value)
+    del data["tags"]
+    data.update(name=rule.name if rule is not None else "", severity=value.severity.value, fix=value.what_to_do)
+    return data
+
+
+def without_rules_fix(value: Finding) -> Finding:
+    """A finding that was read, without the advice that is its rule's."""
+    rule = RULES.get(value.code)
+    return dataclasses.replace(value, fix="") if rule is not None and value.fix == rule.fix else value
+
+
+def select_findings(
+    findings: Iterable[Finding], *, select: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> tuple[Finding, ...]:
+    """The findings whose code or name matches `select` (all when empty) and does not match `ignore`, sorted.
+
+    A pattern is a code ("DDP101"), a prefix of one ("DDP1") or a rule's name ("unused-parameter"). Where both
+    match, the longer pattern wins, so that `--ignore DDP1 --select DDP101` keeps DDP101.
+    """
+
+    def longest(patterns: Sequence[str], finding: Finding) -> int:
+        name = RULES[finding.code].name
+        return max(
+            (
+                len(finding.code) if p.lower() == name else len(p)
+                for p in patterns
+                if p.lower() == name or finding.code.startswith(p.upper())
+            ),
+            default=-1,
+        )
+
+    def kept(finding: Finding) -> bool:
+        chosen, refused = longest(select, finding), longest(ignore, finding)
+        return (chosen > refused) if select else refused < 0
+
+    return tuple(sorted(filter(kept, findings), key=Finding.sort_key))

@@ -1,0 +1,83 @@
+"""The rule table: every defect that ddpcheck can name, by code and in order, split into files by family.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.rules import environment, gradients, parameters, ranks, running, training
+from ddpcheck.findings.rules.rule import Rule
+
+__all__ = ["FAMILIES", "RULES", "Rule", "find_rule", "matching_rules"]
+
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "DDP1": "parameters and the loss",
+        "DDP2": "the same on every rank",
+        "DDP3": "gradients",
+        "DDP4": "running",
+        "DDP5": "the training loop and its data",
+        "DDP6": "environment",
+    }
+)
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        rule.code: rule
+        for family in (parameters, ranks, gradients, running, training, environment)
+        for rule in sorted(family.RULES, key=lambda rule: rule.code)
+    }
+)
+
+
+def find_rule(text: str) -> Rule:
+    """The rule with the code (in any case) or the name `text`.
+
+    Raises:
+        UsageError: There is none; the message names those that come close.
+    """
+    wanted = text.strip()
+    rule = RULES.get(wanted.upper()) or next((rule for rule in RULES.values() if rule.name == wanted.lower()), None)
+    if rule is None:
+        raise UsageError(f"there is no rule {text!r}; {_suggestion(wanted)}")
+    return rule
+
+
+def matching_rules(pattern: str) -> tuple[Rule, ...]:
+    """The rules that `pattern` stands for: a code, the beginning of one ("DDP1"), or a name.
+
+    Raises:
+        UsageError: It stands for none; the message names those that come close.
+    """
+    wanted = pattern.strip()
+    found = tuple(
+        rule
+        for rule in RULES.values()
+        if rule.name == wanted.lower() or (wanted and rule.code.startswith(wanted.upper()))
+    )
+    if not found:
+        raise UsageError(f"no rule matches {pattern!r}; {_suggestion(wanted)}")
+    return found
+
+
+def _suggestion(text: str) -> str:
+    names = {rule.name: rule for rule in RULES.values()}
+    close = [names[name] for name in difflib.get_close_matches(text.lower(), names, n=3)]
+    if not close:
+        words = text.lower()
+        close = [rule for rule in names.values() if len(words) >= 4 and words in rule.name][:3]
+    if not close:
+        codes = difflib.get_close_matches(text.upper(), RULES, n=len(RULES))  # many are equally close
+        close = [RULES[code] for code in sorted(codes, key=lambda code: (-_common(code, text.upper()), code))[:3]]
+    if not close:
+        return "see `ddpcheck rules`"
+    return "did you mean " + " or ".join(f"{rule.code} ({rule.name})" for rule in close) + "?"
+
+
+def _common(one: str, other: str) -> int:
+    return sum(a == b for a, b in zip(one, other, strict=False))

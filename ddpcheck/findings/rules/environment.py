@@ -1,0 +1,48 @@
+"""DDP6xx: the environment that ranks are started in.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP601",
+        name="debug-level-crash",
+        severity=ERROR,
+        summary="TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo this torch crashes when a module is wrapped.",
+        why=(
+            "On this build the logger of DDP casts a process group that DETAIL has wrapped: a segmentation fault, "
+            "for a clean model and any world size. INFO is safe."
+        ),
+        fix="Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(DETAIL) after init_process_group.",
+    ),
+    Rule(
+        code="DDP602",
+        name="environment-differs",
+        severity=WARNING,
+        summary="Versions or settings that change numbers or communication differ between ranks.",
+        why=(
+            "Ranks with another torch, backend version, device model, thread or determinism setting may compute "
+            "other numbers, choose other algorithms or fail to talk to each other. Gradients are averaged all the "
+            "same."
+        ),
+        fix="Start every rank from the same image and the same environment variables.",
+    ),
+    Rule(
+        code="DDP603",
+        name="incomplete-launcher-environment",
+        severity=ERROR,
+        summary=(
+            "Some of the variables by which a launcher tells a rank its place are missing or contradict each other."
+        ),
+        why=(
+            "init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one it raises; with "
+            "values left over from another launcher, ranks wait for a world that never forms. (PyTorch docs, "
+            "torch.distributed, environment variable initialization.)"
+        ),
+        fix="Start with torchrun, mpirun or srun, and unset variables left over from another launcher.",
+    ),
+)

@@ -1,0 +1,234 @@
+"""DDP3xx: gradients, and the state after a step, against other ranks and against a reference.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP301",
+        name="not-synchronised",
+        severity=ERROR,
+        summary="A gradient differs between ranks after a backward pass that should have synchronised it.",
+        why=(
+            "When DDP works, every rank holds bit-identical gradients after backward. A difference means that this "
+            "parameter went past the reducer: its bucket never filled, its hooks are gone, or the inner module was "
+            "called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
+        ),
+        fix=(
+            "Call the wrapped module, not ddp.module; leave no_sync before the last backward; wrap after the module "
+            "is complete; and fix unused parameters (DDP1xx) first."
+        ),
+        example="""\
+output = ddp.module(x)                   # right: output = ddp(x)
+output.sum().backward()
+""",
+    ),
+    Rule(
+        code="DDP302",
+        name="reducer-mismatch",
+        severity=ERROR,
+        summary="DDP's gradients differ from the plain average of the ranks' own gradients.",
+        why=(
+            "The same module on the same shards, without the wrapper and averaged by an all-reduce, gives something "
+            "else. So the difference comes from the wrapper: a communication hook, a second backward that was not "
+            "reduced, gradients that were already there, or parameters that are paired wrongly."
+        ),
+        fix=(
+            "Take the communication hook off and check again; call zero_grad() before each accumulation; reduce once "
+            "a step; compare parameter order on the ranks (DDP202)."
+        ),
+        example="""\
+loss = ddp(x).sum()
+loss.backward(retain_graph=True)
+loss.backward()                          # only the first of the two is reduced; right: (2 * loss).backward()
+""",
+    ),
+    Rule(
+        code="DDP303",
+        name="scaled-gradient",
+        severity=ERROR,
+        summary="Every gradient is the reference's times a constant, such as the world size or one over it.",
+        why=(
+            "DDP averages over ranks. A loss that is a sum comes out divided by the world size; a loss that is "
+            "divided by the world size by hand is divided twice; an all-reduce inside the loss multiplies. The "
+            "learning rate changes with the number of ranks. (PyTorch docs, DistributedDataParallel: gradients are "
+            "averaged.)"
+        ),
+        fix=(
+            "Make the loss a mean over the local batch and do not scale it by the world size; for a sum, multiply "
+            "the loss by the world size."
+        ),
+        example="""\
+loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides already; right: no division
+""",
+    ),
+    Rule(
+        code="DDP304",
+        name="batch-coupled",
+        severity=WARNING,
+        summary="Gradients differ from the single process because samples of a batch influence each other.",
+        why=(
+            "BatchNorm, contrastive losses with negatives from the batch, batch-wide dice and ranking losses see "
+            "only the local shard under DDP, so the result depends on how the batch is split. Often this is "
+            "accepted; it is not the same training as on one process. (PyTorch docs, SyncBatchNorm.)"
+        ),
+        fix=(
+            "Convert with nn.SyncBatchNorm.convert_sync_batchnorm, use GroupNorm or LayerNorm, or gather the batch "
+            "with a differentiable all_gather; if per-rank coupling is meant, ignore DDP304."
+        ),
+        example="""\
+model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
+# right: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+""",
+    ),
+    Rule(
+        code="DDP305",
+        name="loss-normalisation",
+        severity=ERROR,
+        summary="Gradients differ from the single process because each rank divides by its own count.",
+        why=(
+            "DDP gives every rank the same weight. A mean over unequal counts (uneven shards, padding masks, "
+            "ignore_index, weights) is then a mean of means: samples on the rank with fewer of them count more. "
+            "(PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)"
+        ),
+        fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.",
+        example="""\
+loss = (token_loss * mask).sum() / mask.sum()
+# right: total = mask.sum(); dist.all_reduce(total)
+#        loss = (token_loss * mask).sum() * dist.get_world_size() / total
+""",
+    ),
+    Rule(
+        code="DDP306",
+        name="state-diverged",
+        severity=ERROR,
+        summary="Parameters, buffers or optimizer state differ between ranks after a step.",
+        why=(
+            "Nothing brings the ranks together again: DDP never broadcasts parameters after construction. From here "
+            "on the averaged gradients belong to no model, and a checkpoint keeps rank 0's alone. (PyTorch docs, "
+            "DistributedDataParallel: parameters are never broadcast between processes.)"
+        ),
+        fix=(
+            "Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208) and make the step the "
+            "same on all ranks."
+        ),
+        example="""\
+if loss.item() < threshold:              # decided from local data: some ranks step, others do not
+    optimizer.step()                     # right: all_reduce the decision first
+""",
+    ),
+    Rule(
+        code="DDP307",
+        name="nothing-compared",
+        severity=ERROR,
+        summary="Nothing was compared: every gradient was zero or missing.",
+        why=(
+            "A comparison of zeros always passes. Such a check says nothing about the model, so it does not count as "
+            "a pass."
+        ),
+        fix="Give the recipe a batch and a loss with a gradient: no empty mask, no factor of zero, no frozen model.",
+        example="""\
+def loss(model, batch):
+    return (model(batch["x"]) * batch["mask"]).sum()   # the mask is all zeros; right: a batch with something in it
+""",
+    ),
+    Rule(
+        code="DDP308",
+        name="nondeterministic",
+        severity=WARNING,
+        summary="The same run twice, from the same state and seed, differs by more than rounding.",
+        why=(
+            "Then a difference between DDP and a reference proves nothing, and verdicts that rest on one are "
+            "withheld. The usual sources are random numbers from an unseeded generator, state kept between calls, "
+            "and data that changes from one reading to the next. (PyTorch docs, 'Reproducibility'.)"
+        ),
+        fix=(
+            "Make model, batch and loss functions of their arguments and the seed: use torch's default generator, no "
+            "state kept between calls, no time or process id; then check again."
+        ),
+        example="""\
+def batch(step):
+    generator = numpy.random.default_rng()             # right: numpy.random.default_rng(step)
+    return torch.from_numpy(generator.normal(size=(8, 4)))
+""",
+    ),
+    Rule(
+        code="DDP309",
+        name="collective-without-gradient",
+        severity=ERROR,
+        summary="A collective that autograd does not see stands on the way from parameters to the loss.",
+        why=(
+            "torch.distributed.all_reduce and all_gather are not differentiable: what comes from other ranks is a "
+            "constant for backward, so the gradient lacks its share, or stops there. (PyTorch docs, "
+            "torch.distributed: autograd through collectives is in torch.distributed.nn.functional.)"
+        ),
+        fix=(
+            "Use torch.distributed.nn.functional.all_reduce or all_gather, which autograd differentiates; reduce what "
+            "is only logged on a detached copy."
+        ),
+        example="""\
+dist.all_gather(parts, features)         # parts carry no gradient
+everything = torch.cat(parts)            # right: torch.cat(torch.distributed.nn.functional.all_gather(features))
+""",
+    ),
+    Rule(
+        code="DDP310",
+        name="gradient-changed-before-reduction",
+        severity=ERROR,
+        summary="A hook, a clip or an optimizer step reads or changes local gradients before they are averaged.",
+        why=(
+            "Gradient hooks run before DDP averages. A clip there clips each rank by its own norm, and an optimizer "
+            "step in backward uses the local gradient: the result is not that of the global batch, and ranks may "
+            "diverge. (PyTorch docs, DistributedDataParallel and register_comm_hook.)"
+        ),
+        fix="Clip and step after backward has returned; to act inside the reduction, use register_comm_hook.",
+        example="""\
+for p in model.parameters():
+    p.register_hook(lambda g: g.clamp(-1, 1))   # right: clip_grad_norm_(model.parameters(), 1.0) after backward
+""",
+    ),
+    Rule(
+        code="DDP311",
+        name="saved-tensor-overwritten",
+        severity=ERROR,
+        summary="What backward needs was overwritten after forward, in place or by a later buffer broadcast.",
+        why=(
+            "A second forward under DDP broadcasts rank 0's buffers in place. When the first forward saved one of "
+            "them for backward, autograd raises about an in-place modification, or, where versions are not counted, "
+            "uses the wrong values. (PyTorch docs, DistributedDataParallel, broadcast_buffers; autograd mechanics, "
+            "'In-place correctness checks'.)"
+        ),
+        fix=(
+            "Run one forward on the concatenated inputs, clone the buffer before it is used, or pass "
+            "broadcast_buffers=False and synchronise buffers yourself."
+        ),
+        example="""\
+real, fake = ddp(a), ddp(b)              # the second call overwrites buffers that the first one saved
+(real - fake).mean().backward()          # right: real, fake = ddp(torch.cat([a, b])).chunk(2)
+""",
+    ),
+    Rule(
+        code="DDP312",
+        name="unexplained-difference",
+        severity=ERROR,
+        summary="Gradients differ from the single process, and no pattern that ddpcheck knows explains it.",
+        why=(
+            "The same model on the same samples gives another gradient under DDP than in one process. It is no "
+            "constant factor, no count that ranks divide by, and no coupling of samples that could be shown, so "
+            "nothing says that it is harmless. (PyTorch docs, DistributedDataParallel: gradients are averaged over "
+            "processes.)"
+        ),
+        fix=(
+            "Compare the loss of a batch with the mean of the losses of its two halves, term by term: the first that "
+            "differs depends on more than its own samples. Return the terms of the loss as a dict, and check again."
+        ),
+        example="""\
+weight = 1 / (1 + labels.unique().numel())   # depends on the whole batch; right: a constant
+loss = weight * cross_entropy(model(x), labels)
+""",
+    ),
+)

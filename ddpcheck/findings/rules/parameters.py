@@ -1,0 +1,257 @@
+"""DDP1xx: parameters and the loss. Which parameters a backward pass reaches, and which it does not.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, NOTE, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP101",
+        name="unused-parameter",
+        severity=ERROR,
+        summary="A parameter requires grad, and no operation of the forward pass ever reads it.",
+        why=(
+            "DDP all-reduces a bucket of gradients when the last one in it has arrived. This one never arrives, so "
+            "its bucket, and in the first iteration every bucket, stays unsynchronised: the optimizer steps with "
+            "each rank's own gradients, and the next forward raises 'Expected to have finished reduction in the "
+            "prior iteration'. When it is the last step, nothing is raised at all. (PyTorch docs, "
+            "DistributedDataParallel, find_unused_parameters; notes on DDP, 'Backward Pass'.)"
+        ),
+        fix=(
+            "Use the parameter in the forward pass, remove it, or freeze it with requires_grad_(False) before "
+            "wrapping; if it is used in some steps only, pass find_unused_parameters=True."
+        ),
+        example="""\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)      # never called: both of its parameters are unused
+
+    def forward(self, x):
+        return self.body(x)              # right: return self.head(self.body(x))
+""",
+    ),
+    Rule(
+        code="DDP102",
+        name="non-contributing-parameter",
+        severity=ERROR,
+        summary="A parameter is used in the forward pass, but what it made does not reach the loss.",
+        why=(
+            "Every output of forward that depends on parameters has to take part in the loss. Otherwise DDP waits "
+            "for a gradient that backward never computes, the bucket stays unsynchronised, and the next forward "
+            "raises. find_unused_parameters=True searches from the outputs of forward, so it does not help where the "
+            "output itself is left out of the loss. (PyTorch docs, DistributedDataParallel, forward outputs; notes "
+            "on DDP.)"
+        ),
+        fix="Add what it computes to the loss, stop computing it, or return it from forward detached and freeze it.",
+        example="""\
+def forward(self, x):
+    return self.main(x), self.auxiliary(x)
+
+def loss(model, batch):
+    main, auxiliary = model(batch["x"])
+    return mse(main, batch["y"])         # right: ... + 0.1 * mse(auxiliary, batch["z"])
+""",
+    ),
+    Rule(
+        code="DDP103",
+        name="detached-parameter",
+        severity=ERROR,
+        summary=(
+            "A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without "
+            "a gradient."
+        ),
+        why=(
+            "Autograd records nothing past the cut, so backward computes no gradient for the parameter. DDP waits "
+            "for it and raises one iteration later; with find_unused_parameters=True it does not even raise, and "
+            "this part of the model silently never learns. (PyTorch docs, DistributedDataParallel; autograd "
+            "mechanics, 'Locally disabling gradient computation'.)"
+        ),
+        fix=(
+            "Remove the cut at the place named in the finding (use a differentiable operation instead of argmax, "
+            "round or .item()), or, if it is meant, freeze the parameters before it with requires_grad_(False)."
+        ),
+        example="""\
+def forward(self, x):
+    h = self.encoder(x).detach()         # the encoder never learns
+    return self.head(h)                  # right: self.head(self.encoder(x))
+""",
+    ),
+    Rule(
+        code="DDP104",
+        name="rank-dependent-parameter",
+        severity=ERROR,
+        summary="A parameter contributes to the loss on some ranks of a step and not on others.",
+        why=(
+            "Ranks that have the gradient start the all-reduce of its bucket and wait for ranks that never will: the "
+            "job hangs until the process group's timeout (30 minutes by default), or the ranks without it raise at "
+            "their next forward while the others are stuck in backward. (PyTorch docs, DistributedDataParallel: all "
+            "ranks must take part in every gradient synchronisation.)"
+        ),
+        fix=(
+            "Make the branch the same on every rank (decide it from the step or a shared seed, not from the rank or "
+            "its data), add 0.0 * output.sum() of the branch not taken, or pass find_unused_parameters=True."
+        ),
+        example="""\
+def forward(self, x):
+    if dist.get_rank() == 0:             # or: if x.mean() > 0, which differs with the shard
+        return self.left(x)
+    return self.right(x)                 # right: self.left(x) + 0.0 * self.right(x), or one choice for all ranks
+""",
+    ),
+    Rule(
+        code="DDP105",
+        name="step-dependent-parameter",
+        severity=ERROR,
+        summary="A parameter contributes to the loss in some steps only.",
+        why=(
+            "In a step without it DDP waits for its gradient in vain, its bucket stays unsynchronised and the next "
+            "forward raises. With static_graph=True the set of used parameters is frozen after the first step, so a "
+            "later change goes wrong as well. (PyTorch docs, DistributedDataParallel, find_unused_parameters and "
+            "static_graph.)"
+        ),
+        fix=(
+            "Pass find_unused_parameters=True and no static_graph, or let the skipped part add 0.0 * output.sum() to "
+            "the loss."
+        ),
+        example="""\
+def forward(self, x):
+    h = self.body(x)
+    if self.step % 2 == 0:
+        h = h + self.adapter(h)          # absent in every odd step
+    return h                             # right: DistributedDataParallel(model, find_unused_parameters=True)
+""",
+    ),
+    Rule(
+        code="DDP106",
+        name="unregistered-parameter",
+        severity=ERROR,
+        summary="A leaf tensor receives a gradient, but is no parameter of the wrapped module.",
+        why=(
+            "DDP knows only what module.parameters() returned when it was constructed. A parameter in a Python list "
+            "or dict, a raw tensor with requires_grad, or one added after wrapping is neither broadcast at the start "
+            "nor reduced afterwards: every rank trains its own, silently. (PyTorch docs, DistributedDataParallel: "
+            "all parameters must be registered before wrapping, and none added or removed later.)"
+        ),
+        fix="Register it before wrapping: nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter.",
+        example="""\
+self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides them from DDP
+# right: self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
+""",
+    ),
+    Rule(
+        code="DDP107",
+        name="zero-gradient-parameter",
+        severity=WARNING,
+        summary="A parameter is reached by backward, and its gradient is exactly zero in every step.",
+        why=(
+            "DDP is content: the gradient arrives and is reduced. But the parameter does not learn: a factor of "
+            "zero, the branch of a where that is never taken, or a unit that is always off stands between it and the "
+            "loss. A comparison of its gradient with a reference compares nothing."
+        ),
+        fix=(
+            "Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp) and remove it; when it is there "
+            "only to please DDP, ignore DDP107 for it."
+        ),
+        example="""\
+loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should learn: a weight that is not zero
+""",
+    ),
+    Rule(
+        code="DDP108",
+        name="missing-gradient",
+        severity=ERROR,
+        summary="A parameter is reached by backward, and the gradient that comes back is None.",
+        why=(
+            "A custom autograd Function returned None for an input that requires grad. DDP's hook fires all the "
+            "same, so nothing is raised: zeros are reduced, or .grad stays None, and the parameter never learns. "
+            "(PyTorch docs, 'Extending PyTorch': backward returns one gradient per input.)"
+        ),
+        fix=(
+            "Return the gradient for that input from backward of the Function that the finding names, or freeze the "
+            "parameter."
+        ),
+        example="""\
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, None       # right: return grad * weight, (grad * x).sum_to_size(weight.shape)
+""",
+    ),
+    Rule(
+        code="DDP109",
+        name="needless-find-unused",
+        severity=NOTE,
+        summary="find_unused_parameters=True is set, and every parameter contributed in every step.",
+        why=(
+            "DDP then walks the autograd graph after every forward pass and keeps a bitmap of used parameters that "
+            "it all-reduces: time in every step for nothing. (PyTorch docs, DistributedDataParallel, "
+            "find_unused_parameters; DDP itself warns about it once.)"
+        ),
+        fix="Remove find_unused_parameters=True; use ddpcheck to notice when it is needed again.",
+        example="""\
+DistributedDataParallel(model, find_unused_parameters=True)   # right here: DistributedDataParallel(model)
+""",
+    ),
+    Rule(
+        code="DDP110",
+        name="uninitialised-parameter",
+        severity=ERROR,
+        summary="A lazy parameter is wrapped before it has a shape.",
+        why=(
+            "DDP broadcasts and buckets parameters when it is constructed, and needs their sizes. It refuses a "
+            "module with uninitialised parameters. (PyTorch docs, LazyModuleMixin: initialise with dry runs.)"
+        ),
+        fix="Run one forward pass with a batch of the right shape (under no_grad) on every rank before wrapping.",
+        example="""\
+model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
+DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) first
+""",
+    ),
+    Rule(
+        code="DDP111",
+        name="ignored-parameter",
+        severity=ERROR,
+        summary="A parameter is trained, but the wrapper was told to ignore it.",
+        why=(
+            "Names in the list that _set_params_and_buffers_to_ignore_for_model sets are neither broadcast nor "
+            "reduced. The parameter receives each rank's own gradient, and its copies drift apart without a word."
+        ),
+        fix="Take its name off the list, freeze it with requires_grad_(False), or reduce its gradient yourself.",
+        example="""\
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
+DistributedDataParallel(model)           # right: leave out names of parameters that train
+""",
+    ),
+    Rule(
+        code="DDP112",
+        name="opaque-output",
+        severity=ERROR,
+        summary="forward returns an object in which DDP finds no tensor.",
+        why=(
+            "DDP looks for tensors in the output (tensor, list, tuple, dict, dataclass). In any other object it sees "
+            "none, so with find_unused_parameters=True it takes every parameter for unused, and static_graph and the "
+            "handling of outputs that take no part in the loss are blind too. (PyTorch docs, "
+            "DistributedDataParallel, forward outputs.)"
+        ),
+        fix="Return a tensor, tuple, list, dict or dataclass of tensors from forward.",
+        example="""\
+class Output:                            # right: decorate it with @dataclass
+    def __init__(self, logits):
+        self.logits = logits
+
+def forward(self, x):
+    return Output(self.body(x))
+""",
+    ),
+)

@@ -1,0 +1,318 @@
+"""DDP2xx: what has to be the same on every rank before, and stay the same after, a module is wrapped.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP201",
+        name="parameter-set",
+        severity=ERROR,
+        summary="The module has other parameters on one rank than on another.",
+        why=(
+            "DDP matches parameters by position. At construction it compares how many require grad and their sizes, "
+            "not their names: other counts raise on some ranks and close the connection for the rest; equal counts "
+            "with other names train tensors that have nothing to do with each other. (PyTorch docs, "
+            "DistributedDataParallel: the model must be the same on every rank.)"
+        ),
+        fix="Build the same module on every rank: take the rank, its data and its environment out of the constructor.",
+        example="""\
+if dist.get_rank() == 0:
+    model.probe = nn.Linear(8, 8)        # right: on every rank, or on none
+""",
+    ),
+    Rule(
+        code="DDP202",
+        name="parameter-order",
+        severity=ERROR,
+        summary="The same parameters are registered in another order on one rank than on another.",
+        why=(
+            "DDP broadcasts and reduces by position. Where shapes are equal nothing is raised, and the gradients of "
+            "different layers are averaged with each other; where shapes differ, construction fails on the rank that "
+            "differs only. (PyTorch docs, DistributedDataParallel: parameters must be registered in the same order.)"
+        ),
+        fix=(
+            "Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or "
+            "os.listdir()."
+        ),
+        example="""\
+for name in {"left", "right"}:           # the order of a set of strings differs between processes
+    self.add_module(name, nn.Linear(8, 8))   # right: for name in ("left", "right")
+""",
+    ),
+    Rule(
+        code="DDP203",
+        name="parameter-shape",
+        severity=ERROR,
+        summary="A parameter has another shape on one rank than on another.",
+        why=(
+            "DDP verifies sizes when it is constructed: the rank that differs raises, the others see a closed "
+            "connection or wait for it. (PyTorch docs, DistributedDataParallel: corresponding parameters must have "
+            "the same sizes.)"
+        ),
+        fix=(
+            "Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or "
+            "configure it."
+        ),
+        example="""\
+classes = len(set(local_labels))         # counts what this rank happens to see; right: a constant for all ranks
+self.head = nn.Linear(8, classes)
+""",
+    ),
+    Rule(
+        code="DDP204",
+        name="parameter-dtype",
+        severity=ERROR,
+        summary="A parameter has another dtype on one rank than on another.",
+        why=(
+            "DDP does not compare dtypes. Where the element sizes differ the process aborts inside the backend, "
+            "without a Python traceback; where they are equal (float16 against bfloat16) the bits are summed as if "
+            "they were the same type: silent, and the gradients are wrong altogether."
+        ),
+        fix=(
+            "Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local "
+            "device."
+        ),
+        example="""\
+model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks
+""",
+    ),
+    Rule(
+        code="DDP205",
+        name="parameter-stride",
+        severity=ERROR,
+        summary="A parameter has another memory layout (strides) on one rank than on another.",
+        why=(
+            "DDP reduces flat memory, so both sides must lay out a tensor in the same way. Construction fails on the "
+            "rank that differs, with a message that prints sizes, which are equal. (PyTorch docs, "
+            "DistributedDataParallel: corresponding parameters must have the same strides.)"
+        ),
+        fix=(
+            "Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before "
+            "wrapping."
+        ),
+        example="""\
+if torch.cuda.is_available():            # true on some machines only
+    model = model.to(memory_format=torch.channels_last)   # right: on every rank
+""",
+    ),
+    Rule(
+        code="DDP206",
+        name="requires-grad",
+        severity=ERROR,
+        summary="A parameter requires grad on one rank and is frozen on another.",
+        why=(
+            "Only parameters that require grad are put into buckets, by position. Other counts raise at "
+            "construction; equal counts of equal shapes do not, and the gradients of different layers are averaged. "
+            "(PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)"
+        ),
+        fix="Freeze the same parameters on every rank, before wrapping.",
+        example="""\
+model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on every rank
+""",
+    ),
+    Rule(
+        code="DDP207",
+        name="parameter-device",
+        severity=ERROR,
+        summary="A parameter is on another kind of device on one rank than on another, or on several.",
+        why=(
+            "The collectives of one process group run on one kind of device: a rank that is left on the CPU fails or "
+            "waits while the others use the GPU. DDP asserts one device type within a rank, and compares nothing "
+            "between ranks. (PyTorch docs, DistributedDataParallel, device_ids.)"
+        ),
+        fix="Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.",
+        example="""\
+device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a word
+DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing
+""",
+    ),
+    Rule(
+        code="DDP208",
+        name="parameter-value",
+        severity=ERROR,
+        summary="A parameter has another value on one rank than on another.",
+        why=(
+            "DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after "
+            "that (init_sync=False, a checkpoint loaded on one rank, re-initialisation) stay different: the averaged "
+            "gradient belongs to no model. (PyTorch docs, DistributedDataParallel: parameters are never broadcast "
+            "between processes after construction.)"
+        ),
+        fix=(
+            "Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on "
+            "every rank."
+        ),
+        example="""\
+torch.manual_seed(dist.get_rank())       # every rank starts from other weights
+model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sync at True
+""",
+    ),
+    Rule(
+        code="DDP209",
+        name="tied-parameters",
+        severity=ERROR,
+        summary="Parameters are one tensor under several names on one rank, and separate tensors on another.",
+        why=(
+            "A tied parameter is counted once. Where one rank ties and another does not, the lists of parameters "
+            "have other lengths or pair up the wrong tensors, as in DDP201 and DDP202."
+        ),
+        fix=(
+            "Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, "
+            "loading)."
+        ),
+        example="""\
+if os.path.exists(checkpoint):           # true on one machine only
+    model.head.weight = model.embedding.weight   # right: on every rank
+""",
+    ),
+    Rule(
+        code="DDP211",
+        name="buffer-set",
+        severity=ERROR,
+        summary="The module has other buffers on one rank than on another.",
+        why=(
+            "Buffers are broadcast by position. One buffer fewer on a rank aborts the process inside the backend, "
+            "without a Python traceback, or shifts all that follow. (PyTorch docs, DistributedDataParallel, "
+            "broadcast_buffers.)"
+        ),
+        fix="Register the same buffers on every rank, before wrapping.",
+        example="""\
+if dist.get_rank() == 0:
+    model.register_buffer("best", torch.zeros(()))   # right: on every rank, or a plain Python attribute
+""",
+    ),
+    Rule(
+        code="DDP212",
+        name="buffer-order",
+        severity=ERROR,
+        summary="The same buffers are registered in another order on one rank than on another.",
+        why=(
+            "Buffers are broadcast by position, not by name: rank 0's running mean overwrites another rank's running "
+            "variance, without a word where the shapes are equal."
+        ),
+        fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
+        example="""\
+for name in {"mean", "variance"}:        # right: for name in ("mean", "variance")
+    self.register_buffer(name, torch.zeros(8))
+""",
+    ),
+    Rule(
+        code="DDP213",
+        name="buffer-shape-or-dtype",
+        severity=ERROR,
+        summary="A buffer has another shape or dtype on one rank than on another.",
+        why=(
+            "DDP compares nothing about buffers. The broadcast copies bytes from rank 0: it aborts where sizes "
+            "differ, and reinterprets them where only the type does."
+        ),
+        fix="Give the buffer the same shape and dtype on every rank: pad it, or keep what is local out of the buffers.",
+        example="""\
+self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size that all ranks share
+""",
+    ),
+    Rule(
+        code="DDP214",
+        name="buffer-value",
+        severity=WARNING,
+        summary="A buffer has drifted: its value differs between ranks.",
+        why=(
+            "With broadcast_buffers=False nothing synchronises buffers, not even at construction, and each rank "
+            "evaluates another model; a checkpoint keeps rank 0's alone. With broadcast_buffers=True they are equal "
+            "only right after a synchronising forward begins. (PyTorch docs, DistributedDataParallel, "
+            "broadcast_buffers.)"
+        ),
+        fix=(
+            "Compute the buffer from what all ranks see (SyncBatchNorm, or an all_reduce of the statistics), or "
+            "synchronise it before evaluation and saving."
+        ),
+        example="""\
+model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+DistributedDataParallel(model, broadcast_buffers=False)
+# right: DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+""",
+    ),
+    Rule(
+        code="DDP215",
+        name="buffer-overwritten",
+        severity=WARNING,
+        summary="What a rank computed into a buffer is discarded: the broadcast replaces it with rank 0's.",
+        why=(
+            "DDP broadcasts rank 0's buffers at the start of each synchronising forward. Statistics, counters and "
+            "queues that the other ranks gathered are lost; what is left describes rank 0's shard alone. (PyTorch "
+            "docs, DistributedDataParallel, broadcast_buffers.)"
+        ),
+        fix=(
+            "Reduce the buffer over all ranks yourself (SyncBatchNorm, all_reduce before the update), or accept that "
+            "it is a sample from rank 0 and ignore DDP215 for it."
+        ),
+        example="""\
+def forward(self, x):
+    self.seen += x.shape[0]              # right: count = torch.tensor(x.shape[0]); dist.all_reduce(count)
+    return self.body(x)
+""",
+    ),
+    Rule(
+        code="DDP216",
+        name="unregistered-state",
+        severity=WARNING,
+        summary="A tensor that is a plain attribute of a module, neither parameter nor buffer, differs between ranks.",
+        why=(
+            "DDP synchronises parameters and buffers. Any other tensor is built on each rank from its own random "
+            "numbers or data, stays different, and is missing from the state dict."
+        ),
+        fix="Register it with register_buffer before wrapping, or build it from the same seed on every rank.",
+        example="""\
+self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
+""",
+    ),
+    Rule(
+        code="DDP221",
+        name="wrapper-options",
+        severity=ERROR,
+        summary="DistributedDataParallel was constructed with other options on one rank than on another.",
+        why=(
+            "The options decide which collectives run. find_unused_parameters that differs hangs; static_graph that "
+            "differs aborts; bucket_cap_mb that differs aborts together with find_unused_parameters; "
+            "broadcast_buffers that differs leaves a rank alone in a broadcast."
+        ),
+        fix="Pass the same options on every rank; take them from one configuration that all ranks read.",
+        example="""\
+DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
+""",
+    ),
+    Rule(
+        code="DDP222",
+        name="module-structure-or-mode",
+        severity=ERROR,
+        summary="The modules are of other classes, or in another mode (train or eval), on one rank than on another.",
+        why=(
+            "Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one "
+            "rank, gives gradients of different models, and DDP averages them without a word."
+        ),
+        fix="Build the same structure on every rank, and call train() or eval() on every rank at the same places.",
+        example="""\
+if dist.get_rank() == 0:
+    evaluate(model)                      # calls model.eval() and does not go back; right: model.train() after it
+""",
+    ),
+    Rule(
+        code="DDP223",
+        name="optimizer-options",
+        severity=ERROR,
+        summary="The optimizer, its options or its parameter groups differ between ranks.",
+        why=(
+            "DDP averages gradients and nothing else. The ranks stay equal only when every optimizer makes the same "
+            "update from them; another learning rate, momentum or order of groups lets them diverge from the first "
+            "step on, silently. (PyTorch docs, DistributedDataParallel: all processes must make the same parameter "
+            "updates.)"
+        ),
+        fix="Construct the optimizer from the same options and the same order of parameters on every rank.",
+        example="""\
+SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank
+""",
+    ),
+)

@@ -1,0 +1,129 @@
+"""DDP4xx: runs that fail, hang, or pair up the wrong collectives.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, Rule
+
+RULES = (
+    Rule(
+        code="DDP401",
+        name="rank-raised",
+        severity=ERROR,
+        summary="The target raised an exception on a rank.",
+        why=(
+            "The rank that raises leaves the others waiting in their next collective. They fail later, with messages "
+            "such as 'Connection closed by peer' that name the wrong place; the first failure is the one to read."
+        ),
+        fix="Fix the exception shown; the ranks listed after it only fell with it.",
+        example="""\
+def loss(model, batch):
+    return cross_entropy(model(batch["x"]), batch["label"])   # KeyError; right: a key that the batch has
+""",
+    ),
+    Rule(
+        code="DDP402",
+        name="hang",
+        severity=ERROR,
+        summary="Ranks wait for something that never comes.",
+        why=(
+            "A collective ends when every rank has entered it. A rank that took another branch, waits for a lock, "
+            "loops or is slow leaves the others waiting until the process group's timeout: 30 minutes by default, 10 "
+            "with nccl. (PyTorch docs, init_process_group, timeout.)"
+        ),
+        fix=(
+            "Compare the places and stacks of the ranks: bring the rank that is somewhere else into the same "
+            "collective; where a rank is at work and only slow, give it more time (--timeout)."
+        ),
+        example="""\
+if dist.get_rank() == 0:
+    dist.barrier()                       # right: outside the condition, on every rank
+""",
+    ),
+    Rule(
+        code="DDP403",
+        name="collective-mismatch",
+        severity=ERROR,
+        summary="Ranks enter different collectives, or the same one with other shapes or types, at the same point.",
+        why=(
+            "Collectives of a group are matched by order, not by name. What pairs up wrongly hangs with nccl, aborts "
+            "or closes the connection with gloo, or mixes up numbers without a word. (PyTorch docs, "
+            "torch.distributed: collectives must be called in the same order on all ranks.)"
+        ),
+        fix="Call the same collectives in the same order with the same shapes and dtypes on every rank.",
+        example="""\
+if dist.get_rank() == 0:
+    dist.all_reduce(metric)              # the others are in backward already; right: on every rank
+loss.backward()
+""",
+    ),
+    Rule(
+        code="DDP404",
+        name="rank-died",
+        severity=ERROR,
+        summary="The process of a rank ended behind Python's back: a signal, an abort, or out of memory.",
+        why=(
+            "There is no traceback, because Python was not asked. A mismatch that aborts inside the backend, a "
+            "segmentation fault in an extension, os._exit, and the kernel's out-of-memory killer (SIGKILL) look like "
+            "this; the other ranks see a closed connection."
+        ),
+        fix=(
+            "Read the signal and the last output: for SIGKILL use less memory or fewer ranks; for SIGABRT look for a "
+            "mismatch (DDP2xx)."
+        ),
+        example="""\
+os._exit(3)                              # right: raise an exception
+""",
+    ),
+    Rule(
+        code="DDP405",
+        name="uneven-iterations",
+        severity=ERROR,
+        summary="Ranks run different numbers of synchronising iterations.",
+        why=(
+            "Backward under DDP is a collective. A rank with one more batch waits for ranks that have left the loop: "
+            "it hangs, or pairs up with the next collective that they enter. (PyTorch docs, "
+            "DistributedDataParallel.join and DistributedSampler, drop_last.)"
+        ),
+        fix="Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join():` around the loop.",
+        example="""\
+files = all_files[rank::world_size]      # 5 files on rank 0, 4 on rank 1
+for file in files:                       # right: with ddp.join(): around the loop
+    step(load(file))
+""",
+    ),
+    Rule(
+        code="DDP406",
+        name="marked-ready-twice",
+        severity=ERROR,
+        summary="A parameter's gradient is marked ready twice in one backward pass.",
+        why=(
+            "DDP expects one gradient a parameter and iteration. Re-entrant checkpointing around a module that is "
+            "used more than once, or a parameter used outside forward, delivers a second: DDP raises 'Expected to "
+            "mark a variable ready only once', or, with re-entrant checkpoints, quietly reduces a part (pytorch "
+            "issue 109191). (PyTorch docs, DistributedDataParallel and torch.utils.checkpoint.)"
+        ),
+        fix="Use checkpoint(..., use_reentrant=False), call shared parts inside forward, or set static_graph=True.",
+        example="""\
+h = checkpoint(self.block, x, use_reentrant=True)
+h = checkpoint(self.block, h, use_reentrant=True)   # right: use_reentrant=False in both
+""",
+    ),
+    Rule(
+        code="DDP407",
+        name="payload-mismatch",
+        severity=ERROR,
+        summary="Ranks put the same number of elements into a collective, packed in another order.",
+        why=(
+            "The backend sees flat memory of equal size and type, so nothing is raised; numbers that belong to "
+            "different things are added up."
+        ),
+        fix="Pack in one order on every rank: sort the names before flattening, and send missing entries as zeros.",
+        example="""\
+flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
+dist.all_reduce(flat)                    # right: for name in sorted(losses)
+""",
+    ),
+)

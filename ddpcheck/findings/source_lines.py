@@ -1,0 +1,252 @@
+"""From a parameter or a module to the line of the user's code that made it, and from a stack to the line to show.
+
+Torch is only touched inside `record_origins`, so that everyone can use the frame helpers.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_REAL_OWN_FOLDER = os.path.realpath(_OWN_FOLDER) + os.sep
+_LIBRARY_FOLDERS = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
+)
+
+
+def relative_path(path: str) -> str:
+    """`path` relative to the working folder, else to the folder of installed packages, else its last part."""
+    return _relative_path(path, os.getcwd())
+
+
+@functools.cache
+def _relative_path(path: str, working_folder: str) -> str:
+    real = os.path.realpath(path)
+    if real.startswith(_REAL_OWN_FOLDER):
+        return Path("ddpcheck", real[len(_REAL_OWN_FOLDER) :]).as_posix()
+    here = os.path.realpath(working_folder) + os.sep
+    for folder in (here, *sorted(_LIBRARY_FOLDERS, key=len, reverse=True)):
+        if real.startswith(folder):
+            return Path(real[len(folder) :]).as_posix()
+    return Path(real).name
+
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
+
+
+@functools.cache
+def is_user_file(name: str) -> bool:
+    """Whether the source file `name` belongs neither to torch or pytest, nor to Python itself, nor to ddpcheck."""
+    if name.startswith(("<", _OWN_FOLDER)):
+        return False
+    parts = name.replace("\\", "/").split("/")
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return parts[parts.index(folder) + 1] not in {"torch", "cloudpickle", "_pytest", "pluggy"}
+    return not name.startswith((_STDLIB, _REAL_STDLIB))
+
+
+def user_location(frame: FrameType | None = None) -> Location | None:
+    """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
+    current: FrameType | None = frame or sys._getframe(1)
+    while current is not None:
+        code = current.f_code
+        if is_user_file(code.co_filename):
+            return Location(relative_path(code.co_filename), current.f_lineno)
+        current = current.f_back
+    return None
+
+
+def exception_location(error: BaseException) -> Location | None:
+    """The innermost line of the user's code in the traceback of `error`."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return Location(relative_path(error.filename), error.lineno)
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_user_file(frame.f_code.co_filename):
+            found = Location(relative_path(frame.f_code.co_filename), line)
+    return found
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` as text, without frames of ddpcheck, its paths relative where they can be."""
+    return _formatted(error, hidden=(_OWN_FOLDER, "<frozen importlib"))
+
+
+def whole_traceback(error: BaseException) -> str:
+    """The same with every frame."""
+    return _formatted(error, hidden=())
+
+
+def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
+    described = traceback.TracebackException.from_exception(error, compact=True)
+    pending: list[traceback.TracebackException | None] = [described]
+    while pending:
+        one = pending.pop()
+        if one is None:
+            continue
+        kept = [frame for frame in one.stack if not frame.filename.startswith(hidden)]
+        one.stack[:] = kept or one.stack
+        for frame in one.stack:
+            frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
+            frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
+        pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
+    return shortened("".join(described.format()).rstrip(), LONGEST_TRACEBACK)
+
+
+@dataclass(slots=True)
+class Origins:
+    """Where parameters, buffers and modules were registered, by identity.
+
+    The objects are kept alive so that an identity cannot be used twice.
+    """
+
+    _lines: dict[int, Location] = field(default_factory=dict)
+    _places: dict[tuple[int, str], Location] = field(default_factory=dict)
+    _alive: list[object] = field(default_factory=list)
+
+    def note(self, thing: object, *, where: Location | None) -> None:
+        """Remember that `thing` was registered at `where`; the last registration wins."""
+        if thing is not None and where is not None:
+            self._lines[id(thing)] = where
+            self._alive.append(thing)
+
+    def note_place(self, holder: object, name: str, *, where: Location | None) -> None:
+        """Remember that something was put under `name` of `holder`, or taken away from there, at `where`."""
+        if where is not None:
+            self._places[id(holder), name] = where
+            self._alive.append(holder)
+
+    def of_place(self, holder: object, name: str) -> Location | None:
+        """The line that has last put something under `name` of `holder`, or taken it away, as far as that was seen."""
+        return self._places.get((id(holder), name))
+
+    def of(self, thing: object) -> Location | None:
+        """The line that registered `thing`, as far as it was."""
+        return self._lines.get(id(thing))
+
+    def of_name(self, module: nn.Module, name: str) -> Location | None:
+        """The line that made the parameter, buffer or module `name` of `module`, else its nearest known parent.
+
+        Copies made by `copy.deepcopy` (the layers of `nn.TransformerEncoder`, say) are not registered one by one;
+        for them the line of the module that holds them is the best answer.
+        """
+        found: Location | None = None
+        current: object = module
+        for part in name.split("."):
+            current = getattr(current, part, None)
+            if current is None:
+                break
+            found = self._lines.get(id(current), found)
+        return found
+
+
+def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
+    """The line that assigns the attribute or global variable in which an unregistered tensor is found.
+
+    Args:
+        module: Whose attribute it is.
+        name: The tensor's path from there, as `ddpcheck.gather.autograd.autograd_graph.unregistered_tensors` writes it.
+        beside: A function among whose globals the variable is, where the module has no such attribute.
+    """
+    holder = module
+    first, *rest = re.split(r"[.\[]", name)
+    variable = first
+    while rest and (inner := holder._modules.get(first)) is not None:
+        holder, first, rest = inner, rest[0], rest[1:]
+    if hasattr(holder, first):
+        for kind in type(holder).__mro__:
+            if (found := _assignment_in(kind, first, "self")) is not None:
+                return found
+        return None
+    code = getattr(beside, "__code__", None)
+    return None if code is None else _assignment_in(code.co_filename, variable, "")
+
+
+def making_of(module: nn.Module, name: str) -> Location | None:
+    """The line that assigns the parameter, buffer or layer `name`, else that of the nearest module around it."""
+    while name:
+        if where := assignment_of(module, name):
+            return where
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _assignment_in(source: type | str, name: str, owner: str) -> Location | None:
+    """The assignment of `owner.name` in a class, or of `name` at the top of a file."""
+    try:
+        if not is_user_file(source if isinstance(source, str) else inspect.getfile(source)):
+            return None
+        if isinstance(source, str):
+            path, first, text = source, 1, "".join(linecache.getlines(source))
+        else:
+            lines, first = inspect.getsourcelines(source)
+            path, text = inspect.getfile(source), textwrap.dedent("".join(lines))
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):  # built in, or its source is not there
+        return None
+    wanted = f"{owner}.{name}" if owner else name
+    for node in ast.walk(tree) if owner else tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if wanted in map(ast.unparse, targets):
+                return Location(relative_path(path), node.lineno + first - 1)
+    return None
+
+
+@contextlib.contextmanager
+def record_origins() -> Iterator[Origins]:
+    """Record every registration of a parameter, buffer or module, and each that is deleted, while the block runs.
+
+    Uses torch's public registration hooks (`torch.nn.modules.module.register_module_parameter_registration_hook`
+    and its two sisters); there is none for deletion.
+    """
+    from torch import nn
+    from torch.nn.modules import module as hooks
+
+    origins = Origins()
+    delete = nn.Module.__delattr__
+
+    def on_registration(module: object, name: str, thing: object) -> None:
+        where = user_location(sys._getframe(1))
+        origins.note(thing, where=where)
+        origins.note_place(module, name, where=where)
+
+    def on_deletion(module: nn.Module, name: str) -> None:
+        origins.note_place(module, name, where=user_location(sys._getframe(1)))
+        delete(module, name)
+
+    handles = [
+        hooks.register_module_parameter_registration_hook(on_registration),
+        hooks.register_module_buffer_registration_hook(on_registration),
+        hooks.register_module_module_registration_hook(on_registration),
+    ]
+    nn.Module.__delattr__ = on_deletion  # type: ignore[method-assign]
+    try:
+        yield origins
+    finally:
+        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()

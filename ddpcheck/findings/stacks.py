@@ -1,0 +1,140 @@
+"""Stacks of ranks: from what `faulthandler` writes to frames, what the rank does, and whether it waits for others.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.source_lines import is_user_file, relative_path
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)')  # faulthandler's, and ours
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    name: str
+
+
+def own_stack(dump: str) -> tuple[Frame, ...]:
+    """Return the user's part of the stack in what `faulthandler` wrote, most recent call first.
+
+    It is the thread that ddpcheck's own loop runs in, without the frames of that loop.
+    """
+    best: tuple[Frame, ...] = ()
+    for block in _threads(dump):
+        frames = _frames(block)
+        if (index := _loop_at(frames)) is not None:
+            return tuple(frame for frame in frames[:index] if not frame.file.startswith(_PACKAGE))
+        if block.lstrip().startswith("Current thread"):
+            best = frames
+    return best
+
+
+def has_other_threads(dump: str) -> bool:
+    """Whether there is another Python thread than the one of ddpcheck's loop; a timer stands in library code alone."""
+    return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))
+
+
+def _threads(dump: str) -> list[str]:
+    return re.split(r"\n\s*\n", dump)
+
+
+def _frames(block: str) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(match["file"], int(match["line"]) if match["line"].isdigit() else 0, match["name"])
+        for match in map(_FRAME.match, block.splitlines())
+        if match
+    )
+
+
+def _loop_at(frames: Sequence[Frame]) -> int | None:
+    """Where in a stack ddpcheck's own loop begins."""
+    for index, frame in enumerate(frames):
+        if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
+            return index
+    return None
+
+
+_LOOP = ("_perform", "_answer", "_live", "_set_up")
+
+
+def format_stack(frames: Sequence[Frame]) -> str:
+    """Return a stack as text, most recent call first."""
+    return "\n".join(f'  File "{relative_path(frame.file)}", line {frame.line}, in {frame.name}' for frame in frames)
+
+
+def collective_of(frames: Sequence[Frame]) -> str:
+    """Return which function of `torch.distributed` the stack waits in, with the place of the call; `""` if none."""
+    name = ""
+    for frame in frames:
+        if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
+            name = frame.name
+        elif name and is_user_file(frame.file):
+            return f"{name} at {_where(frame)}"
+    return name
+
+
+_REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
+    ("nn/parallel/distributed.py", "__init__", "the constructor of DistributedDataParallel"),
+    ("nn/parallel/distributed.py", "forward", "the forward of DistributedDataParallel"),
+    ("autograd/graph.py", "_engine_run_backward", "backward"),
+)
+
+
+def region_of(frames: Sequence[Frame]) -> str:
+    """Return which part of DDP's work the stack is in, in words; `""` if none."""
+    for frame in frames:
+        for file, name, words in _REGIONS:
+            if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
+                return words
+    return ""
+
+
+_WAITING = (  # innermost Python frames of ranks that wait for others in C++; `None`: any function of the file
+    ("torch/distributed/distributed_c10d.py", None),
+    ("torch/distributed/_functional_collectives.py", None),
+    ("torch/distributed/utils.py", None),
+    ("torch/nn/parallel/distributed.py", None),
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+)
+
+
+def waits_for_others(frames: Sequence[Frame]) -> bool:
+    """Whether a stack ends where torch may wait for other ranks, rather than in code that has work of its own."""
+    return bool(frames) and any(
+        f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
+        for file, name in _WAITING
+    )
+
+
+def is_waiting(failure: RankFailure) -> bool:
+    """Whether a stuck rank waits for others, as far as its collective and its stack tell."""
+    return bool(failure.collective) or waits_for_others(_frames(failure.stack))
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """Return the innermost line of the user's own code, `""` if there is none."""
+    frame = next((frame for frame in frames if is_user_file(frame.file)), None) or (frames[0] if frames else None)
+    return f"{frame.name} at {_where(frame)}" if frame is not None else ""
+
+
+def location_of(frames: Sequence[Frame]) -> str:
+    """Return the innermost line of the user's own code as "path:line", `""` if there is none."""
+    frame = next((frame for frame in frames if is_user_file(frame.file)), None)
+    return _where(frame) if frame is not None else ""
+
+
+def _where(frame: Frame) -> str:
+    return f"{relative_path(frame.file)}:{frame.line}"

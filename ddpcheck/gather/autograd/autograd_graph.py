@@ -1,0 +1,268 @@
+"""What the autograd graph can tell: who is reached by backward, and what a module holds.
+
+Two instruments, from cheap to dear: the engine's own answer (`EngineProbe`) and an iterative walk (`walk_graph`).
+Where a path is cut, `ddpcheck.gather.autograd.gradient_paths` finds out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+WALK_LIMIT = 20_000
+"""Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
+of 50,000 walked nodes recurses past the default stack of 8 MB and ends the process; 30,000 are fine (measured on
+torch 2.13)."""
+
+
+def gradient_node(tensor: torch.Tensor) -> Any:
+    """The node that accumulates into the leaf `tensor`, or that made the non-leaf `tensor`.
+
+    See https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.get_gradient_edge
+    """
+    return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _engine_will_execute(node: Any) -> bool:
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+ENGINE_CAN_TELL = hasattr(torch._C, "_will_engine_execute_node")
+
+
+def will_be_reached(nodes: Sequence[Any]) -> list[bool] | None:
+    """Which `nodes`, of parameters, the backward pass that is running will execute; `None` where nobody can tell.
+
+    To be asked from a hook. Under `torch.autograd.grad` that is none of them: what is asked for is captured before its
+    node, and the engine refuses to speak of that.
+    """
+    if not ENGINE_CAN_TELL:
+        return None
+    try:
+        return list(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return [False] * len(nodes)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> bool:
+    """Have `function` called when the backward pass that is running ends, after what has been asked for before.
+
+    To be called from a hook, or from such a function. What `function` raises comes out of the backward pass.
+
+    Returns:
+        False where this torch has no such queue (it is private), and nothing will be called.
+    """
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if not hasattr(engine, "queue_callback"):
+        return False
+    engine.queue_callback(function)
+    return True
+
+
+class EngineProbe:
+    """Asks the autograd engine, at the start of a backward pass, which parameters it will reach.
+
+    The question is asked from a hook on the loss, so before any gradient is computed and before the DDP reducer
+    starts a collective. Without the (private) question `torch._C._will_engine_execute_node` the graph is walked.
+
+    Attributes:
+        reached: One bool a parameter once backward has started, `None` before, or when the graph was too large to walk.
+    """
+
+    def __init__(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+        self.reached: list[bool] | None = None
+        self._parameters = list(parameters)
+        if not ENGINE_CAN_TELL:
+            walk = walk_graph([loss])
+            leaves = {id(leaf) for leaf in walk.leaves}
+            self.reached = [id(p) in leaves for p in parameters] if walk.complete else None
+        elif loss.requires_grad:
+            self._handle = loss.register_hook(self._ask)
+
+    def _ask(self, _gradient: torch.Tensor) -> None:
+        self.reached = [p.requires_grad and _engine_will_execute(gradient_node(p)) for p in self._parameters]
+
+
+class _Stop(Exception):
+    """Ends a backward pass before its first node."""
+
+
+def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
+    """Which `parameters` the backward pass of `loss` would reach, without running it and without freeing its graph.
+
+    Returns:
+        One bool a parameter, or `None` when the graph is too large to tell without the engine.
+    """
+    if not loss.requires_grad:
+        return [False] * len(parameters)
+    if loss.is_leaf:
+        return [parameter is loss for parameter in parameters]
+    probe = EngineProbe(loss, parameters)
+    if not ENGINE_CAN_TELL:
+        return probe.reached
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise _Stop
+
+    handle = loss.register_hook(stop)
+    try:
+        torch.autograd.backward(loss, torch.zeros_like(loss), retain_graph=True)
+    except _Stop:
+        pass
+    finally:
+        handle.remove()
+        probe._handle.remove()
+    return probe.reached
+
+
+@dataclass(frozen=True, slots=True)
+class GraphWalk:
+    """What an iterative walk met.
+
+    Attributes:
+        leaves: The tensors into which backward accumulates.
+        node_names: Names of the node classes, for example "AddmmBackward0".
+        complete: False when the walk stopped at its limit.
+        size: Number of nodes that it met.
+        functions: The nodes of custom autograd Functions.
+    """
+
+    leaves: tuple[torch.Tensor, ...]
+    node_names: frozenset[str]
+    complete: bool
+    size: int
+    functions: tuple[Any, ...] = ()
+
+
+def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limit: int = WALK_LIMIT) -> GraphWalk:
+    """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
+    roots = list(roots)
+    pending = [*(root.grad_fn for root in roots if root.grad_fn is not None), *nodes]
+    leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
+    seen = set(pending)
+    names: set[str] = set()
+    functions: list[Any] = []
+    while pending:
+        node = pending.pop()
+        names.add(node.name())
+        if hasattr(node, "_forward_cls"):
+            functions.append(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and node.name().endswith("AccumulateGrad"):
+            leaves[id(variable)] = variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                if len(seen) >= limit:
+                    return GraphWalk(tuple(leaves.values()), frozenset(names), False, len(seen), tuple(functions))
+                seen.add(following)
+                pending.append(following)
+    return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions))
+
+
+def functions_before(
+    roots: Iterable[Any], leaf: torch.Tensor, *, limit: int = WALK_LIMIT
+) -> tuple[type[torch.autograd.Function], ...]:
+    """The custom autograd Functions that stand last on the ways of a gradient from graph nodes to `leaf`."""
+    target = gradient_node(leaf)
+    parents: dict[Any, list[Any]] = {}
+    pending = list(roots)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is not None:
+                parents.setdefault(following, []).append(node)
+                if following not in seen and len(seen) < limit:
+                    seen.add(following)
+                    pending.append(following)
+    found: dict[type[torch.autograd.Function], None] = {}
+    pending, seen = [target], {target}
+    while pending:
+        for parent in parents.get(pending.pop(), ()):
+            function = getattr(parent, "_forward_cls", None)
+            if function is not None:
+                found[function] = None
+            elif parent not in seen:
+                seen.add(parent)
+                pending.append(parent)
+    return tuple(found)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their first name, as DDP orders them; ties are listed once."""
+    return dict(module.named_parameters())
+
+
+def all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Every name of every parameter, by identity: `named_parameters` hides the second name of a tied one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):  # not an override of the user's
+        names.setdefault(id(parameter), []).append(name)
+    return {key: tuple(value) for key, value in names.items()}
+
+
+MODULE_INTERNALS = frozenset(vars(nn.Module()))
+"""What every module keeps for itself."""
+
+
+_SEARCH_DEPTH = 4
+
+
+def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that `module` holds without having registered them: plain attributes, lists of layers, helper objects."""
+    modules = list(module.named_modules())
+    registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
+    seen: set[int] = set()
+
+    def search(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if depth > _SEARCH_DEPTH or id(value) in registered or id(value) in seen:
+            return
+        if isinstance(value, str | bytes | int | float | bool | type | type(None)):
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if not value.is_nested:
+                yield name, value
+        elif isinstance(value, nn.Module):
+            for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+                if id(tensor) not in registered and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{name}.{inner}", tensor
+            for inner, submodule in value.named_modules():
+                yield from attributes(submodule, f"{name}.{inner}" if inner else name, depth + 1)
+        else:
+            for suffix, item in contents(value):
+                yield from search(item, f"{name}{suffix}", depth + 1)
+
+    def attributes(holder: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, item in list(vars(holder).items()):
+            if key not in MODULE_INTERNALS:
+                yield from search(item, f"{prefix}.{key}" if prefix else key, depth)
+
+    for prefix, submodule in modules:
+        yield from attributes(submodule, prefix, 0)
+
+
+_MOST_ITEMS = 1000  # of a container; a vocabulary is no list of layers
+_LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
+"""Whose objects are no part of a model: a `LightningModule` holds the `Trainer`, and that the run."""
+
+
+def contents(value: Any) -> list[tuple[str, Any]]:
+    """What an object that is neither tensor nor module holds, with how to write it; nothing where it will not tell."""
+    try:
+        if isinstance(value, Mapping):
+            return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]
+        if isinstance(value, list | tuple | set | frozenset | deque):
+            return [(f"[{index}]", item) for index, item in enumerate(itertools.islice(value, _MOST_ITEMS))]
+        if type(value).__module__.startswith(_LIBRARIES):
+            return []
+        return [(f".{key}", item) for key, item in vars(value).items()]
+    except Exception:  # foreign objects may answer anything
+        return []

@@ -1,0 +1,79 @@
+"""Where the user's code changes gradients on their way: hooks, by the line that registers them, and own Functions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence import GradientHook
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location
+
+_REGISTRARS: tuple[tuple[Any, str, str], ...] = (
+    (torch.Tensor, "register_hook", "a tensor hook"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "a post-accumulate hook"),
+    (nn.Module, "register_full_backward_hook", "a backward hook"),
+    (nn.Module, "register_full_backward_pre_hook", "a backward pre-hook"),
+    (nn.Module, "register_backward_hook", "a backward hook"),
+)
+
+_seen: dict[str, GradientHook] = {}
+
+
+def record_hooks() -> None:
+    """From now on, remember where the user's code registers hooks on gradients; for the life of the process."""
+    for owner, name, kind in _REGISTRARS:
+        setattr(owner, name, _recording(getattr(owner, name), kind))
+
+
+def _recording(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @passes_on
+    def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if is_user_file(caller.f_code.co_filename):  # not DDP's own, nor ddpcheck's
+            where = user_location(caller)
+            _seen.setdefault(str(where), GradientHook(f"{kind} ({_name_of(hook)})", where))
+        return original(self, hook, *args, **kwargs)
+
+    return register
+
+
+def _name_of(hook: Any) -> str:
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    return (
+        str(getattr(inner, "__qualname__", type(inner).__qualname__))
+        .rpartition("<locals>.")[2]
+        .replace("<lambda>", "a lambda")
+    )
+
+
+def recorded_hooks() -> tuple[GradientHook, ...]:
+    """The hooks that were registered so far, one for each line that does so."""
+    return tuple(_seen.values())
+
+
+def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
+    """The user's autograd Functions among the nodes of a graph, each with the line of its backward."""
+    found = []
+    for cls in _subclasses(torch.autograd.Function):
+        code = getattr(inspect.unwrap(cls.backward), "__code__", None)
+        if f"{cls.__name__}Backward" in node_names and code is not None and is_user_file(code.co_filename):
+            where = Location(relative_path(code.co_filename), code.co_firstlineno)
+            found.append(GradientHook(f"the backward of {cls.__qualname__}", where))
+    return tuple(found)
+
+
+def _subclasses(cls: type) -> Iterator[Any]:
+    pending: list[type] = list(type.__subclasses__(cls))
+    while pending:
+        current = pending.pop()
+        yield current
+        pending += type.__subclasses__(current)

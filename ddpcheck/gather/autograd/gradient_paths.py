@@ -1,0 +1,367 @@
+"""Where a parameter's path to the loss ends: a recorded replay of the forward pass.
+
+It is only paid for when something is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import relative_path, user_location
+from ddpcheck.gather.autograd.autograd_graph import functions_before
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    reason: str
+    location: Location | None
+    module: str
+    region: Location | None = None
+
+
+_Taint = dict[int, "_Event | None"]  # parameter index -> the event that cut it, None while its path is whole
+
+
+LEAVES_TORCH = frozenset(
+    {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+    | {"__format__"}
+)
+"""Functions that make a Python or numpy value of a tensor."""
+
+
+_READS_NO_VALUE = frozenset(
+    {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "full_like"}
+    | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex"}
+)
+"""Functions that ask their first tensor for its shape, dtype or device only."""
+
+
+def _tensors_in(nest: Any) -> Iterator[torch.Tensor]:
+    pending = [nest]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            pending.extend(reversed(value))
+        elif isinstance(value, dict):
+            pending.extend(reversed(list(value.values())))
+
+
+class PathRecorder(TorchFunctionMode):
+    """While active, follows what the `suspects` make through the forward pass, by value and not only by graph.
+
+    It sees torch's Python functions (so `.data`, which no dispatcher sees, but not the inside of one function), and
+    keeps for every tensor which suspects' values went into it and, where the path was cut on the way, where.
+    """
+
+    def __init__(self, module: nn.Module, suspects: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._index = {id(suspect): index for index, suspect in enumerate(suspects)}
+        self._alive = list(suspects)
+        self._module_names = {id(submodule): name for name, submodule in module.named_modules()}
+        self._modules: list[str] = [""]
+        self._taints: Any = WeakIdKeyDictionary()  # tensor -> (taint, whether it required grad then)
+        self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
+        self._last_use: dict[int, _Event] = {}
+        self._left_torch: dict[int, _Event] = {}
+        self._region: Location | None = None  # where gradients were switched off last
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> PathRecorder:
+        from torch.nn.modules import module as hooks
+
+        def enter(module: nn.Module, _inputs: Any) -> None:
+            self._modules.append(self._module_names.get(id(module), self._modules[-1]))
+
+        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            self._modules.pop()
+
+        for handle in (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
+        self._stack.enter_context(_after(torch.inference_mode, "__enter__", lambda *_: self._note_region()))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    def _note_region(self) -> None:
+        self._region = user_location(sys._getframe(1))
+
+    def _on_parameter(self, made: Any, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> None:
+        """`nn.Parameter(tensor)` shares the tensor's memory and has no past; no mode is told of it."""
+        before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
+        if before and made is not data:
+            self._follow([made], before, self._event("nn.Parameter()"), self._event("nn.Parameter(), a new leaf"))
+
+    @passes_on
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._C._set_grad_enabled and not args[0]:
+            self._note_region()
+        value_of = args[1:] if function_name(func) in _READS_NO_VALUE else args
+        inputs = list(_tensors_in((value_of, kwargs)))
+        before = self._merged(inputs)
+        result = func(*args, **kwargs)
+        if before:
+            self._spread(func, args, kwargs, before, result)
+        return result
+
+    def _taint_of(self, tensor: torch.Tensor) -> _Taint:
+        taint: _Taint = {}
+        entry = self._taints.get(tensor)
+        if entry is not None:
+            known, required_grad = entry
+            revived = not tensor.is_leaf and not required_grad  # the output of a custom Function
+            taint = {index: None if revived else event for index, event in known.items()}
+        for index, event in self._written.get(_storage_key(tensor), {}).items():
+            taint.setdefault(index, event)
+        if not tensor.requires_grad:
+            generic = _Event("a path that autograd does not record", None, self._modules[-1])
+            taint = {index: event or generic for index, event in taint.items()}
+        own = self._index.get(id(tensor))
+        if own is not None:
+            taint[own] = None
+        return taint
+
+    def _merged(self, tensors: Iterable[torch.Tensor]) -> _Taint:
+        merged: _Taint = {}
+        for tensor in tensors:
+            for index, event in self._taint_of(tensor).items():
+                if index not in merged or event is None:
+                    merged[index] = event
+        return merged
+
+    def _spread(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], before: _Taint, result: Any
+    ) -> None:
+        name = function_name(func)
+        outputs = list(_tensors_in(result))
+        in_place = (
+            name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
+        )
+        written = [args[0]] if in_place and args and isinstance(args[0], torch.Tensor) else []
+        written += list(_tensors_in(kwargs.get("out")))
+        if not outputs and not written:
+            if name in LEAVES_TORCH:
+                event = self._event(f"{name.strip('_')}(), which leaves torch")
+                for index in before:
+                    self._left_torch[index] = event
+                    self._last_use[index] = event
+            return
+        event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
+        given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
+        for output in (*outputs, *written):
+            whole = output.requires_grad and (not output.is_leaf or id(output) in given)
+            self._follow([output], before, event, None if whole else self._event(cut_reason(name, output)))
+        for target in written:
+            taint = dict(before)
+            self._written.setdefault(_storage_key(target), {}).update(taint)
+
+    def _follow(self, outputs: Iterable[torch.Tensor], before: _Taint, use: _Event, cut: _Event | None) -> None:
+        """Note that `use` made `outputs` of values with the taint `before`, on a path that `cut` ends, if it does."""
+        for index in before:
+            self._last_use[index] = use
+        for output in outputs:
+            taint = {index: known if known is not None else cut for index, known in before.items()}
+            self._taints[output] = (taint, output.requires_grad)
+
+    def _event(self, reason: str) -> _Event:
+        region = self._region if reason in (_NO_GRAD, _INFERENCE) else None
+        return _Event(reason, user_location(sys._getframe(2)), self._modules[-1], region)
+
+    def explain(self, losses: Iterable[torch.Tensor]) -> dict[int, PathEnd]:
+        """Why each suspect does not contribute to `losses`, to be asked after the forward pass."""
+        taint = self._merged(losses)
+        ends = {}
+        for index in self._index.values():
+            use, cut = self._last_use.get(index), taint.get(index)
+            if use is None:
+                ends[index] = PathEnd("unused")
+            elif cut is not None:
+                ends[index] = PathEnd("cut", cut.reason, cut.location, cut.module, cut.region)
+            else:
+                ends[index] = PathEnd("unreachable", use.reason, use.location, use.module)
+        return ends
+
+    def escape(self, index: int) -> PathEnd:
+        """Where the value of a suspect was last seen that reaches the loss on a way that cannot be followed."""
+        left = self._left_torch.get(index)
+        if left is not None:
+            return PathEnd("cut", left.reason, left.location, left.module)
+        use = self._last_use[index]
+        return PathEnd("cut", f"what follows {use.reason}", use.location, use.module)
+
+
+@contextlib.contextmanager
+def _after(owner: Any, method: str, told: Callable[..., None]) -> Iterator[None]:
+    """While the block runs, tell `told` the result and the arguments of each call of a method of `owner`."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    @passes_on
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        told(result, *args, **kwargs)
+        return result
+
+    setattr(owner, method, staticmethod(replacement) if method == "__new__" else replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, method, staticmethod(original) if method == "__new__" else original)
+
+
+_NO_GRAD = "torch.no_grad()"
+_INFERENCE = "torch.inference_mode()"
+_CHECKPOINT = "a re-entrant checkpoint of which no input requires grad"
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
+_IN_PLACE_DUNDERS = frozenset(
+    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__iand__", "__ior__", "__ixor__"}
+)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none
+        return id(tensor)
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of a function as a `TorchFunctionMode` meets it; of a property, that of the property."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        held = getattr(func, "__self__", None)  # the descriptor: one of C has a name, a `property` a function with one
+        return getattr(getattr(held, "fget", held), "__name__", name)
+    return name
+
+
+def cut_reason(name: str, output: torch.Tensor) -> str:
+    """Why `output`, just made by the function `name` of what requires grad, is not connected to it by autograd."""
+    if name == "data":
+        return ".data"
+    if name in ("detach", "detach_"):
+        return f"{name}()"
+    if torch.is_inference_mode_enabled():
+        return _INFERENCE
+    if not torch.is_grad_enabled():
+        return _CHECKPOINT if _in_reentrant_checkpoint() else _NO_GRAD
+    if output.requires_grad:
+        return f"{name.strip('_')}(), a new leaf"
+    if not (output.is_floating_point() or output.is_complex()):
+        return f"{name.strip('_')}(), which is not differentiable"
+    return f"{name.strip('_')}(), which has no derivative"
+
+
+def swallower(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
+    """The custom Function that gave None for the gradient of `parameter`, or those that may have been it.
+
+    Args:
+        roots: The graph nodes at which backward began.
+        parameter: One that it reached.
+    """
+    functions = functions_before(roots, parameter)
+    code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
+    where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+    return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)
+
+
+@dataclass(slots=True)
+class Explainer:
+    """Replays a forward pass to say why parameters do not contribute.
+
+    Attributes:
+        module: The module whose parameters are in question.
+        forward: Runs the forward pass and the loss afresh, under the same random numbers, and returns the losses.
+        prepare: Puts the module into the state in which `forward` begins.
+        once: Whether `forward` may run no more than once.
+    """
+
+    module: nn.Module
+    forward: Callable[[], Sequence[torch.Tensor]]
+    prepare: Callable[[], None] = lambda: None
+    once: bool = False
+
+    def explain(self, suspects: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
+        """Where the path of each of `suspects` (by name) ends."""
+        tensors = list(suspects.values())
+        self.prepare()
+        with PathRecorder(self.module, tensors) as recorder:
+            losses = list(self.forward())
+        ends = recorder.explain(losses)
+        if not self.once:
+            ends |= {index: recorder.escape(index) for index in self._on_hidden_ways(tensors, ends, _values(losses))}
+        return {name: ends[index] for index, name in enumerate(suspects)}
+
+    def _on_hidden_ways(
+        self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
+    ) -> Iterator[int]:
+        """Those seen to reach nothing whose value changes the loss all the same: through numpy, a file, shared memory.
+
+        What has the same last use is asked about together, and all at once first: mostly there is no such way.
+        """
+        together: dict[PathEnd, list[int]] = {}
+        for index, end in ends.items():
+            if end.cause == "unreachable":
+                together.setdefault(end, []).append(index)
+        everyone = [index for group in together.values() for index in group]
+        if not everyone or self._changes_loss([], value):  # a forward that is not even equal to itself tells nothing
+            return
+        if self._changes_loss([tensors[index] for index in everyone], value):
+            for group in together.values():
+                if len(together) == 1 or self._changes_loss([tensors[index] for index in group], value):
+                    yield from group
+
+    def _changes_loss(self, tensors: Sequence[torch.Tensor], value: Sequence[float]) -> bool:
+        self.prepare()
+        saved = [tensor.detach().clone() for tensor in tensors]
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.add_(torch.ones_like(tensor) * 0.1 + 0.1 * tensor.abs())
+        try:
+            return _values(self.forward()) != list(value)
+        except Exception:  # the user's code may well refuse such values
+            return False
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(tensors, saved, strict=True):
+                    tensor.copy_(before)
+
+
+def _values(losses: Iterable[torch.Tensor]) -> list[float]:
+    return [float(loss.detach().double().sum()) for loss in losses]

@@ -1,0 +1,177 @@
+"""Additive terms of a loss: found in its autograd graph, and differentiated one by one.
+
+A loss is `c1 * term1 + c2 * term2 + ...` where its graph begins with operations that are linear in what has a gradient:
+sums, means, constant factors, stacking. Each edge at which that stops is the end of one term.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.gather.steps.training_step import run_backward
+
+_MOST_NODES = 2000
+_OFF_BY_FACTOR = frozenset({"Mul", "Div"})  # linear where only one side has a gradient
+_LINEAR = frozenset(
+    {
+        *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Where", "Clone", "ToCopy", "Alias"),
+        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Permute", "Transpose", "T"),
+        *("Select", "Slice", "Index"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The end of a term: an input of a node of the graph; the whole loss where there is no node.
+
+    Attributes:
+        node: That reads it.
+        index: Of the input.
+        operation: The operation that made the term ("NllLoss").
+        location: The line of the user's code that called it, where it is known.
+        part: Which of the tensors that the recipe's loss returned it belongs to.
+    """
+
+    node: Any
+    index: int
+    operation: str
+    location: Location | None
+    part: int
+
+
+@contextlib.contextmanager
+def recorded_lines() -> Iterator[None]:
+    """A block whose operations keep the line that called them (torch's anomaly mode, without its check for NaN)."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
+    """The ends of the terms that `total`, the sum of `parts`, is made of, from left to right."""
+    root = total.grad_fn
+    of_part = {part.grad_fn: number for number, part in enumerate(parts)} if len(parts) > 1 else {}
+    found: list[Edge] = []
+    pending: list[tuple[Any, int, Any, int]] = [(None, 0, root, of_part.get(root, 0))]
+    visited = 0
+    while pending:
+        parent, index, node, part = pending.pop()
+        part = of_part.get(node, part)
+        inputs = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
+        kind = _kind(node)
+        visited += 1
+        if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _OFF_BY_FACTOR and len(inputs) == 1)):
+            pending.extend((node, i, child, part) for i, child in reversed(inputs))
+        else:
+            found.append(Edge(parent, index, kind, _made_at(node), part))
+    return found
+
+
+def _kind(node: Any) -> str:
+    """The name of the operation ("AddBackward0" is "Add")."""
+    return re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
+
+
+def _made_at(node: Any) -> Location | None:
+    """The line of the user's code that made `node`, where anomaly mode has kept it (`Node.metadata`)."""
+    try:
+        stack = node.metadata.get("traceback_", ())
+    except Exception:  # nodes of a custom Function need not have any
+        return None
+    for frame in reversed(stack):
+        match = re.match(r'\s*File "(.+)", line (\d+), in ', frame)
+        if match and is_user_file(match[1]):
+            return Location(relative_path(match[1]), int(match[2]))
+    return None
+
+
+_Key = tuple[int, Location | None, str]  # the same term in another run: part of the loss, line, operation
+
+
+class PairedTerms:
+    """The terms of a loss over several runs of it, numbered alike in all of them.
+
+    A term of which runs have different numbers (one for each sample, say) is taken together with its likes.
+
+    Args:
+        runs: The edges of each run.
+        most: Terms to tell apart at most.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[Edge]], *, most: int) -> None:
+        counts = [Counter(map(_key, edges)) for edges in runs] or [Counter()]
+        keys = list(dict.fromkeys(_key(edge) for edges in runs for edge in edges))
+        self._apart = {key for key in keys if len({count[key] for count in counts}) == 1}
+        if sum(counts[0][key] if key in self._apart else 1 for key in keys) > most:
+            self._apart = set()  # a penalty for each parameter, say
+        self._together = len(keys) > most
+        self._numbers: dict[tuple[_Key, int], int] = {}
+        for edges in runs:
+            for place in self._places(edges):
+                self._numbers.setdefault(place, 0 if self._together else len(self._numbers))
+
+    def __len__(self) -> int:
+        return len(set(self._numbers.values()))
+
+    def sort(self, edges: Sequence[Edge]) -> list[list[Edge]]:
+        """The edges of one run, by term."""
+        terms: list[list[Edge]] = [[] for _ in range(len(self))]
+        for edge, place in zip(edges, self._places(edges), strict=True):
+            if place in self._numbers:
+                terms[self._numbers[place]].append(edge)
+        return terms
+
+    def _places(self, edges: Sequence[Edge]) -> list[tuple[_Key, int]]:
+        seen: Counter[_Key] = Counter()
+        places = []
+        for edge in edges:
+            key = _key(edge)
+            places.append((key, seen[key] if key in self._apart else 0))
+            seen[key] += 1
+        return places
+
+
+def _key(edge: Edge) -> _Key:
+    return edge.part, edge.location, edge.operation
+
+
+def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
+    """Differentiate the terms that end at `of` alone; the graph is kept.
+
+    Args:
+        total: The loss.
+        edges: All of its terms.
+        of: The ones to go through.
+    """
+    if not of:
+        return  # a term that this run has not
+    kept = {(edge.node, edge.index) for edge in of}
+    closed: dict[Any, set[int]] = {}
+    for edge in edges:
+        if (edge.node, edge.index) not in kept:
+            closed.setdefault(edge.node, set()).add(edge.index)
+    handles = [node.register_hook(_closing(indices)) for node, indices in closed.items()]
+    try:
+        run_backward(total, retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _closing(indices: set[int]) -> Any:
+    def hook(gradients: Sequence[torch.Tensor | None], _outputs: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            torch.zeros_like(gradient) if index in indices and gradient is not None else gradient
+            for index, gradient in enumerate(gradients)
+        )
+
+    return hook

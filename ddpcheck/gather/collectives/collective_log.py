@@ -1,0 +1,304 @@
+"""The log of the collectives that the user's code calls on a rank.
+
+Every rank writes a line before it enters a collective, so that the log survives a hang, an abort and a kill;
+`ddpcheck.judge.collective_order` compares the ranks'. Collectives that the DDP reducer makes in C++ are not in it:
+where a rank waits in those, its place ("step 1: backward") tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ddpcheck.findings.evidence import Call
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.worlds import rank as this_rank
+
+_MATCHED_BY_PAYLOAD = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter")
+_MATCHED_BY_NAME = (
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "monitored_barrier"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_coalesced"),
+    *("all_reduce_coalesced", "new_group"),
+)
+COLLECTIVES = (*_MATCHED_BY_PAYLOAD, *_MATCHED_BY_NAME)
+"""Functions of `torch.distributed` that all ranks of a group have to call."""
+
+_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # pair up by peer: waited in, not matched
+_FUNCTIONAL = (  # of torch.distributed._functional_collectives
+    *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor", "permute_tensor"),
+    *("reduce_scatter_single", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced"),
+    *("all_gather_single_coalesced", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *("all_gather_tensor_autograd", "all_gather_single_autograd", "reduce_scatter_tensor_autograd"),
+    *("reduce_scatter_single_autograd", "all_to_all_single_autograd"),
+)
+_FUNCTIONAL_OPERATORS = (  # of torch.ops._c10d_functional
+    *("all_reduce", "all_reduce_", "broadcast", "broadcast_", "all_gather_into_tensor", "reduce_scatter_tensor"),
+    *("all_to_all_single", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "all_gather_into_tensor_out", "wait_tensor"),
+)
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """Where `rank` keeps its log."""
+    return directory / f"collectives-{rank}.log"
+
+
+def read_log(directory: Path, rank: int) -> list[Call]:
+    """The calls that `rank` has entered so far."""
+    try:
+        text = log_path(directory, rank).read_text()
+    except FileNotFoundError:
+        return []
+    calls = []
+    for line in text.splitlines():
+        try:
+            data = json.loads(line)
+        except ValueError:
+            break  # a line that was being written when the rank died
+        calls.append(Call(**{**data, "members": tuple(data["members"])}))
+    return calls
+
+
+_thread = threading.local()
+
+Standing = Callable[[str, Mapping[str, Any], Call], Any]
+"""Stands in for a collective: gets its name, its arguments by name and its description, and returns its result."""
+
+
+@contextlib.contextmanager
+def replaced_by(standing: Standing) -> Iterator[None]:
+    """Collectives of this thread in the block are not made: `standing` is called for each."""
+    _thread.standing = standing
+    try:
+        yield
+    finally:
+        _thread.standing = None
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Collectives that ddpcheck itself makes in the block stay out of the log."""
+    depth = getattr(_thread, "depth", 0)
+    _thread.depth = depth + 1
+    try:
+        yield
+    finally:
+        _thread.depth = depth
+
+
+def record_collectives(directory: Path, rank: int) -> None:
+    """From now on, log the collectives of this process; to be called before the user's code is imported."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    global _log
+    _log = descriptor = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for name in (*COLLECTIVES, *_POINT_TO_POINT):
+        original = getattr(distributed_c10d, name, None)
+        if original is not None:
+            logged = _logged(name, original, descriptor, matched=name not in _POINT_TO_POINT)
+            setattr(distributed_c10d, name, logged)
+            if getattr(dist, name, None) is original:
+                setattr(dist, name, logged)
+    with contextlib.suppress(ImportError):  # private to torch
+        from torch.distributed import _functional_collectives as functional
+
+        for name in _FUNCTIONAL:
+            if (original := getattr(functional, name, None)) is not None:
+                setattr(functional, name, _logged(name, original, descriptor, functional=True))
+    _record_operators(torch, descriptor)
+    work: Any = distributed_c10d.Work
+    with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
+        work.wait = _waiting(work.wait)
+
+
+_log: int | None = None
+
+
+def note_collective(operation: str, payload: str) -> None:
+    """Log what DDP is about to make in C++, as a collective that all ranks have to join."""
+    if _log is not None and getattr(_thread, "depth", 0) == 0:
+        call = replace(_describe_call(operation, {}, backward=False), payload=payload)
+        os.write(_log, (json.dumps(asdict(call)) + "\n").encode())
+
+
+_kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go
+
+
+def _record_operators(torch: Any, descriptor: int) -> None:
+    """Log functional collectives that are called as operators of torch.
+
+    A kernel of our own for each device stands before torch's, which is for all of them, and calls it. `torch.ops` stays
+    as it is; and nothing that traces the operators, as compilation does, gets as far as a kernel. Private to torch:
+    where it is not there, such calls are made and not logged.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError, ImportError):
+        library = torch.library.Library("_c10d_functional", "IMPL")
+        beneath = torch._C.DispatchKey.CompositeExplicitAutograd
+        for name in _FUNCTIONAL_OPERATORS:
+            operator: Any = getattr(torch.ops._c10d_functional, name, None)
+            if operator is None:
+                continue
+            original: Any = functools.partial(operator.default._op_dk, beneath)
+            if name == "wait_tensor":
+                kernel = _waiting(original)
+            else:
+                parameters = tuple(argument.name for argument in operator.default._schema.arguments)
+                kernel = _logged(name, original, descriptor, functional=True, parameters=parameters)
+            for device in ("CPU", "CUDA"):
+                library.impl(name, kernel, device)
+        _kernels.append(library)
+
+
+def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Asynchronous collectives return at once: what a rank is stuck in is the wait for their result."""
+    import torch
+
+    @passes_on
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0 or this_rank.own_slots()[1]:
+            return original(*args, **kwargs)
+        this_rank.set_collective(f"wait() at {user_location(sys._getframe(1))}")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            this_rank.set_collective("")
+
+    return wait
+
+
+def _logged(
+    name: str,
+    original: Callable[..., Any],
+    descriptor: int,
+    *,
+    matched: bool = True,
+    functional: bool = False,
+    parameters: tuple[str, ...] = (),
+) -> Callable[..., Any]:
+    import torch
+
+    operation = name.removesuffix("_").removesuffix("_autograd") if functional else name
+    parameters = parameters or tuple(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    @passes_on
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0:
+            return original(*args, **kwargs)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if name == "new_group" and given.get("use_local_synchronization"):
+            return original(*args, **kwargs)  # its members alone
+        backward = functional and (name.endswith("_autograd") or _has_backward(name))
+        call = _describe_call(operation, given, backward=backward)
+        if getattr(_thread, "standing", None) is not None:
+            return _thread.standing(operation, given, call)
+        if matched:
+            os.write(descriptor, (json.dumps(asdict(call)) + "\n").encode())
+        this_rank.set_collective(str(call))
+        try:
+            with unlogged():
+                return original(*args, **kwargs)
+        finally:
+            this_rank.set_collective("")
+
+    return logged
+
+
+_KERNELS = {"all_gather_tensor": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor"}
+_KERNELS |= {"reduce_scatter_single": "reduce_scatter_tensor"}
+
+
+@functools.cache
+def _has_backward(name: str) -> bool:
+    """Whether autograd differentiates a functional collective; private to torch, and no where it cannot be asked."""
+    import torch
+
+    base = name.removesuffix("_coalesced")
+    operator = _KERNELS.get(base, base) + name[len(base) :]
+    with contextlib.suppress(AttributeError, RuntimeError):
+        ask: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+        return bool(ask(f"_c10d_functional::{operator}", "Autograd"))
+    return False
+
+
+def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
+    import torch
+
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    tensors += [
+        t for value in given.values() if isinstance(value, list | tuple) for t in value if isinstance(t, torch.Tensor)
+    ]
+    payload = []
+    if name in _MATCHED_BY_PAYLOAD and tensors:
+        first = given.get("tensor", tensors[0])
+        first = first if isinstance(first, torch.Tensor) else tensors[0]
+        payload.append(f"{str(first.dtype).removeprefix('torch.')} of shape {tuple(first.shape)}")
+    if name == "new_group":
+        payload.append("all ranks" if given.get("ranks") is None else f"ranks {sorted(given['ranks'])}")
+    root = next((given[key] for key in ("src", "dst", "group_src", "group_dst") if given.get(key) is not None), None)
+    if root is not None:
+        payload.append(f"root {root}")
+    group_name, members = _group_of(None if name == "new_group" else given.get("group", given.get("group_name")))
+    where = user_location(sys._getframe(2))
+    carries = any(tensor.requires_grad for tensor in tensors)
+    return Call(
+        operation=name,
+        group=group_name,
+        members=members,
+        payload=", ".join(payload),
+        place=this_rank.own_slots()[0],
+        location=str(where) if where else "",
+        elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
+        carries_gradient=carries,
+        differentiable=(backward and carries) or _called_by_autograd_function(),
+    )
+
+
+def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and members of a process group, however it is given: as such, by name, or as a mesh of one dimension."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):  # what is no group, the call itself will complain of
+        group: Any = dist.group.WORLD if given is None else given
+        group = group.get_group() if hasattr(group, "get_group") else group
+        group = _group_named(group) if isinstance(group, str) else group
+        if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
+            everyone = set(group) == set(range(dist.get_world_size()))
+            return _group_of(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
+        return str(group.group_name), tuple(dist.get_process_group_ranks(group))
+    return "", ()
+
+
+def _group_named(name: str) -> Any:
+    """The process group of that name; private to torch."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def _called_by_autograd_function() -> bool:
+    from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(12):
+        if frame is None:
+            return False
+        first = frame.f_code.co_varnames[:1]
+        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx | BackwardCFunction):
+            return True
+        frame = frame.f_back
+    return False

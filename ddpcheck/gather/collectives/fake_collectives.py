@@ -1,0 +1,97 @@
+"""Running code that communicates on one rank alone: each collective is answered as if all ranks had said the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.gather.collectives.collective_log import COLLECTIVES
+
+
+class _Done:
+    """The handle of an asynchronous collective of one rank."""
+
+    def wait(self, *_args: Any, **_kwargs: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+@passes_on
+def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
+    """The result of a collective if this rank's contribution were everybody's, in place where it is made in place."""
+    mine = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
+    if "output" not in given and "tensor_list" not in given and ("self" in given or "group_name" in given):
+        size = int(given.get("group_size", 1))
+        if "gather" in operation and isinstance(mine, torch.Tensor):
+            return torch.cat([mine] * (size or 1), int(given.get("gather_dim", 0)))
+        return mine
+    with torch.no_grad():
+        for target in given.get("tensor_list") or given.get("gather_list") or ():
+            target.copy_(mine)
+        for index, _ in enumerate(given.get("object_list") or () if operation == "all_gather_object" else ()):
+            given["object_list"][index] = given.get("obj")
+    return _Done() if given.get("async_op") else None
+
+
+class CommunicatesError(Exception):
+    """Code that was to run on this rank alone has called a collective that cannot be answered."""
+
+
+class _NoCommunication(TorchDispatchMode):
+    """Refuses whatever goes to a process group past the functions that are replaced."""
+
+    @passes_on
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise CommunicatesError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Collectives of `torch.distributed` in the block are answered by `answer_alone`; others raise.
+
+    Raises:
+        CommunicatesError: From inside the block, where it communicates in another way.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            original = getattr(distributed_c10d, name, None)
+            if original is None:
+                continue
+            answer = _answering(name, original)
+            for holder in (distributed_c10d, dist):
+                if getattr(holder, name, None) is original:
+                    stack.callback(setattr, holder, name, original)
+                    setattr(holder, name, answer)
+        stack.enter_context(_NoCommunication())  # type: ignore[no-untyped-call]
+        yield
+
+
+def _answering(name: str, original: Any) -> Any:
+    parameters = tuple(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    @passes_on
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return answer_alone(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
+
+    return answer

@@ -1,0 +1,118 @@
+"""What a wrapper was told, and what has become since of the parameters that it saw."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ddpcheck.findings.evidence import WrapperFacts
+from ddpcheck.gather.autograd.autograd_graph import gradient_node
+from ddpcheck.gather.ddp.ddp_constructor import comm_hook_of
+
+
+def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
+    """Every `DistributedDataParallel` of this process; finding them takes a tenth of a second."""
+    classes: list[type] = [nn.parallel.DistributedDataParallel]
+    for one in classes:  # which grows
+        classes += type.__subclasses__(one)
+    known = set(classes)  # to ask issubclass of an abstract class takes microseconds, and isinstance wakes proxies
+    return [thing for thing in gc.get_objects() if type(thing) in known]
+
+
+def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
+    """What `wrapper` was told.
+
+    Args:
+        wrapper: A `DistributedDataParallel`, or what stands in its place.
+        names: Of the parameters, by identity.
+    """
+    tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    delayed = {names[id(p)] for p in getattr(wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
+    ignored = frozenset(getattr(wrapper, "parameters_to_ignore", ())) - delayed
+    return WrapperFacts(
+        is_ddp=isinstance(wrapper, nn.parallel.DistributedDataParallel),
+        find_unused_parameters=bool(getattr(wrapper, "find_unused_parameters", False)),
+        static_graph=bool(getattr(wrapper, "static_graph", False)),
+        ignored=ignored & set(names.values()),
+        delayed=frozenset(delayed),
+        comm_hook=comm_hook_of(wrapper),
+        sparse=frozenset(names[id(table.weight)] for table in tables if id(table.weight) in names),
+    )
+
+
+def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
+    """Whether `wrapper` gives every rank rank 0's buffers before a forward."""
+    will = getattr(wrapper, "will_sync_module_buffers", None)
+    has_buffers = wrapper is not None and next(wrapper.buffers(), None) is not None
+    return bool(getattr(wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenParameter:
+    """A parameter as DDP saw it: `node` is what DDP's hook sits on; a change of dtype or device makes a new one."""
+
+    identity: int
+    requires_grad: bool
+    node: Any
+    value: int = 0
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, value: int = 0) -> SeenParameter:
+        """The parameter as it is now; `value` is its fingerprint, where that is wanted."""
+        node = gradient_node(parameter) if parameter.requires_grad else None
+        return cls(id(parameter), parameter.requires_grad, node, value)
+
+
+def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
+    """What has happened to the parameters of `module` since they were `seen`, in a word, by name."""
+    now = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+    then, left = {one.identity for one in seen.values()}, {one.identity for one in now.values()}
+    changed = {}
+    for name in dict.fromkeys((*seen, *now)):
+        before, after = seen.get(name), now.get(name)
+        if (before is None and after is not None and after.identity in then) or (
+            after is None and before is not None and before.identity in left
+        ):
+            continue  # it has another name now
+        if before is None or after is None:
+            changed[name] = "added" if before is None else "removed"
+        elif before.identity != after.identity:
+            changed[name] = "replaced"
+        elif before.requires_grad != after.requires_grad:
+            changed[name] = "unfrozen" if after.requires_grad else "frozen"
+        elif before.node is not after.node:
+            changed[name] = "cast or moved"
+    return changed
+
+
+def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
+    """What a forward pass has done to the parameters of `module`, in a word, and what stands in their place, by name.
+
+    One that has only moved to another name is still the one that DDP knows.
+
+    Args:
+        seen: Under all of their names, as DDP saw them; they are still alive.
+        module: As it is now.
+    """
+    now = dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    there = {id(parameter) for parameter in now.values()}
+    names = {before.identity: name for name, before in reversed(list(seen.items()))}
+    changed = {}
+    for name, before in seen.items():
+        after = now.get(name)
+        if after is None:
+            if before.identity not in there and before.requires_grad:
+                changed[name] = ("removed", "")
+        elif id(after) != before.identity:
+            known = names.get(id(after), "")
+            if (before.requires_grad or after.requires_grad) and not (known and before.identity in there):
+                changed[name] = ("replaced", known)
+        elif before.requires_grad != after.requires_grad:
+            changed[name] = ("unfrozen" if after.requires_grad else "frozen", "")
+        elif before.requires_grad and before.node is not gradient_node(after):
+            changed[name] = ("cast or moved", "")
+    return changed

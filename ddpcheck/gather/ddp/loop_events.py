@@ -1,0 +1,168 @@
+"""What a training loop does with the wrapper in one step: forwards, backwards, `no_sync` and `zero_grad`, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence import LoopEvent
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
+from ddpcheck.gather.state.module_description import fingerprint
+
+_DDP: Any = nn.parallel.DistributedDataParallel
+
+
+class Recorder:
+    """Keeps the events of one step, and the parameters' values when the last backward pass had ended.
+
+    Attributes:
+        events: In the order in which they happened.
+        values: Fingerprints of the parameters, by name.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.events: list[LoopEvent] = []
+        self.values: dict[str, int] = {}
+        self._parameters = named_parameters(module)
+        self._depth = 0
+        self._feeds_others = False
+
+    def note(self, kind: str, **more: Any) -> None:
+        """Add an event, with the line of the user's code at which it happens."""
+        where = user_location(sys._getframe(1))
+        self.events.append(LoopEvent(kind, location=str(where) if where else "", **more))
+
+    @passes_on
+    def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a backward pass; those inside another one (of a checkpoint) are part of it."""
+        if self._depth:
+            return original(*args, **kwargs)
+        self.note("backward")
+        if self.events[-1].location:  # the user's own, and not the last one, which is ddpcheck's
+            self._feeds_others = self._reaches_others(args[0] if args else kwargs.get("tensors"))
+        self._depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            self.values = {name: fingerprint(p) for name, p in self._parameters.items()}
+
+    def _reaches_others(self, roots: Any) -> bool:
+        """Whether a leaf that is no parameter gets a gradient too: then what parameters get may be meant to go."""
+        tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
+        walk = walk_graph(tensors)
+        own = {id(p) for p in self._parameters.values()}
+        return not walk.complete or any(id(leaf) not in own for leaf in walk.leaves)
+
+    def zero_grad(self) -> None:
+        """Note which gradients go before an optimizer has used them; that may be all, some or none."""
+        fresh = {n: p for n, p in self._parameters.items() if p.grad is not None and bool(p.grad.count_nonzero())}
+        lost = [name for name, p in fresh.items() if self.values.get(name) == fingerprint(p)]
+        resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # a warm-up
+        if lost and len(lost) == len(fresh) and not self._feeds_others and not resting:
+            self.note("zero_grad", lost=tuple(lost))
+
+
+@contextlib.contextmanager
+def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Recorder]:
+    """Record what happens to `module`, its `wrapper` and its `optimizer` while the block runs."""
+    recorder = Recorder(module, optimizer)
+
+    def before_forward(_module: nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            recorder.note("forward", synchronises=bool(getattr(wrapper, "require_backward_grad_sync", True)))
+
+    def zeroing(original: Any) -> Any:
+        @functools.wraps(original)
+        @passes_on
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.zero_grad()
+            return original(self, *args, **kwargs)
+
+        return zero_grad
+
+    class Context(contextlib.ContextDecorator):
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        @passes_on
+        def __enter__(self) -> Any:
+            recorder.note("enter no_sync")
+            return self.inner.__enter__()
+
+        @passes_on
+        def __exit__(self, *error: Any) -> Any:
+            recorder.note("leave no_sync")
+            return self.inner.__exit__(*error)
+
+    no_sync = _DDP.no_sync
+
+    @functools.wraps(no_sync)
+    @passes_on
+    def noted_no_sync(self: Any) -> Any:
+        recorder.note("no_sync")
+        return Context(no_sync(self))
+
+    handle = wrapper.register_forward_pre_hook(before_forward)
+    optimizers: Any = torch.optim.Optimizer
+    with contextlib.ExitStack() as stack:
+        stack.callback(handle.remove)
+        stack.enter_context(backward_through(recorder.backward))
+        for owner, name, patched in (
+            (_DDP, "no_sync", noted_no_sync),
+            (nn.Module, "zero_grad", zeroing(nn.Module.zero_grad)),
+            (optimizers, "zero_grad", zeroing(optimizers.zero_grad)),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, patched)
+        yield recorder
+        recorder.events.append(LoopEvent("step"))
+
+
+@contextlib.contextmanager
+def backward_through(handler: Any) -> Iterator[None]:
+    """Have every `torch.autograd.backward` (which `Tensor.backward` calls) go through `handler`."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    @passes_on
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        return handler(original, args, kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+@contextlib.contextmanager
+def counted_backwards() -> Iterator[list[int]]:
+    """Count the user's own backward passes while the block runs; those inside another one do not count.
+
+    Yields:
+        A list of one number.
+    """
+    count = [0]
+    depth = [0]
+
+    @passes_on
+    def handler(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        count[0] += not depth[0]
+        depth[0] += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            depth[0] -= 1
+
+    with backward_through(handler):
+        yield count

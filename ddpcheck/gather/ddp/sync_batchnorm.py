@@ -1,0 +1,119 @@
+"""A stand-in for `nn.SyncBatchNorm` on CPU tensors, so that a recipe meant for GPUs can be checked without one.
+
+torch's own forward refuses CPU tensors in a process group. The stand-in computes the same statistics (mean and
+biased variance over the samples of all ranks, unbiased variance for the running estimate) with all-reduces that
+autograd differentiates; see https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.exception_origin import passes_on
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce by sum whose gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    @passes_on
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @passes_on
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+@passes_on
+def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    total: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+@passes_on
+def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
+    group = module.process_group or dist.group.WORLD
+    axes = [0, *range(2, inputs.dim())]
+    shape = [1, -1] + [1] * (inputs.dim() - 2)
+    work = inputs if inputs.dtype == torch.float64 else inputs.float()
+    count = torch.full((1,), float(work.numel() // work.shape[1]), dtype=work.dtype)
+    sums = _sum_over_ranks(torch.cat([count, work.sum(axes)]), group)
+    count, mean = sums[0], sums[1:] / sums[0]
+    centred = work - mean.view(shape)
+    variance = _sum_over_ranks(centred.square().sum(axes), group) / count
+    running_mean, running_var, tracked = module.running_mean, module.running_var, module.num_batches_tracked
+    if module.training and running_mean is not None and running_var is not None and tracked is not None:
+        tracked.add_(1)
+        momentum = module.momentum if module.momentum is not None else 1.0 / float(tracked)
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    result = centred * torch.rsqrt(variance + module.eps).view(shape)
+    if module.weight is not None:
+        result = result * module.weight.view(shape) + module.bias.view(shape)
+    return result.to(inputs.dtype)
+
+
+@contextlib.contextmanager
+def synchronised_on_cpu() -> Iterator[list[str]]:
+    """Let `nn.SyncBatchNorm` work on CPU tensors while the block runs.
+
+    Yields:
+        A list to which a word is added the first time the stand-in is used.
+    """
+    original = nn.SyncBatchNorm.forward
+    used: list[str] = []
+
+    @passes_on
+    def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
+        together = dist.is_available() and dist.is_initialized()
+        wants_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if inputs.device.type != "cpu" or not together or not wants_batch:
+            return original(self, inputs)
+        self._check_input_dim(inputs)
+        if not used:
+            used.append(type(self).__name__)
+        return _forward_on_cpu(self, inputs)
+
+    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
+    refuse = _let_ddp_wrap()
+    try:
+        yield used
+    finally:
+        nn.SyncBatchNorm.forward = original  # type: ignore[method-assign]
+        refuse()
+
+
+def _let_ddp_wrap() -> Callable[[], None]:
+    """Keep DDP's constructor from refusing SyncBatchNorm on CPU; returns what puts its refusal back.
+
+    The refusal sits in the private `_passing_sync_batchnorm_handle`, which does nothing else; where a torch has no
+    such method there is nothing to keep.
+    """
+    ddp: Any = nn.parallel.DistributedDataParallel
+    name = "_passing_sync_batchnorm_handle"
+    original = getattr(ddp, name, None)
+    if original is None:
+        return lambda: None
+
+    @passes_on
+    def handle(self: Any, module: nn.Module) -> None:
+        if self.device_type != "cpu":
+            original(self, module)
+
+    setattr(ddp, name, handle)
+    return lambda: setattr(ddp, name, original)

@@ -1,0 +1,126 @@
+"""What the program of this rank has derived and holds outside of tensors: label maps, lists of files, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
+from ddpcheck.gather.phases.session import the_session
+from ddpcheck.worlds import rank as this_rank
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_MOST_ITEMS = 1 << 20
+_MOST_STATE = 1000  # items of a container that a step may change; a vocabulary is no state
+_MOST_ELEMENTS = 64  # of a tensor
+_DEEPEST = 4
+
+
+def note_program_data() -> None:
+    """Remember what the program holds before the first step, as far as that is small enough to be state."""
+    this_rank.state["program data"] = {name: hash(text) for name, text in program_data(_MOST_STATE).items()}
+
+
+def changed_data() -> list[str]:
+    """What is another than it was then."""
+    before = this_rank.state.get("program data", {})
+    now = program_data(_MOST_STATE)
+    return [name for name, known in before.items() if name in now and hash(now[name]) != known]
+
+
+def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
+    """Plain values that the module and the recipe's functions hold, spelled, by name.
+
+    Args:
+        most: Items of a container.
+    """
+    session = the_session()
+    found: dict[str, str] = {}
+    for prefix, module in session.module.named_modules():
+        for key, value in vars(module).items():
+            if key not in MODULE_INTERNALS and not key.startswith("_") and not _has_tensors(value):
+                found.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0, most))
+    for role in ("loss", "shard"):
+        function = getattr(session.recipe, role, None)
+        for name, value in held_by(function):
+            for key, text in _spelled(name, value, 0, most).items():
+                found.setdefault(key, text)
+    return found
+
+
+def held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function finds in its closure, its defaults and, by the names in its code, among its globals."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    yield from zip(code.co_freevars, [_content(c) for c in getattr(function, "__closure__", None) or ()], strict=False)
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
+    """The plain values in `value` as text that is equal for equal values, whatever order a set has."""
+    if isinstance(value, bool):
+        return {}  # "I am rank 0", most of the time
+    if isinstance(value, _PLAIN):
+        return {name: repr(value)}
+    if isinstance(value, torch.Tensor):
+        text = _spelled_tensor(value)
+        return {name: text} if text else {}
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        text = _text(value, depth, most)
+        return {name: text} if text else {}
+    if depth < 1 and _is_of_the_user(value):
+        inner = [_spelled(f"{name}.{key}", item, depth + 1, most) for key, item in vars(value).items()]
+        return {key: text for found in inner for key, text in found.items()}
+    return {}
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether an attribute of a module is, or holds, tensors: those are compared as what they are."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else [value]
+    return any(isinstance(item, torch.Tensor) for item in items)
+
+
+def _is_of_the_user(value: Any) -> bool:
+    if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return not type(value).__module__.startswith(("torch", "builtins", "numpy"))
+
+
+def _text(value: Any, depth: int, most: int) -> str:
+    """A container of plain values spelled; empty where it holds anything else or too much."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return _spelled_tensor(value)
+    if depth > _DEEPEST or not isinstance(value, list | tuple | dict | set | frozenset) or len(value) > most:
+        return ""
+    if isinstance(value, dict):
+        items = [(_text(key, depth + 1, most), _text(item, depth + 1, most)) for key, item in value.items()]
+        whole = all(key and item for key, item in items)
+        return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}" if whole else ""
+    parts = [_text(item, depth + 1, most) for item in value]
+    if not all(parts):
+        return ""
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(parts)) + "}"
+    return f"[{', '.join(parts)}]" if isinstance(value, list) else f"({', '.join(parts)})"
+
+
+def _spelled_tensor(tensor: torch.Tensor) -> str:
+    """The values of a small tensor that is not trained, else nothing."""
+    if tensor.requires_grad or tensor.is_nested or tensor.layout != torch.strided or tensor.numel() > _MOST_ELEMENTS:
+        return ""
+    return f"tensor({tensor.tolist()})"

@@ -1,0 +1,97 @@
+"""A step of one rank run again: how far it is from itself, and whether something changes gradients on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.evidence import Difference, Repeated
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
+from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
+from ddpcheck.gather.ddp.loop_events import backward_through
+from ddpcheck.gather.phases.session import Session, rewound, seed_of, the_session
+from ddpcheck.gather.state.external_state import put_back
+from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
+from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
+
+_FACTOR = 2.0  # a power of two: what is linear comes out with the very same digits
+_NOT_ROUNDING = 1e3  # times machine eps
+
+
+@dataclass(slots=True)
+class _Run:
+    gradients: Gradients = field(default_factory=dict)
+    node_names: frozenset[str] = frozenset()
+    feeds_others: bool = False
+
+
+@rewound
+def repeat_step(step: int) -> Repeated:
+    """The local step three times more from the same state and seed, the third time with twice the gradient put in."""
+    session = the_session()
+    assert session.before is not None
+    runs = []
+    for factor in (1.0, 1.0, _FACTOR):
+        session.before.restore(session.twin)
+        put_back(session.started)
+        runs.append(_run(session, step, factor))
+    session.before.restore(session.twin)
+    first, second, doubled = runs
+    halved = {name: gradient / _FACTOR for name, gradient in doubled.gradients.items()}
+    nonlinear = [item.name for item in _differences(first.gradients, halved) if item.bad]
+    return Repeated(
+        differences=_differences(first.gradients, second.gradients),
+        nonlinear=() if doubled.feeds_others else tuple(nonlinear),
+        hooks=(*recorded_hooks(), *own_functions(first.node_names)),
+    )
+
+
+def _run(session: Session, step: int, factor: float) -> _Run:
+    """One step with everything that starts a backward pass times `factor`."""
+    clear_gradients(session.twin)
+    run = _Run()
+    own = {id(p) for p in session.twin.parameters()}
+    depth = 0
+
+    @passes_on
+    def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal depth
+        if depth:  # of a checkpoint: what comes in is large already
+            return original(*args, **kwargs)
+        given = dict(zip(("tensors", "grad_tensors"), args, strict=False))
+        roots, started = {**kwargs, **given}["tensors"], {"grad_tensors": None, **kwargs, **given}["grad_tensors"]
+        roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+        started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
+        walk = walk_graph(roots)
+        run.node_names |= walk.node_names
+        run.feeds_others |= any(id(leaf) not in own for leaf in walk.leaves)
+        del walk
+        started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
+        depth += 1
+        try:
+            return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
+        finally:
+            depth -= 1
+
+    with backward_through(enlarged):
+        loss = compute_loss(
+            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="repeating, "
+        )
+        run_backward(loss.total)
+    run.gradients = {name: gradient.clone() for name, gradient in gradients_of(named_parameters(session.twin)).items()}
+    return run
+
+
+_STARTS = ("tensors", "grad_tensors")
+
+
+def _differences(first: Gradients, second: Gradients) -> tuple[Difference, ...]:
+    return tuple(
+        difference(
+            name, second.get(name), gradient, scale=norm(gradient), tolerance=_NOT_ROUNDING * eps_of(gradient.dtype)
+        )
+        for name, gradient in first.items()
+    )

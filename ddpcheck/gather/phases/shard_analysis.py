@@ -1,0 +1,197 @@
+"""Why the ranks' average differs from the global batch's gradient: what the shards, one by one, tell about it.
+
+Runs in the single process, once, at the first step that differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpcheck.findings.evidence import ShardAnalysis
+from ddpcheck.gather.phases.shard_terms import (
+    MOST_ELEMENTS,
+    ShardRun,
+    Terms,
+    filled,
+    look_at_terms,
+    mean_gradient,
+    total_gradient,
+)
+from ddpcheck.gather.phases.single_process import SingleProcess, make_batch, step_seed
+from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
+from ddpcheck.gather.steps.batch_coupling import Coupling, first_coupling
+from ddpcheck.gather.steps.gradient_distance import fit, norm
+from ddpcheck.gather.steps.training_step import Gradients, compute_loss
+from ddpcheck.recipe.pytree import to_device, upcast
+from ddpcheck.recipe.recipe import summary
+from ddpcheck.worlds import rank as this_rank
+
+_SAME = 1e-3
+_LARGEST_ROUNDING = 1e-4  # of a difference in float64, where one in the own dtype is to be put down to rounding
+_COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, and are the same row by row
+
+
+def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size: int, threads: int) -> ShardAnalysis:
+    """Run the shards one by one without a process group, to tell coupling from normalisation and from the world.
+
+    Args:
+        step: Counted from 0.
+        gradient_file: The ranks' averaged gradients.
+        exact_file: The same in float64, where the ranks were asked for it.
+        world_size: Number of ranks.
+        threads: With which a rank computes. With as many, a shard gives the very same numbers here: a sum that is cut
+            into other parts is rounded otherwise, and a deep network can make a thousand times more of that.
+
+    Returns:
+        What could be measured: where a shard cannot be run here, only what the global batch tells.
+    """
+    own: SingleProcess = this_rank.state["single"]
+    here = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with own.aside():
+            return _analyse(own, step, gradient_file, exact_file, world_size)
+    finally:
+        torch.set_num_threads(here)
+
+
+def _analyse(
+    own: SingleProcess, step: int, gradient_file: Path, exact_file: Path | None, world_size: int
+) -> ShardAnalysis:
+    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
+    compared = {name: averaged[name] for name in own.gradients if name in averaged}
+    global_ratio, global_residual = fit(compared, [own.gradients])
+    found = ShardAnalysis(global_ratio=global_ratio[0], global_residual=global_residual, global_loss=own.loss)
+    batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=world_size), own.device)
+    if exact_file is not None and own.double is not None:
+        with contextlib.suppress(Exception):  # a model that insists on its dtype
+            exact: Gradients = torch.load(exact_file, map_location=own.device, weights_only=True)
+            whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
+            found = replace(found, rounded=_rounded(own, averaged, exact, whole))
+            if set(found.rounded) >= _beyond(own, averaged):
+                return found
+    size = sum(gradient.numel() for gradient in own.gradients.values())
+    if own.state is None or world_size * size > MOST_ELEMENTS:
+        return replace(found, trouble="the gradients of all shards together are too large to be kept")
+    try:
+        shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
+        runs = [total_gradient(ShardRun(own, own.module, step), shard) for shard in shards]
+    except Exception as error:  # a model that insists on its batch size, say
+        return replace(found, trouble=summary(error))
+    filled_runs = [filled(gradients, own.gradients) for gradients, _ in runs]
+    mean = mean_gradient(filled_runs)
+    world_ratio, world_residual = fit(compared, [mean])
+    rank_weights, rank_residual = fit(compared, filled_runs)
+    found = replace(
+        found,
+        world_ratio=world_ratio[0],
+        world_residual=world_residual,
+        rank_weights=tuple(rank_weights),
+        rank_residual=rank_residual,
+        shard_losses=tuple(loss for _, loss in runs),
+    )
+    try:
+        exactly, seen = _look_at_terms(own, batch, shards, step)
+    except Exception as error:  # a model that runs neither in float64 nor a second time in its own dtype
+        return replace(found, trouble=summary(error))
+    if exactly:
+        as_shards = {
+            name: gradient
+            for name, gradient in compared.items()
+            if norm(gradient.double() - mean[name].double()) <= own.tolerance[name] * own.scale[name]
+        }
+        rounded = _rounded(own, as_shards, seen.mean, seen.total)  # else float64 alone tells nothing of the ranks
+        found = replace(found, rounded=(*found.rounded, *rounded), world_rounding=fit(mean, [seen.mean])[1])
+    if len(seen.whole) > 1:
+        ratios, terms_residual = fit(compared, seen.whole)
+    else:
+        ratios, terms_residual = global_ratio, global_residual
+    here = seen.rank_weights(compared) if max(abs(found.world_ratio - 1), found.world_residual) > _SAME else None
+    with contextlib.suppress(Exception):  # what a forward returns may be anything
+        found = replace(found, **_coupling(own, batch, shards[0], step))
+    norms = [name for name, module in own.module.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if norms and any(term.residual > _SAME * term.error for term in seen.terms):
+        with contextlib.suppress(Exception):  # what else there is, beside the statistics
+            seen = look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
+            found = replace(found, frozen=tuple(norms))
+    terms = [replace(term, ratio=ratio) for term, ratio in zip(seen.terms, ratios, strict=True)]
+    if here is not None:
+        terms = [
+            replace(term, rank_weights=here[number], error=seen.error(number, here[number]))
+            for number, term in enumerate(terms)
+        ]
+    own.state.restore(own.module)
+    return replace(found, terms=tuple(terms), terms_residual=terms_residual)
+
+
+def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[bool, Terms]:
+    """The terms of the loss in float64, or in the model's own dtype where it insists on that; and which it is."""
+    if own.double is not None:
+        with contextlib.suppress(Exception):
+            return True, look_at_terms(own, batch, shards, step, exactly=True)
+    return False, look_at_terms(own, batch, shards, step, exactly=False)
+
+
+def _beyond(own: SingleProcess, averaged: Gradients) -> set[str]:
+    """The gradients that differ from the global batch's by more than they may."""
+    return {
+        name
+        for name, want in own.gradients.items()
+        if name in averaged and norm(averaged[name].double() - want.double()) > own.tolerance[name] * own.scale[name]
+    }
+
+
+def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: Gradients) -> tuple[str, ...]:
+    """The gradients that differ from the global batch's by rounding alone: in float64 the difference is gone.
+
+    A single number, the gradient of a bias say, may lose far more on shards than it happened to lose on the global
+    batch, and a deep model with statistics of few samples loses much everywhere.
+
+    Args:
+        own: Of this process.
+        averaged: The ranks' average.
+        exact: The same in float64.
+        whole: The gradient of the global batch in float64.
+    """
+    found = []
+    for name in sorted(_beyond(own, averaged) & set(exact) & set(whole)):
+        gap = norm(averaged[name].double() - own.gradients[name].double())
+        if norm(exact[name] - whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.scale[name]):
+            found.append(name)
+    return tuple(found)
+
+
+# What couples the samples
+
+
+def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> dict[str, Any]:
+    """The first module whose output for a sample of `shard` depends on the other samples, and the line that does it.
+
+    In float64 a coupling shows that is smaller than rounding in the model's own dtype.
+    """
+
+    def run(module: nn.Module, part: Any) -> Callable[[], None]:
+        def forward() -> None:
+            own.rewind(module)
+            with quiet_modules(module), QuietRandomness():
+                compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
+
+        return forward
+
+    found = first_coupling(own.module, run(own.module, batch), run(own.module, shard))
+    if found.module is None and own.double is not None:
+        whole, part = run(own.double, upcast(batch)), run(own.double, upcast(shard))
+        exact = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
+        found = exact if found == Coupling() or exact.module is not None else found
+    if found.module is None:
+        return {"line": found.line, "scaled": found.scaled}
+    kind = type(own.module.get_submodule(found.module)).__name__
+    return {"module": found.module, "module_class": kind, "line": found.line, "scaled": found.scaled}

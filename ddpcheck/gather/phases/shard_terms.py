@@ -1,0 +1,307 @@
+"""The terms of the loss on the global batch and on the shards, one by one: how each is normalised, and what couples it.
+
+Runs in the single process, where the ranks' average is not the global batch's gradient (see `shard_analysis`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.evidence import LossTerm
+from ddpcheck.gather.autograd.autograd_graph import named_parameters
+from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, recorded_lines, split_loss
+from ddpcheck.gather.ddp.loop_events import counted_backwards
+from ddpcheck.gather.phases.single_process import SingleProcess, step_seed
+from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
+from ddpcheck.gather.steps.gradient_distance import fit, norm
+from ddpcheck.gather.steps.sample_influence import FirstActivations, are_felt, changes_for
+from ddpcheck.gather.steps.training_step import (
+    Gradients,
+    Loss,
+    clear_gradients,
+    compute_loss,
+    gradients_of,
+    run_backward,
+)
+from ddpcheck.recipe.pytree import batch_size, map_nest, named_tensors, upcast
+
+MOST_ELEMENTS = 1 << 28
+"""Of the gradients of all shards together, which are kept at once."""
+
+_MOST_TERMS = 16
+_SAME = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRun:
+    """How the loss is run on a part of the batch.
+
+    Attributes:
+        own: Of this process.
+        module: The module, in its own dtype or in float64.
+        step: Counted from 0.
+        quiet: Whether random operations give constants.
+        frozen: Names of modules that are in eval mode meanwhile.
+        activations: Watches the forward pass.
+    """
+
+    own: SingleProcess
+    module: nn.Module
+    step: int
+    quiet: bool = False
+    frozen: Sequence[str] = ()
+    activations: FirstActivations | None = None
+
+    @contextlib.contextmanager
+    def loss(self, part: Any) -> Iterator[Loss]:
+        """The loss on `part`, from the state in which the step began; the block may differentiate it."""
+        self.own.rewind(self.module)
+        clear_gradients(self.module)
+        with contextlib.ExitStack() as stack:
+            if self.own.draws or self.quiet:
+                stack.enter_context(quiet_modules(self.module))
+                stack.enter_context(QuietRandomness())
+            for name in self.frozen:
+                self.module.get_submodule(name).eval()
+            stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.frozen])
+            seed = step_seed(self.own.seed, self.step)
+            with recorded_lines(), self.activations or contextlib.nullcontext():
+                loss = compute_loss(
+                    self.own.recipe, self.module, part, step=self.step, seed=seed, place="shard by shard, "
+                )
+            yield loss
+
+    def terms(self, part: Any) -> tuple[list[Edge], list[str]]:
+        """The ends of the terms of the loss on `part`, and the names of the parts that they belong to."""
+        with counted_backwards() as backwards, self.loss(part) as loss:
+            if backwards[0]:  # what the loss has accumulated itself belongs to all of its terms
+                return [], []
+            return split_loss(loss.total, loss.parts), loss.names
+
+    def gradients(self, part: Any, paired: PairedTerms) -> Iterator[Gradients]:
+        """The gradient of each term on `part`."""
+        with self.loss(part) as loss:
+            if not len(paired):
+                run_backward(loss.total)
+                yield gradients_of(named_parameters(self.module))
+                return
+            edges = split_loss(loss.total, loss.parts)
+            for term in paired.sort(edges):
+                clear_gradients(self.module)
+                backward_of(loss.total, edges, term)
+                yield gradients_of(named_parameters(self.module))
+
+
+def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
+    """The gradient of the whole loss on `part`, and its value."""
+    with run.loss(part) as loss:
+        run_backward(loss.total)
+        return gradients_of(named_parameters(run.module)), loss.value
+
+
+def filled(gradients: Gradients, like: Gradients) -> Gradients:
+    """`gradients` with zeros where there is none."""
+    return {name: gradients.get(name, torch.zeros_like(there)) for name, there in like.items()}
+
+
+def mean_gradient(parts: Sequence[Gradients]) -> Gradients:
+    """The mean of gradients that have the same names."""
+    return {name: torch.stack([part[name] for part in parts]).sum(0) / len(parts) for name in parts[0]}
+
+
+def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
+    """The sum of gradients that have the same names, each times its weight."""
+    return {
+        name: torch.stack([w * part[name] for w, part in zip(weights, parts, strict=True)]).sum(0) for name in parts[0]
+    }
+
+
+# The terms of the loss
+
+
+@dataclass(slots=True)
+class Terms:
+    """The gradients of the terms of the loss.
+
+    Attributes:
+        terms: What they say, as evidence.
+        whole: Of each term, on the global batch.
+        parts: Of each term, on each shard.
+        scale: By which each parameter is measured.
+    """
+
+    terms: list[LossTerm]
+    whole: list[Gradients]
+    parts: list[list[Gradients]]
+    scale: Mapping[str, float]
+
+    @property
+    def total(self) -> Gradients:
+        """The gradient of the whole loss on the global batch."""
+        return weighted_sum(self.whole, [1.0] * len(self.whole))
+
+    @property
+    def mean(self) -> Gradients:
+        """The mean of the shards' gradients of the whole loss."""
+        return weighted_sum(
+            [gradients for of_term in self.parts for gradients in of_term],
+            [1 / len(of_term) for of_term in self.parts for _ in of_term],
+        )
+
+    def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
+        """For each term, the weights of the shards of which the ranks' average is the sum; None where it is none."""
+        flat = [_scaled(gradients, self.scale) for of_term in self.parts for gradients in of_term]
+        weights, residual = fit(_scaled(averaged, self.scale), flat)
+        count = len(self.parts[0])
+        if residual > _SAME:
+            return None
+        return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
+
+    def error(self, number: int, weights: Sequence[float]) -> float:
+        """How far the shards' gradients of a term, weighed so, are from the global batch's, relative to the loss's."""
+        there = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
+        total = _length(self.total, self.scale)
+        return _length(there, self.scale) / total if total else 0.0
+
+
+def look_at_terms(
+    own: SingleProcess, batch: Any, shards: Sequence[Any], step: int, *, exactly: bool, frozen: Sequence[str] = ()
+) -> Terms:
+    """Each term of the loss on the global batch and on the shards.
+
+    Args:
+        own: Of this process.
+        batch: The global batch.
+        shards: Its parts.
+        step: Counted from 0.
+        exactly: In float64.
+        frozen: Names of modules to put into eval mode meanwhile.
+    """
+    module = own.double if exactly and own.double is not None else own.module
+    if exactly:
+        batch, shards = upcast(batch), [upcast(shard) for shard in shards]
+    run = ShardRun(own, module, step, frozen=frozen)
+    size = sum(gradient.numel() for gradient in own.gradients.values())
+    most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))
+    edges, (names, *_) = zip(*(run.terms(part) for part in (batch, *shards)), strict=True)
+    paired = PairedTerms(edges if all(edges) else [], most=max(most, 1))
+    like = {name: gradient.double() for name, gradient in own.gradients.items()} if exactly else own.gradients
+    whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
+    by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
+    parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]
+    seen = Terms([], whole, parts, {name: own.scale.get(name, 0.0) for name in like})
+    for number, of_whole in enumerate(whole):
+        weights, _ = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
+        ends = paired.sort(edges[0])[number] if len(paired) else []
+        count, counts = _what_counts(shards, weights)
+        seen.terms.append(
+            LossTerm(
+                name=names[ends[0].part] if len(names) > 1 and len({end.part for end in ends}) == 1 else "",
+                location=ends[0].location if len({end.location for end in ends}) == 1 else None,
+                error=seen.error(number, [1 / len(shards)] * len(shards)),
+                weights=tuple(weights),
+                residual=seen.error(number, weights),
+                count=count,
+                counts=counts,
+            )
+        )
+    with contextlib.suppress(Exception):  # a batch that cannot be repeated
+        summed = _summed_terms(run, batch, paired, whole)
+        seen.terms = [replace(term, summed=doubles) for term, doubles in zip(seen.terms, summed, strict=True)]
+    with contextlib.suppress(Exception):  # a forward pass that does not like to be changed
+        felt = _coupled_terms(replace(run, quiet=True), batch, shards[0], paired, large=False)
+        seen.terms = [replace(term, coupled=coupled) for term, coupled in zip(seen.terms, felt, strict=True)]
+        if any(term.coupled is False and not term.is_normalised for term in seen.terms):
+            felt = _coupled_terms(replace(run, quiet=True), batch, shards[0], paired, large=True)
+            seen.terms = [
+                term if term.coupled is not False or term.is_normalised else replace(term, coupled=coupled)
+                for term, coupled in zip(seen.terms, felt, strict=True)
+            ]
+    return seen
+
+
+def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
+    """`gradients` with every parameter measured by its own scale."""
+    return {name: gradient / scale[name] for name, gradient in gradients.items() if scale[name]}
+
+
+def _length(gradients: Gradients, scale: Mapping[str, float]) -> float:
+    return math.sqrt(sum(norm(gradient) ** 2 for gradient in _scaled(gradients, scale).values()))
+
+
+def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequence[Gradients]) -> list[bool]:
+    """Which terms have a gradient that doubles when every sample of the batch is there twice: they are sums.
+
+    A mean stays what it was, and so does a BatchNorm, whose statistics do not change.
+    """
+    size = batch_size(batch)
+
+    def twice(leaf: Any) -> Any:
+        return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size else leaf
+
+    found = []
+    for once, double in zip(whole, run.gradients(map_nest(twice, batch), paired), strict=True):
+        ratio, residual = fit(filled(double, once), [once])
+        found.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
+    return found
+
+
+def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
+    """For each term, whether its gradient for other samples changes with what is computed for those of `shard`."""
+    part = FirstActivations()
+    with replace(run, activations=part).loss(shard):
+        pass
+
+    def gradients_by_term(watch: FirstActivations) -> list[list[torch.Tensor | None]]:
+        found = []
+        for _ in replace(run, activations=watch).gradients(batch, paired):
+            found.append([activation.gradient for activation in watch.found])
+            for activation in watch.found:
+                activation.gradient = None
+        return found
+
+    whole = FirstActivations()
+    before = gradients_by_term(whole)
+    changes = changes_for(whole.found, part.found, large=large)
+    after = gradients_by_term(FirstActivations({number: factor for number, (_, factor) in changes.items()}))
+    return [are_felt(one, other, changes) for one, other in zip(before, after, strict=True)]
+
+
+# What the loss is divided by
+
+
+def _what_counts(shards: Sequence[Any], weights: Sequence[float]) -> tuple[str, tuple[float, ...]]:
+    """The count in the shards of the batch that goes as `weights` do, and its value on each rank."""
+    counts: dict[str, list[float]] = {}
+    for shard in shards:
+        for name, value in _counts(shard):
+            counts.setdefault(name, []).append(value)
+    total = sum(weights)
+    for name, values in counts.items():
+        if len(values) != len(shards) or len(set(values)) == 1 or min(values) < 0 or not total:
+            continue
+        if all(abs(v / sum(values) - w / total) < _SAME for v, w in zip(values, weights, strict=True)):
+            return name, tuple(values)
+    return "", ()
+
+
+def _counts(shard: Any) -> Iterator[tuple[str, float]]:
+    """What a loss may be divided by, in words, and how much of it there is."""
+    with contextlib.suppress(TargetError):
+        yield "samples", float(batch_size(shard))
+    for path, tensor in named_tensors(shard, "batch"):
+        if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_quantized:
+            continue
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            yield f"{path} != -100", float((tensor != -100).sum())
+        yield (path if tensor.dtype == torch.bool else f"{path} != 0"), float((tensor != 0).sum())
+        yield f"the sum of {path}", float(tensor.sum(dtype=torch.float64))
+        yield f"elements of {path}", float(tensor.numel())

@@ -1,0 +1,90 @@
+"""Shards without samples, and what the ranks send when all of them have the same shard."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.errors import EmptyShardError, TargetError
+from ddpcheck.findings.evidence import Call, Packed
+from ddpcheck.findings.exception_origin import is_ours
+from ddpcheck.gather.collectives.collective_log import replaced_by
+from ddpcheck.gather.collectives.fake_collectives import answer_alone
+from ddpcheck.gather.phases.session import the_session
+from ddpcheck.gather.phases.single_process import make_batch, step_seed
+from ddpcheck.gather.steps.training_step import compute_loss
+from ddpcheck.recipe.pytree import batch_size, to_device
+from ddpcheck.worlds import rank as this_rank
+
+
+@contextlib.contextmanager
+def blaming_empty_shards(step: int) -> Iterator[None]:
+    """What fails in the block on a rank without samples fails for that reason.
+
+    Raises:
+        EmptyShardError: The shard of this rank has no samples, or there is none, and the block raised.
+    """
+    session = the_session()
+    session.batch = None
+    try:
+        yield
+    except Exception as error:
+        if is_ours(error):
+            raise
+        if isinstance(error.__cause__, StopIteration):
+            raise EmptyShardError(f"its loader has ended: {error}", step) from error
+        if session.batch is not None and samples_of(session.batch) == 0:
+            raise EmptyShardError(f"its shard is empty, and with it: {error}", step) from error
+        raise
+
+
+def samples_of(batch: Any) -> int | None:
+    """How many samples a batch has, None where that cannot be told."""
+    with contextlib.suppress(TargetError):
+        return batch_size(batch)
+    return None
+
+
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_MOST_VALUES = 1 << 14
+
+
+def packed_payloads(step: int) -> tuple[Packed, ...]:
+    """What this rank hands to reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
+
+    Nothing is communicated: each collective is taken for one of this rank alone, so that no rank can hang. What the
+    ranks then send in one place differs only where the program itself depends on the rank.
+    """
+    session = the_session()
+    assert session.before is not None
+    found: list[Packed] = []
+
+    def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
+        if operation in REDUCTIONS:
+            found.append(Packed(operation, call.location, _values(given)))
+        return answer_alone(operation, given)
+
+    session.before.restore(session.twin)
+    try:
+        batch = make_batch(session.recipe, step, seed=session.seed, world_size=session.world_size)
+        shard = to_device(session.recipe.local_batch(batch, 0, session.world_size), session.device)
+        with replaced_by(standing):
+            seed = step_seed(session.seed, step, 0)
+            compute_loss(session.recipe, session.twin, shard, step=step, seed=seed, place="comparing what is sent, ")
+    except (Exception, SystemExit):  # a program that needs true answers: what was sent until then can be compared
+        pass
+    finally:
+        session.before.restore(session.twin)
+        session.outputs.clear()
+        this_rank.set_collective("")
+    return tuple(found)
+
+
+def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
+    tensor = given.get("tensor", given.get("self", given.get("input")))
+    if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or not 1 < tensor.numel() <= _MOST_VALUES:
+        return ()
+    return tuple(tensor.detach().reshape(-1).double().tolist())

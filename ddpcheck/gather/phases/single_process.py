@@ -1,0 +1,311 @@
+"""The single process: the unwrapped module on the whole global batch, in its own dtype and in float64.
+
+Everything here runs in a process without a process group, which is what the user wants training to equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.evidence import Difference, SingleStep
+from ddpcheck.gather.ddp.loop_events import counted_backwards
+from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.state.external_state import Surroundings, Undo, put_back
+from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.randomness import mixed_seed, seed_everything, settle_device
+from ddpcheck.gather.state.training_mode import into_training
+from ddpcheck.gather.steps.gradient_distance import difference, fit, norm, scales, tolerances
+from ddpcheck.gather.steps.training_step import (
+    Gradients,
+    ModuleState,
+    capture_attributes,
+    capture_state,
+    compute_gradients,
+)
+from ddpcheck.recipe.pytree import batch_size, equal_parts, iter_tensors, map_nest, to_device, upcast
+from ddpcheck.recipe.recipe import Recipe, summary
+from ddpcheck.recipe.target import load_on_rank
+from ddpcheck.worlds import rank as this_rank
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.compilation import run_as_written
+
+HANDOVER = "module.pickle"
+"""The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
+
+_BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
+_LARGEST_BY_CHANGE = 1e-3  # of all gradients together; more than that is no rounding
+_LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
+
+
+def model_seed(seed: int) -> int:
+    """The seed under which `model()` is called."""
+    return mixed_seed(seed, _MODEL_SEED)
+
+
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """The seed of the random numbers that a rank draws in a step; a single process draws as rank 0."""
+    return mixed_seed(seed, _STEP_SEED, step, rank)
+
+
+def batch_seed(seed: int, step: int) -> int:
+    """The seed under which `batch(step)` is called."""
+    return mixed_seed(seed, _BATCH_SEED, step)
+
+
+def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
+    """The global batch of `step`, made under a seed of its own.
+
+    Where ddpcheck splits it itself, samples that do not divide by the ranks are left out: unequal shards would make the
+    mean of the ranks another thing than the mean of the batch, and that would be no fault of the recipe.
+    """
+    this_rank.set_place(f"step {step}: batch")
+    seed_everything(batch_seed(seed, step))
+    batch = recipe.global_batch(step)
+    if recipe.shard is None:
+        with contextlib.suppress(TargetError):  # told where the batch is split
+            return equal_parts(batch, world_size)
+    return batch
+
+
+def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
+    """A sentence on the samples that `make_batch` leaves out; empty where there are none."""
+    if recipe.shard is not None:
+        return ""
+    seed_everything(batch_seed(seed, step))
+    with contextlib.suppress(TargetError):
+        size = batch_size(recipe.global_batch(step))
+        if size > world_size and size % world_size:
+            return (
+                f"the batch of {size} samples does not divide by {world_size} ranks: it was checked with equal shards, "
+                f"without the last {size % world_size}"
+            )
+    return ""
+
+
+def batch_fingerprint(batch: Any) -> tuple[int, ...]:
+    """Tells whether two processes hold the same batch."""
+    return tuple(fingerprint(tensor) for tensor in iter_tensors(batch))
+
+
+@dataclass(slots=True)
+class SingleProcess:
+    """What the process keeps from step to step."""
+
+    recipe: Recipe
+    module: nn.Module
+    double: nn.Module | None
+    device: torch.device
+    seed: int
+    world_size: int
+    draws: bool = False
+    double_trouble: str = ""
+    state: ModuleState | None = None
+    after: ModuleState | None = None
+    surroundings: Surroundings | None = None
+    started: list[Undo] = field(default_factory=list)
+    loss: float = 0.0
+    gradients: Gradients = field(default_factory=dict)
+    scale: dict[str, float] = field(default_factory=dict)
+    tolerance: dict[str, float] = field(default_factory=dict)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def rewind(self, module: nn.Module) -> None:
+        """Bring `module`, and what the recipe keeps outside of it, to what they were when the step began."""
+        assert self.state is not None
+        self.state.restore(module)
+        put_back(self.started)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block that runs the step again: what the recipe keeps is afterwards what it is now."""
+        assert self.surroundings is not None
+        now = self.surroundings.capture()
+        try:
+            yield
+        finally:
+            put_back(now)
+
+
+def start(target: str | Recipe, seed: int, world_size: int) -> None:
+    """Load the recipe and build the module, and a copy of it in float64."""
+    run_as_written()
+    recipe = load_on_rank(target)
+    device = torch.device(this_rank.current().device)
+    settle_device(device)
+
+    def build() -> nn.Module:
+        this_rank.set_place("building the model")
+        seed_everything(model_seed(seed))
+        module = recipe.build_model().to(device)
+        into_training(module)
+        return module
+
+    stack = contextlib.ExitStack()
+    if device.type == "cpu":
+        stack.enter_context(synchronised_on_cpu())
+    module = build()
+    double, trouble = None, ""
+    if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
+        try:
+            double = build()
+            shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
+            double = (copy.deepcopy(double) if shared else double).double()
+        except Exception as error:
+            trouble = summary(error)
+    single = SingleProcess(recipe, module, double, device, seed, world_size, double_trouble=trouble, stack=stack)
+    this_rank.state["single"] = single
+
+
+def join_alone() -> None:
+    """Make a process group of one, for models that cannot run without any."""
+    store = dist.FileStore(str(this_rank.current().directory / "alone"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def adopt(module_file: Path) -> None:
+    """Go on with the module that `wrap` has made on rank 0, and a copy of it in float64."""
+    own: SingleProcess = this_rank.state["single"]
+    own.module = wire.loads(module_file.read_bytes()).to(own.device)
+    own.double = copy.deepcopy(own.module).double() if own.double is not None else None
+    own.after = None
+
+
+def run_step(step: int, state_file: Path | None) -> SingleStep:
+    """Compute the gradients of the global batch of `step`, in the module's dtype and in float64.
+
+    Args:
+        step: Counted from 0.
+        state_file: Where rank 0 has put its state before the step; None where the module's own state is the same.
+    """
+    own: SingleProcess = this_rank.state["single"]
+    if own.after is not None:
+        own.after.restore(own.module)  # what its own forward passes have counted and kept goes on
+    if state_file is not None:
+        saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
+        ModuleState(saved).restore(own.module)
+    own.state = capture_state(own.module, into=own.state)
+    if own.surroundings is None:
+        functions = (own.recipe.loss, own.recipe.shard, own.recipe.optimizer)
+        own.surroundings = Surroundings(functions, own.module, [id(own.module), id(own.double)])
+    own.started = own.surroundings.capture()
+    batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
+    again = (
+        batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
+    )
+    on_device = to_device(batch, own.device)
+    with counted_backwards() as backwards:
+        gradients, loss = _gradients(own, own.module, on_device, step)
+    if loss.drew and not own.draws:
+        own.draws = True
+        own.rewind(own.module)
+        gradients, loss = _gradients(own, own.module, on_device, step)
+    own.after = capture_attributes(own.module, buffers=False)
+    own.loss = value = loss.value
+    del loss
+    with own.aside():
+        noise = _rounding(own, on_device, step, gradients)
+    own.gradients = gradients
+    own.scale = scales(gradients)
+    own.tolerance = tolerances(gradients, own.scale, noise)
+    if own.double_trouble:  # the only yardstick there is without float64
+        with own.aside():
+            measured = tolerances(gradients, own.scale, _rounding_by_change(own, on_device, step, gradients))
+        own.tolerance = {name: max(measured[name], allowed) for name, allowed in own.tolerance.items()}
+    total = sum(norm(gradient) ** 2 for gradient in gradients.values()) ** 0.5
+    return SingleStep(value, total, batch_fingerprint(batch), again, own.draws, own.double_trouble, backwards[0])
+
+
+def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Any]:
+    seed = step_seed(own.seed, step)
+    return compute_gradients(own.recipe, module, batch, step=step, seed=seed, quiet=own.draws, place="single process, ")
+
+
+def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float] | None:
+    """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known."""
+    if own.double is None:
+        return None if own.double_trouble else dict.fromkeys(gradients, 0.0)
+    own.rewind(own.double)
+    try:
+        exact, _ = _gradients(own, own.double, upcast(batch), step)
+    except Exception as error:  # a model that insists on its dtype: there is no yardstick then
+        own.double_trouble = summary(error)
+        own.double = None
+        return None
+    return {name: norm(gradient.double() - exact[name]) for name, gradient in gradients.items() if name in exact}
+
+
+def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float]:
+    """By parameter, how far its gradient moves with the last digit of parameters and batch; zeros where that is more.
+
+    Rounding on the way does no more than such a change of what goes in (backward error analysis: N. Higham, Accuracy
+    and Stability of Numerical Algorithms, 2002, section 1.5).
+    """
+    nothing = dict.fromkeys(gradients, 0.0)
+    generator = torch.Generator().manual_seed(step_seed(own.seed, step))
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
+            return leaf
+        signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.device, leaf.dtype) * 2 - 1
+        return leaf.detach() * (1 + torch.finfo(leaf.dtype).eps * signs)
+
+    own.rewind(own.module)
+    try:
+        with torch.no_grad():
+            for parameter in own.module.parameters():
+                parameter.copy_(moved(parameter))
+        again, _ = _gradients(own, own.module, map_nest(moved, batch), step)
+    except Exception:  # a model that insists on the values of its batch
+        return nothing
+    finally:
+        own.rewind(own.module)
+    found = {
+        name: norm(gradient.double() - again[name].double()) for name, gradient in gradients.items() if name in again
+    }
+    if len(found) < len(gradients) or math.hypot(*found.values()) > _LARGEST_BY_CHANGE * math.hypot(
+        *own.scale.values()
+    ):
+        return nothing
+    return found
+
+
+def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
+    """The averaged gradients of the ranks against those of the last `run_step`.
+
+    Args:
+        gradient_file: Where rank 0 has put them.
+        trained: The parameters that require grad on the ranks; what a wrapper has frozen or added is not compared.
+    """
+    own: SingleProcess = this_rank.state["single"]
+    averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
+    here = {name for name, p in own.module.named_parameters() if p.requires_grad}
+    names = [name for name in trained if name in here and (name in own.gradients or name in averaged)]
+    allowed = dict(own.tolerance)
+    noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in own.gradients]
+    if (
+        noisy
+    ):  # so much is lost to rounding that single numbers tell nothing; a factor common to all is seen all the same
+        ratio, residual = fit({name: averaged[name] for name in noisy}, [own.gradients])
+        if abs(ratio[0] - 1) > _LARGEST_TOLERANCE and residual < abs(ratio[0] - 1) / 2:
+            allowed.update(dict.fromkeys(noisy, _LARGEST_TOLERANCE))
+    return tuple(
+        difference(
+            name,
+            averaged.get(name),
+            own.gradients.get(name),
+            scale=own.scale.get(name, 0.0),
+            tolerance=allowed.get(name, 1e-5),
+        )
+        for name in names
+    )

@@ -1,0 +1,187 @@
+"""State that a recipe keeps outside of its modules: counters, averages and generators in globals, closures, objects.
+
+A step is run several times, and each run must find what the first one found.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.source_lines import is_user_file
+from ddpcheck.gather.state.randomness import own_generator
+from ddpcheck.gather.steps.training_step import capture_state
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_DEEPEST = 4
+_MOST_ITEMS = 200  # of a container; a vocabulary is no state
+_MOST_ELEMENTS = 1 << 20  # of a tensor; a data set is no state
+
+Undo = Callable[[], None]
+
+
+class Surroundings:
+    """What functions of a recipe, and the methods of its modules, can reach without being given it.
+
+    Args:
+        functions: The recipe's.
+        module: Whose classes' methods count too.
+        ignore: Tensors and modules that are put back by other means, by identity.
+    """
+
+    def __init__(self, functions: Collection[Any], module: nn.Module, ignore: Collection[int]) -> None:
+        classes = {type(submodule) for submodule in module.modules()}
+        methods = [f for cls in classes for f in vars(cls).values() if isinstance(f, FunctionType)]
+        self._roots = [*(f for f in functions if f is not None), *methods]
+        self._ignore = frozenset(ignore)
+
+    def capture(self) -> list[Undo]:
+        """What puts the state back to what it is now; see `put_back`."""
+        undo: list[Undo] = []
+        seen = set(self._ignore)
+        for root in self._roots:
+            undo += _remember(root, _keep, 0, seen)
+        return undo
+
+
+def put_back(undo: Collection[Undo]) -> None:
+    """Put a captured state back; may be done again and again."""
+    with torch.no_grad():
+        for step in undo:
+            step()
+
+
+def _keep(_value: Any) -> None:
+    """Puts a value back where it cannot have been replaced."""
+
+
+def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Undo]:
+    """Closures that bring `value`, and what it holds, back to what they are now.
+
+    Args:
+        value: Anything.
+        put: Binds a value to the name under which `value` was found.
+        depth: How far it is from the recipe's functions.
+        seen: Identities of what needs no second look.
+    """
+    if isinstance(value, _PLAIN):
+        yield lambda: put(value)
+        return
+    if id(value) in seen or depth > _DEEPEST:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter) and not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
+            saved = value.clone()
+
+            def undo() -> None:
+                put(value)
+                value.copy_(saved)
+
+            yield undo
+    elif isinstance(value, nn.Module):
+        if next(value.parameters(), None) is None:  # one that is trained belongs to the step
+            state = capture_state(value)
+            yield lambda: state.restore(value)
+    elif (generator := own_generator(value)) is not None:
+        drawn = generator.read()
+        yield lambda: generator.write(drawn)
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value, depth, seen)
+    elif isinstance(value, MethodType):
+        yield from _remember(value.__func__, _keep, depth, seen)
+        yield from _remember(value.__self__, _keep, depth + 1, seen)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _remember(part, _keep, depth + 1, seen)
+    elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
+        yield from _of_container(value, put, depth, seen)
+    elif isinstance(value, type | ModuleType) or _is_own(value):
+        yield from _of_holder(value, put, depth, seen)
+
+
+def _of_function(function: FunctionType, depth: int, seen: set[int]) -> Iterator[Undo]:
+    if not is_user_file(function.__code__.co_filename):
+        return
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue
+        yield from _remember(content, functools.partial(setattr, cell, "cell_contents"), depth + 1, seen)
+    space = function.__globals__
+    for name in _names(function.__code__):
+        if name in space:
+            yield from _remember(space[name], functools.partial(space.__setitem__, name), depth + 1, seen)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The globals and attributes that a function names, those inside it too."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant)
+    return found
+
+
+def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Undo]:
+    if len(value) > _MOST_ITEMS:
+        return
+    saved = copy.copy(value)
+
+    def undo() -> None:
+        put(value)
+        if isinstance(value, list):
+            value[:] = saved
+        else:
+            value.clear()
+            (value.extend if isinstance(value, deque) else value.update)(saved)
+
+    yield undo
+    for item in list(value.values() if isinstance(value, dict) else value):
+        if not isinstance(item, _PLAIN):
+            yield from _remember(item, _keep, depth + 1, seen)
+
+
+def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Undo]:
+    """A class, a module or an object of the user's: its attributes."""
+    if isinstance(holder, type | ModuleType):
+        source = sys.modules.get(holder.__module__) if isinstance(holder, type) else holder
+        file = getattr(source, "__file__", None)
+        if not file or not is_user_file(file) or "-packages" in file:
+            return
+    else:
+        yield from _remember(type(holder), _keep, depth + 1, seen)
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, property | classmethod | staticmethod) or (
+            name.startswith("__") and not isinstance(value, FunctionType)
+        ):
+            continue
+        yield from _remember(value, _binder(holder, name), depth + 1, seen)
+
+
+def _binder(holder: Any, name: str) -> Callable[[Any], None]:
+    if isinstance(holder, type | ModuleType):
+        return functools.partial(setattr, holder, name)
+    attributes: MutableMapping[str, Any] = vars(holder)
+    return functools.partial(attributes.__setitem__, name)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether `value` is an object of the user's that carries attributes."""
+    module = str(type(value).__module__)  # of a class written in C it need not be one
+    if module.partition(".")[0] in ("torch", "builtins", "numpy", "ddpcheck"):
+        return False
+    try:
+        return isinstance(vars(value), dict)
+    except Exception:  # no attributes, or an object that does not like to be asked
+        return False

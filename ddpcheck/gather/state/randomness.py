@@ -1,0 +1,283 @@
+"""Random numbers: the same where two runs are compared, told apart where they are not, and silent on demand."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpcheck.findings.exception_origin import passes_on
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's (where it is in use) and torch's global generators, on every device."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if _is_cpu_all_there_is():
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+@functools.cache
+def _is_cpu_all_there_is() -> bool:
+    """Whether no other device has a generator; `torch.manual_seed` takes 5 ms then, to note the stack for each kind.
+
+    A kind of device that is not in use yet gets a queued call with a formatted stack (torch/cuda/__init__.py,
+    `_lazy_call`), again and again, and a check seeds a dozen times a rank.
+    """
+    if torch.cuda.device_count():  # which asks without taking a GPU into use, so that a rank can still fork workers
+        return False
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    return accelerator is not None and not accelerator.is_available()
+
+
+def settle_device(device: torch.device) -> None:
+    """Have a GPU's kernels chosen and run the same way every time, as far as they can; nothing to do on a CPU.
+
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html; what stays in no fixed order is measured.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def mixed_seed(seed: int, *parts: int) -> int:
+    """A seed for one purpose, well apart from its neighbours (the finaliser of splitmix64, Steele et al. 2014)."""
+    value = seed & 0xFFFFFFFFFFFFFFFF
+    for part in parts:
+        value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    return value % 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGenerator:
+    """A generator of the user's own: the library that it belongs to, and how its state is read and set."""
+
+    library: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def own_generator(value: Any) -> OwnGenerator | None:
+    """How to deal with `value` where it is a generator of random numbers, which is watched from then on."""
+    if isinstance(value, torch.Generator):
+        found = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
+    elif isinstance(value, random.Random):
+        found = OwnGenerator("random", value.getstate, value.setstate)
+    elif issubclass(type(value), _of_numpy("Generator")):
+        bits = value.bit_generator
+        found = OwnGenerator("numpy", lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+    elif issubclass(type(value), _of_numpy("RandomState")):
+        found = OwnGenerator("numpy", lambda: value.get_state(legacy=False), value.set_state)
+    else:
+        return None
+    _watched[id(value)] = found
+    return found
+
+
+def _of_numpy(name: str) -> tuple[type, ...]:
+    """A class of numpy.random, where that is in use."""
+    return (getattr(sys.modules["numpy.random"], name),) if "numpy.random" in sys.modules else ()
+
+
+_watched: dict[int, OwnGenerator] = {}  # those that the recipe holds; what reads their state keeps them alive
+
+
+def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
+    """The states of the generators of torch, random and numpy, the global ones and the recipe's; see `drawn_since`."""
+    states: dict[tuple[str, int], Any] = {("random", 0): random.getstate(), ("torch", 0): _bytes(torch.get_rng_state())}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy", 0] = (name, keys.tobytes(), *rest)
+    if device.type == "cuda":
+        states["torch", 1] = _bytes(torch.cuda.get_rng_state(device))
+    for key, own in _watched.items():
+        states[own.library, key] = repr(own.read()) if own.library == "numpy" else _plain_state(own.read())
+    return states
+
+
+def _plain_state(state: Any) -> Any:
+    return _bytes(state) if isinstance(state, torch.Tensor) else state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())  # numpy may not be there
+
+
+def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> frozenset[str]:
+    """The libraries from whose generators numbers were drawn since `before`."""
+    now = generator_states(device)
+    return frozenset(library for (library, key), state in before.items() if now.get((library, key)) != state)
+
+
+_MOST_DRAWS = 10_000
+
+
+class QuietRandomness(TorchDispatchMode):
+    """While active, torch's random operations give one constant each, so that no result depends on which rank drew it.
+
+    A sharded run and a run of the global batch cannot draw the same numbers for the same sample. With constants in
+    their place (dropout keeps everything) both compute the same deterministic function, forward, backward and where
+    a checkpoint computes its forward again. Scalars drawn by Python's `random` or numpy agree by their seed.
+
+    A loop that draws until it likes what it gets would never end: after 10,000 draws the real numbers come.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = _MOST_DRAWS
+
+    @passes_on
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        handler = _QUIET.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
+        if handler is None or self._left <= 0:
+            return func(*args, **(kwargs or {}))
+        self._left -= 1
+        return handler(func, args, dict(kwargs or {}))
+
+
+def _constant(value: float) -> Callable[..., Any]:
+    @passes_on
+    def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs).fill_(value)
+
+    return fill
+
+
+@passes_on
+def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    given = args[1] if len(args) > 1 else kwargs.get("p")
+    if isinstance(given, torch.Tensor):
+        return drawn.copy_(given > 0)
+    if isinstance(given, float | int):
+        return drawn.fill_(float(given > 0))
+    return drawn.copy_(args[0] > 0) if not func.overloadpacket.__name__.endswith("_") else drawn.fill_(1.0)
+
+
+@passes_on
+def _lowest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    low = args[0] if "low" in func._overloadname else 0
+    return drawn.fill_(low if isinstance(low, int) else 0)
+
+
+@passes_on
+def _in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+
+
+@passes_on
+def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    drawn = func(*args, **kwargs)
+    count = drawn.shape[-1]
+    order = args[0].argsort(dim=-1, descending=True, stable=True)
+    return drawn.copy_(order[..., torch.arange(count, device=drawn.device) % order.shape[-1]])
+
+
+@passes_on
+def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A randomised leaky ReLU with the middle of its range as the slope."""
+    value, noise = args[0], args[1]
+    lower = args[2] if len(args) > 2 else kwargs.get("lower", 1 / 8)
+    upper = args[3] if len(args) > 3 else kwargs.get("upper", 1 / 3)
+    slope = (lower + upper) / 2
+    noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
+    result = value * noise
+    return value.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
+
+
+@passes_on
+def _expected_count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (args[0] * args[1]).round()
+
+
+@passes_on
+def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+
+
+@passes_on
+def _native_dropout_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] * args[1]
+
+
+@passes_on
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `func` with every argument called dropout or dropout_p at 0."""
+    names = [argument.name for argument in func._schema.arguments]
+    quiet = list(args)
+    for index, name in enumerate(names):
+        if name in ("dropout", "dropout_p"):
+            if index < len(quiet):
+                quiet[index] = 0.0
+            elif name in kwargs:
+                kwargs[name] = 0.0
+    return func(*quiet, **kwargs)
+
+
+_UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` alike, up to a drop rate of 0.49
+_NORMAL = 0.5  # not 0, which would silence what it multiplies
+_QUIET: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
+    "binomial": _expected_count,
+    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
+    **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
+    "randperm": _in_order,
+    "multinomial": _most_likely,
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leaky),
+    "native_dropout": _native_dropout,
+    "native_dropout_backward": _native_dropout_backward,
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_flash_attention_forward",
+            "_efficient_attention_forward",
+            "_cudnn_rnn",
+            "_cudnn_rnn_backward",
+            "miopen_rnn",
+        ),
+        _without_dropout,
+    ),
+}
+
+
+class quiet_modules:
+    """While active, recurrent layers drop nothing (their fused kernels draw where no mode sees it)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._saved = [(m, m.dropout) for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+    def __enter__(self) -> None:
+        for module, _ in self._saved:
+            module.dropout = 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module, dropout in self._saved:
+            module.dropout = dropout

@@ -1,0 +1,1 @@
+"""A training step of a recipe, how far gradients are from each other, and whether samples are coupled."""

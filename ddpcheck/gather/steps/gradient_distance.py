@@ -1,0 +1,208 @@
+"""Distances between gradients: how far, by which factor, at which element. Numbers only; `ddpcheck.judge` judges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ddpcheck.findings.evidence import Difference
+
+_EPS_MULTIPLE = 16.0
+_NOISE_MULTIPLE = 3.0
+_UNMEASURED_MULTIPLE = 256.0
+_STEPS_AT_ZERO = 1e-3  # of the smallest normal number; the numbers below it are 1e-7 of it apart in float32
+_LARGEST = 1e30  # stands for what is not finite, since JSON has no infinity
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached, strided copy or view of `tensor`."""
+    tensor = tensor.detach()
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The Frobenius norm, computed in float64."""
+    return float(torch.linalg.vector_norm(dense(tensor), dtype=_wide(tensor.dtype)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """Machine epsilon of a floating-point or complex dtype."""
+    return float(torch.finfo(dtype).eps)
+
+
+def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The size against which each gradient's error is measured.
+
+    Its own norm, or what a tensor of its size would have at the root mean square of its siblings in the same module:
+    the gradient of a bias before a BatchNorm is zero but for rounding, and has no scale of its own.
+    """
+    own = {name: norm(tensor) for name, tensor in reference.items()}
+    rms = {name: own[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
+    largest: dict[str, float] = {}
+    for name in reference:
+        module = name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), rms[name])
+    total = math.sqrt(sum(value * value for value in own.values()) / max(sum(t.numel() for t in reference.values()), 1))
+    result = {}
+    for name, tensor in reference.items():
+        size = math.sqrt(max(tensor.numel(), 1))
+        eps = eps_of(tensor.dtype)
+        floor = total * size * min(1.0, (_EPS_MULTIPLE if eps < 1e-5 else 1.0) * eps)
+        result[name] = max(own[name], largest[name.rpartition(".")[0]] * size, floor)
+    return result
+
+
+def tolerances(
+    reference: Mapping[str, torch.Tensor], scale: Mapping[str, float], noise: Mapping[str, float] | None
+) -> dict[str, float]:
+    """What each relative error may be.
+
+    At least 16 machine eps (correct DDP stays within about 1.4 at any depth), or 3 times what the single-process run
+    in the model's own dtype loses to rounding, measured against float64, on this parameter or on the median one.
+
+    Args:
+        reference: The single-process gradients.
+        scale: Of `scales`.
+        noise: Norm of (own dtype - float64) by name, `None` where there is no float64 run.
+    """
+    if noise is None:
+        return {
+            name: _EPS_MULTIPLE * eps_of(t.dtype) if eps_of(t.dtype) > 1e-5 else _UNMEASURED_MULTIPLE * eps_of(t.dtype)
+            for name, t in reference.items()
+        }
+    relative = {name: noise[name] / scale[name] if scale[name] else 0.0 for name in reference if name in noise}
+    ordered = sorted(relative.values())
+    typical = ordered[len(ordered) // 2] if ordered else 0.0
+    return {
+        name: max(_EPS_MULTIPLE * eps_of(t.dtype), _NOISE_MULTIPLE * max(relative.get(name, 0.0), typical))
+        for name, t in reference.items()
+    }
+
+
+def difference(
+    name: str, got: torch.Tensor | None, want: torch.Tensor | None, *, scale: float, tolerance: float
+) -> Difference:
+    """How `got` differs from `want`; a gradient that is None counts as zeros."""
+    if got is None or want is None:
+        there = got if got is not None else want
+        size = norm(there) if there is not None else 0.0
+        error = _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
+        return Difference(
+            name,
+            error,
+            tolerance,
+            residual=error,
+            elements=0 if there is None else there.numel(),
+            distance=_finite(size),
+            size=0.0 if want is None else _finite(size),
+        )
+    got, want = dense(got), dense(want).to(got.device)
+    if got.shape != want.shape:
+        return Difference(
+            name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), distance=_LARGEST
+        )
+    wide = _wide(want.dtype)
+    delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
+    if delta <= math.sqrt(max(want.numel(), 1)) * _STEPS_AT_ZERO * float(torch.finfo(want.dtype).smallest_normal):
+        delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
+    error = _finite(delta / scale) if scale else (0.0 if delta == 0.0 else _LARGEST)
+    size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
+    if error <= tolerance:
+        return Difference(name, error, tolerance, elements=want.numel(), distance=_finite(delta), size=size)
+    left = torch.view_as_real(got.to(wide)) if wide.is_complex else got.to(wide)
+    right = torch.view_as_real(want.to(wide)) if wide.is_complex else want.to(wide)
+    power = float((right * right).sum())
+    ratio = float((left * right).sum()) / power if power else 0.0
+    residual = _finite(float(torch.linalg.vector_norm(left - ratio * right)) / scale) if scale else _LARGEST
+    gap = (left - right).abs()
+    flat = int(gap.reshape(-1).nan_to_num(nan=math.inf).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), gap.shape))
+    return Difference(
+        name,
+        error,
+        tolerance,
+        ratio=_finite(ratio),
+        residual=residual,
+        elements=want.numel(),
+        beyond=int((gap > tolerance * scale / math.sqrt(max(gap.numel(), 1))).sum()),
+        worst_index=index,
+        worst_got=_finite(float(left.reshape(-1)[flat])),
+        worst_want=_finite(float(right.reshape(-1)[flat])),
+        distance=_finite(delta),
+        size=size,
+    )
+
+
+def against_average(
+    name: str,
+    got: torch.Tensor | None,
+    want: torch.Tensor | None,
+    *,
+    world_size: int,
+    scale: float = 0.0,
+    lossy: float = 0.0,
+    floor: float = 0.0,
+) -> Difference:
+    """One gradient that a wrapper has left, against the average of the ranks' own.
+
+    Args:
+        name: Of the parameter.
+        got: What the wrapper left.
+        want: The average.
+        world_size: Over so many ranks.
+        scale: Of the ranks' own gradients; 0 where it is not known.
+        lossy: What a communication hook loses; 0 where there is none.
+        floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
+    """
+    if got is None and want is None:
+        return Difference(name, 0.0, 0.0)
+    if got is None and want is not None and not bool(want.count_nonzero()):
+        return Difference(name, 0.0, 0.0)
+    if want is None and got is not None:
+        want = torch.zeros_like(got)  # under find_unused_parameters, what no rank used may come back as zeros
+    assert want is not None
+    tolerance = (8 + world_size) * max(eps_of(want.dtype), lossy)
+    return difference(name, got, want, scale=max(scale or norm(want), floor), tolerance=tolerance)
+
+
+def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The difference; in float32 at least (between near numbers a subtraction is exact in their own dtype)."""
+    dtype = _at_least_float32(torch.promote_types(got.dtype, want.dtype))
+    return got.to(dtype) - want.to(dtype)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _finite(value: float) -> float:
+    if math.isnan(value):
+        return _LARGEST  # a NaN may carry a sign, and would pass for a small error with it
+    return value if math.isfinite(value) and abs(value) < _LARGEST else math.copysign(_LARGEST, value)
+
+
+def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[float], float]:
+    """Weights whose weighted sum of `parts` is nearest to `target` (least squares), and what that leaves, relative."""
+    names = [name for name in target if all(name in part for part in parts)]
+    count = len(parts)
+    gram = torch.zeros(count, count, dtype=torch.float64)
+    right = torch.zeros(count, dtype=torch.float64)
+    power = 0.0
+    for name in names:
+        wanted = dense(target[name]).double().reshape(-1)
+        rows = torch.stack([dense(part[name]).double().reshape(-1) for part in parts])
+        gram += (rows @ rows.T).cpu()
+        right += (rows @ wanted).cpu()
+        power += float(wanted @ wanted)
+    weights = torch.linalg.lstsq(gram, right.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    left_over = 0.0
+    for name in names:
+        explained = sum(w * dense(part[name]).double() for w, part in zip(weights.tolist(), parts, strict=True))
+        left_over += float((dense(target[name]).double() - explained).square().sum())
+    return weights.tolist(), math.sqrt(left_over / power) if power else 0.0

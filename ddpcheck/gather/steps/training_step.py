@@ -1,0 +1,367 @@
+"""One training step of a recipe, in any process: the loss, its backward pass, and the state before it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.exception_origin import for_target
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
+from ddpcheck.gather.state.randomness import (
+    QuietRandomness,
+    drawn_since,
+    generator_states,
+    own_generator,
+    quiet_modules,
+    seed_everything,
+)
+from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.recipe.pytree import copied, iter_tensors, named_tensors
+from ddpcheck.recipe.recipe import Recipe, call_loss
+from ddpcheck.worlds.rank import set_place
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Loss:
+    """The loss of one step, with its graph.
+
+    Attributes:
+        parts: The scalar tensors that the recipe returned.
+        total: Their sum, which is what backward is called on.
+        drew: The libraries from whose generators random numbers were drawn on the way.
+        batch: What the recipe was handed.
+        names: How to reach each part in what the recipe returned ("loss['penalty']").
+    """
+
+    parts: list[torch.Tensor]
+    total: torch.Tensor
+    drew: frozenset[str]
+    batch: Any
+    names: list[str]
+
+    @property
+    def value(self) -> float:
+        """The sum as a number."""
+        return float(self.total.detach())
+
+
+def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, place: str = "") -> Loss:
+    """Run the forward pass and the loss under `seed`, on a copy of `batch`, which they may write into or take apart.
+
+    Raises:
+        TargetError: The loss is no scalar tensor, no nest of them, not finite, or does not require grad.
+        Exception: Whatever the user's code raises.
+    """
+    set_place(f"step {step}: {place}forward")
+    seed_everything(seed)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    batch = copied(batch)
+    before = generator_states(device)
+    result = call_loss(recipe, model, batch, step)
+    drew = drawn_since(before, device)
+    parts = list(iter_tensors(result))
+    at = f"loss(model, batch) in step {step}"
+    if not parts:
+        raise TargetError(f"{at} returned {type(result).__name__} without any tensor; return a scalar tensor")
+    for part in parts:
+        if part.numel() != 1 and (part.requires_grad or len(parts) == 1):
+            raise TargetError(
+                f"{at} returned a tensor of shape {tuple(part.shape)}; reduce it to a scalar, as by .mean()"
+            )
+    names = [name for name, part in named_tensors(result, "loss") if part.requires_grad]
+    terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are there to be logged
+    if not terms:
+        raise TargetError(f"{at} does not require grad: no parameter of the model reaches it; is it detached?")
+    total = functools.reduce(torch.add, terms)
+    if not bool(torch.isfinite(total)):
+        raise TargetError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
+    return Loss(terms, total, drew, batch, names)
+
+
+@for_target
+def run_backward(
+    total: torch.Tensor,
+    *,
+    retain_graph: bool = False,
+    module: nn.Module | None = None,
+    since: Mapping[str, int] | None = None,
+) -> None:
+    """Call `backward` as a training loop does.
+
+    Args:
+        total: The loss.
+        retain_graph: Whether it will be gone through again.
+        module: Which may hold what backward finds overwritten; a note on the error then names it.
+        since: The versions of its tensors when the step began.
+    """
+    try:
+        total.backward(retain_graph=retain_graph)
+    except RuntimeError as error:
+        if module is not None and (names := _overwritten(str(error), module, since or {})):
+            error.add_note(f"{OVERWRITTEN}{', '.join(names)}")
+        raise
+
+
+OVERWRITTEN = "ddpcheck: overwritten in place: "
+_IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+)", re.DOTALL)
+
+
+def versions(module: nn.Module) -> dict[str, int]:
+    """How often each tensor that `module` holds has been written to, by name."""
+    return {name: _version(tensor) for name, tensor in _all_held(module)}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _all_held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    yield from unregistered_tensors(module)
+
+
+def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> list[str]:
+    """The tensors of `module` that torch may mean when it says that a saved tensor has been modified in place.
+
+    It tells the shape, of a view perhaps (that of a transposed weight), and the version, which views share.
+    """
+    said = _IN_PLACE.search(message)
+    if said is None:
+        return []
+    shape = [int(size) for size in said[1].split(",") if size.strip()]
+    there = [(name, tensor) for name, tensor in _all_held(module) if _version(tensor) == int(said[2])]
+    there = [(name, tensor) for name, tensor in there if since.get(name) != _version(tensor)]
+    exact = [name for name, tensor in there if list(tensor.shape) == shape]
+    turned = [name for name, tensor in there if sorted(tensor.shape) == sorted(shape)]
+    parts = [name for name, tensor in there if tensor.numel() >= math.prod(shape)]
+    return exact or turned or parts
+
+
+@for_target
+def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zero_grad"]) -> None:
+    """Call a method of the optimizer as a training loop does."""
+    getattr(optimizer, method)()
+
+
+def compute_gradients(
+    recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, quiet: bool = False, place: str = ""
+) -> tuple[Gradients, Loss]:
+    """Forward and backward from cleared gradients; returns the dense gradients that arrived, by name.
+
+    Args:
+        recipe: Supplies the loss.
+        model: The bare module, whose parameters' `.grad` are cleared first.
+        batch: The local or the global one.
+        step: Counted from 0.
+        seed: For the random numbers of the forward pass.
+        quiet: Give every random operation a constant (see `QuietRandomness`).
+        place: Which of the runs this is, for a reader of a hang.
+    """
+    clear_gradients(model)
+    parameters = named_parameters(model)  # forward may put others in their place, which no optimizer or DDP knows
+    if quiet:
+        place = f"{place}random numbers silenced, "
+        with quiet_modules(model), QuietRandomness():
+            loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
+            set_place(f"step {step}: {place}backward")
+            run_backward(loss.total)
+    else:
+        loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
+        set_place(f"step {step}: {place}backward")
+        run_backward(loss.total)
+    return gradients_of(parameters), loss
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """Set every `.grad` to None, so that what arrives can be told from what was there."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    """The gradients that are there, dense, by name; not copied: the next step clears `.grad` and gets new ones."""
+    return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
+
+
+# State
+
+
+@dataclass(slots=True)
+class ModuleState:
+    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes.
+
+    Attributes:
+        tensors: Parameters and buffers, copied.
+        held: Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
+        plain: Attributes that are no tensors, by position of the submodule: numbers, words, None, small containers of
+            them, and the same of helper objects. An attribute that holds a tensor is there as that tensor.
+    """
+
+    tensors: Gradients
+    held: Gradients = field(default_factory=dict)
+    plain: list[dict[str, Any]] = field(default_factory=list)
+
+    def restore(self, module: nn.Module) -> None:
+        """Put the state into `module`, which must be built alike; tensors are copied in place where they fit."""
+        for submodule, plain in zip(module.modules(), self.plain, strict=False):
+            _restore_plain(submodule, plain)
+        own = dict(_registered(module))
+        if self.held:  # a search through the whole module
+            own |= {f"held {name}": tensor for name, tensor in _held(module)}
+        with torch.no_grad():
+            for name, saved in (*self.tensors.items(), *((f"held {name}", t) for name, t in self.held.items())):
+                target = own.get(name)
+                if target is not None and target.shape == saved.shape:
+                    with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
+                        target.detach().copy_(saved)
+
+
+def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
+    """A copy of the state of `module`; the tensors of `into`, an earlier one, are used again where they fit."""
+    old = into.tensors if into is not None else {}
+    return ModuleState(
+        tensors={name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)},
+        held={name: tensor.detach().clone() for name, tensor in _held(module)},
+        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
+    )
+
+
+def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
+    """What a forward pass may have changed: unregistered tensors, plain attributes, and buffers where asked."""
+    return ModuleState(
+        tensors={name: buffer.detach().clone() for name, buffer in module.named_buffers()} if buffers else {},
+        held={name: tensor.detach().clone() for name, tensor in _held(module)},
+        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
+    )
+
+
+def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is not None and (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
+        with contextlib.suppress(RuntimeError):
+            return into.copy_(tensor)
+    return tensor.clone()
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in unregistered_tensors(module):
+        if tensor.is_leaf or not tensor.requires_grad:
+            yield name, tensor
+
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_MOST_PLAIN = 200  # items of a container that a step may change; a vocabulary is not state
+_DEEPEST_PLAIN = 3
+
+
+def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """What of `attributes` a step may change without touching a registered tensor."""
+    found: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key in MODULE_INTERNALS and key != "training":
+            continue
+        if isinstance(value, _PLAIN):
+            found[key] = value
+        elif isinstance(value, torch.Tensor) and not value.is_nested:
+            found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
+        elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
+            found[key] = copy.copy(value)
+        elif (generator := own_generator(value)) is not None:
+            found[key] = _Drawn(generator.read())
+        elif _is_helper(value) and depth < _DEEPEST_PLAIN:
+            found[key] = _Helper(_plain(vars(value), depth + 1))
+    return found
+
+
+@dataclass(slots=True)
+class _Helper:
+    attributes: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """The state of a generator that a module holds."""
+
+    state: Any
+
+
+def _is_flat(value: Any) -> bool:
+    return all(isinstance(item, _PLAIN) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _is_helper(value: Any) -> bool:
+    """Whether `value` is an object of the user's own that carries state (a schedule, say)."""
+    if isinstance(value, nn.Module | type | FunctionType | MethodType):
+        return False
+    if str(type(value).__module__).startswith(("torch", "builtins", "numpy")):
+        return False
+    try:
+        return isinstance(vars(value), dict)
+    except Exception:  # no attributes, or an object that does not like to be asked
+        return False
+
+
+def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
+    own = vars(holder)
+    for key, saved in plain.items():
+        if key not in own:
+            continue
+        value = own[key]
+        if isinstance(saved, _Helper):
+            if _is_helper(value):
+                _restore_plain(value, saved.attributes)
+        elif isinstance(saved, _Drawn):
+            if (generator := own_generator(value)) is not None:
+                generator.write(saved.state)
+        elif isinstance(saved, torch.Tensor):
+            if not (isinstance(value, torch.Tensor) and value.shape == saved.shape):
+                own[key] = saved.detach().clone()
+        elif isinstance(saved, _PLAIN):
+            own[key] = saved
+        elif type(value) is type(saved):
+            if isinstance(saved, list):
+                value[:] = saved
+            else:
+                value.clear()
+                (value.extend if isinstance(saved, deque) else value.update)(saved)
+
+
+def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
+    """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters."""
+    return [(n, type(m)) for n, m in one.named_modules()] != [(n, type(m)) for n, m in other.named_modules()] or [
+        (name, p.shape) for name, p in named_parameters(one).items()
+    ] != [(name, p.shape) for name, p in named_parameters(other).items()]
+
+
+def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
+    """The tensors that DDP finds in what `forward` returned, and the class of the first output in which it finds none.
+
+    DDP looks into lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`).
+    """
+    found: list[torch.Tensor] = []
+    opaque = ""
+    for output in outputs:
+        tensors = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
+        if not any(True for _ in iter_tensors(output)) and output is not None and not opaque:
+            opaque = type(output).__qualname__
+        found.extend(tensors)
+    return found, opaque

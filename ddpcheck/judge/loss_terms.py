@@ -1,0 +1,182 @@
+"""DDP305, 304 and 312: how the terms of a loss are normalised, where samples are coupled, and what fits no pattern.
+
+Pure functions from what the single process says of the shards (`ddpcheck.gather.phases.shard_terms`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddpcheck.findings.evidence import LossTerm
+from ddpcheck.findings.report import Finding
+from ddpcheck.judge.circumstances import SingleProcessFacts
+
+
+def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP305 and 304: how each term of the loss is normalised, and where samples are coupled.
+
+    Last, for it takes the ranks' gradients for weighted sums of what their shards give, where it speaks of weights.
+    """
+    analysis = facts.analysis
+    wrong = [term for term in analysis.terms if term.error > facts.tolerance]
+    fitted = [term for term in wrong if term.is_normalised]
+    if facts.world_changed and not all(term.rank_weights for term in fitted):
+        fitted = []
+    if all(term.coupled and not term.count and not term.is_sum for term in wrong):
+        fitted = []  # one weight a shard fits the root of a mean, too
+    rest = [term for term in wrong if term not in fitted]
+    fitted += [term for term in rest if term.summed and not facts.world_changed]
+    found = [judge_normalisation(facts, fitted)] if fitted else []
+    counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
+    if facts.known.drew:
+        return found  # what samples drew makes of one what looks like the doing of the others
+    mixes = analysis.module_class and not counted
+    if mixes or (any(term.coupled for term in rest) and not _gathers(facts)):
+        found.append(_coupling(facts, rest))
+    elif not counted and analysis.line is not None and not facts.world_changed:
+        found.append(_normalising_line(facts) if analysis.scaled and rest else _coupling(facts, rest))
+    explained = (analysis.module_class and not analysis.frozen) or any(term.coupled for term in rest)
+    return [*found, judge_unexplained(facts)] if rest and found and not explained and not analysis.line else found
+
+
+def _gathers(facts: SingleProcessFacts) -> bool:
+    """Whether the ranks exchange what the loss is made of, so that coupling alone is no reason for a difference."""
+    return facts.world_changed and any(call.elements > 1 for call in facts.known.gathers)
+
+
+def spoken_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
+    """A term in words, alone or among others; what one line computes is one term to its reader."""
+    places = [(one.name, one.location) if one.name or one.location else number for number, one in enumerate(terms)]
+    told = list(dict.fromkeys(places))
+    if term not in terms or len(told) == 1:
+        return "the loss"
+    where = " at ".join(text for text in (term.name, str(term.location or "")) if text)
+    number = told.index(places[list(terms).index(term)]) + 1
+    return f"term {number} of {len(told)} of the loss{f' ({where})' if where else ''}"
+
+
+def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> Finding:
+    """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
+    world_size, sizes = facts.known.world_size, facts.known.shard_sizes
+    worst_first = sorted(wrong, key=lambda term: -term.error)
+    told: dict[str, str] = {}
+    for term in worst_first:
+        spoken = spoken_term(term, facts.analysis.terms)
+        if term.summed or (world_size > 1 and term.is_sum):
+            what = (
+                f"{spoken} sums over samples, and DDP averages over ranks: its gradient is "
+                f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
+            )
+            why = (
+                "the gradients of the shards add up to the global batch's"
+                if term.is_sum
+                else "its gradient doubles when every sample is in the batch twice"
+            )
+        else:
+            what = (
+                f"{spoken} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
+                "not the gradient of the global batch"
+            )
+            weights, here = (", ".join(f"{w:.4g}" for w in given) for given in (term.weights, term.rank_weights))
+            why = f"the global batch weighs the ranks by {weights}; DDP weighs "
+            why += f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
+            if term.count not in ("", "samples"):
+                why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
+        told.setdefault(what, why)
+    (first, reason), *others = told.items()
+    uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
+    return facts.finding(
+        "DDP305",
+        f"{first[0].upper()}{first[1:]}.",
+        reason,
+        *(f"{what}: {why}" for what, why in others),
+        *uneven,
+        location=worst_first[0].location or facts.known.loss_location,
+        fix=_FIX_OF_A_SUM if " sums over " in first else "",
+    )
+
+
+_FIX_OF_A_SUM = (
+    "Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply the loss by the "
+    "world size."
+)
+
+
+def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
+    """DDP304: what the model or the loss makes of a sample depends on the others."""
+    analysis, known = facts.analysis, facts.known
+    module = f"{analysis.module or 'the model itself'} ({analysis.module_class})" if analysis.module_class else ""
+    felt = any(term.coupled for term in terms)
+    how = [
+        f"the output of {module} for one sample depends on the other samples of the batch"
+        if module
+        else "no module mixes samples: the loss itself couples them",
+        *([f"samples first meet at {analysis.line}"] if analysis.line else []),
+        *(
+            ["when what the model computes for some samples changes, the gradients of the others change too"]
+            if felt and not module
+            else []
+        ),
+    ]
+    where = next((term.location for term in terms if term.coupled and term.location), None)
+    found = facts.finding(
+        "DDP304",
+        f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to {facts.far:.2g} "
+        "(relative) away from those of the global batch.",
+        *how,
+        subjects=(analysis.module or "loss",),
+        location=known.module_locations.get(analysis.module)
+        if analysis.module
+        else analysis.line or where or known.loss_location,
+        fix=_FIX_OF_BATCHNORM if "BatchNorm" in analysis.module_class else _FIX_OF_COUPLING,
+    )
+    return replace(found, tags=(BY_NORMALISATION,)) if "Norm" in analysis.module_class else found
+
+
+BY_NORMALISATION = "by normalisation"
+"""Tag of a DDP304 on samples that a normalisation layer couples, whose statistics then differ between ranks."""
+
+
+_FIX_OF_BATCHNORM = (
+    "Convert with nn.SyncBatchNorm.convert_sync_batchnorm, or use GroupNorm or LayerNorm; if statistics of each rank's "
+    "own samples are meant, ignore DDP304."
+)
+_FIX_OF_COUPLING = (
+    "Gather what samples are compared with by a differentiable all_gather (torch.distributed.nn.functional), or reduce "
+    "the statistics over ranks; if each rank is meant to see its own samples only, ignore DDP304."
+)
+
+
+def _normalising_line(facts: SingleProcessFacts) -> Finding:
+    """DDP305: what one line of the loss makes of a sample is scaled by the others, as by their number."""
+    return facts.finding(
+        "DDP305",
+        "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
+        "gradients is not the gradient of the global batch.",
+        f"what {facts.analysis.line} gives for a sample has another scale in the global batch",
+        location=facts.analysis.line,
+    )
+
+
+def judge_unexplained(facts: SingleProcessFacts) -> Finding:
+    """DDP312: a difference that fits no pattern."""
+    analysis = facts.analysis
+    tried = [term for term in analysis.terms if term.coupled is not None]
+    clues = [
+        *([f"the shards could not be looked at one by one: {analysis.trouble}"] if analysis.trouble else []),
+        *(["the ranks compute something else than their shards give alone"] if facts.world_changed else []),
+        *(f"called in forward: {call}" for call in facts.known.gathers[:3] if call.elements > 0),
+    ]
+    if tried and not any(term.coupled for term in tried):
+        clues.append(
+            "samples are not coupled: changing what the model computes for some leaves the gradients of the others as "
+            "they are; what is left is what they are weighed by (class frequencies of the local batch, say), or state"
+        )
+    return facts.finding(
+        "DDP312",
+        f"The averaged gradients are up to {facts.far:.2g} (relative) away from those of the global batch, and no "
+        "cause was found.",
+        *clues,
+        location=facts.known.loss_location,
+    )

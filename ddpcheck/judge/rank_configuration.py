@@ -1,0 +1,202 @@
+"""DDP221, 223, 503 and 516: what each rank's program tells the wrapper, the optimizer and itself, and changes later.
+
+Pure functions from what ranks say in words (`gather.ddp.ddp_constructor`, `gather.phases.program_data`) to findings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from ddpcheck.findings.ddp_options import are_harmless
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
+
+
+def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
+    """One finding when `options` (of the wrapper: DDP221, of the optimizer: DDP223) are not the same on every rank."""
+    names = sorted(set(itertools.chain.from_iterable(options)))
+    values = {name: [of_rank.get(name, "(not set)") for of_rank in options] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1]
+    if not differing:
+        return []
+    if "class" in differing:
+        differing = ["class"]  # another class has other options, which would be told of it again
+    differing = [name for name in differing if not _is_told_by_another(name, differing)]
+    harmless = are_harmless(differing, options)
+    return [
+        make_finding(
+            code,
+            differing,
+            f"{what} is not the same on every rank: {', '.join(differing)}.",
+            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
+            evidence=[f"{name}: " + "; ".join(who_says_what(_told_apart(name, values[name]))) for name in differing],
+            severity=Severity.WARNING if harmless else None,
+        )
+    ]
+
+
+def _is_told_by_another(name: str, differing: Sequence[str]) -> bool:
+    """Whether the order of a group's parameters differs because the parameters do."""
+    return name.endswith(" order") and name.replace(" order", " parameters") in differing
+
+
+def _told_apart(name: str, values: Sequence[str]) -> list[str]:
+    """`values`; of long lists of parameters only what not all ranks have, or where they part."""
+    if not name.endswith((" parameters", " order")):
+        return list(values)
+    lists = [value.split(", ") for value in values]
+    if name.endswith(" order"):
+        place = next((i for i, at in enumerate(zip(*lists, strict=False)) if len(set(at)) > 1), 0)
+        return [f"number {place} is {names[place]}" for names in lists]
+    common = set.intersection(*map(set, lists))
+    return [listed([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists]
+
+
+def judge_program_data(
+    held: Sequence[Mapping[str, str]],
+    *,
+    far: float,
+    steps: Sequence[int],
+    facts: Sequence[str],
+    changed: Collection[str] = (),
+) -> list[Finding]:
+    """DDP216 and 516: plain values that differ between ranks whose gradients are not those of their shards.
+
+    Args:
+        held: Of `ddpcheck.gather.phases.program_data`, one mapping a rank.
+        changed: Those that are another than before the first step, on some rank: they are state, and no data.
+        far: The largest relative error of a gradient.
+        steps: In which the gradients differ.
+        facts: On the gradients.
+    """
+    names = [name for name in (held[0] if held else ()) if all(name in of_rank for of_rank in held)]
+    values = {name: [of_rank[name] for of_rank in held] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1 and not _is_the_rank(values[name])]
+    if not differing:
+        return []
+    away = f"the ranks compute gradients that are up to {far:.2g} (relative) away from those of the global batch"
+    code = "DDP516"
+    message = f"{listed(differing)} {verb('is', 'are', differing)} not the same on every rank, and {away}."
+    if state := [name for name in differing if name in changed]:
+        code, differing, it = "DDP216", state, verb("it", "them", state)
+        message = (
+            f"{listed(state)} {verb('changes', 'change', state)} in the steps, not alike on every rank, and nothing "
+            f"synchronises {it}: {away}."
+        )
+    return [
+        make_finding(
+            code,
+            differing,
+            message,
+            severity=Severity.ERROR,
+            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
+            steps=steps,
+            evidence=[
+                *(f"{name}: " + "; ".join(who_says_what(_where_they_part(values[name]))) for name in differing),
+                *facts,
+            ],
+        )
+    ]
+
+
+def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
+    """DDP516: ranks that make another global batch than the others, and the same one each time.
+
+    Args:
+        batches: Fingerprints of the tensors of the batch, by rank.
+        step: Whose batch it is.
+    """
+    ranks = odd_ranks(batches)
+    return [
+        make_finding(
+            "DDP516",
+            (f"batch({step})",),
+            f"batch({step}) makes another global batch on {spelled(ranks)}, and the same one each time it is called, "
+            "so the ranks do not train on parts of one batch.",
+            ranks=ranks,
+            evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
+        )
+    ]
+
+
+def judge_programs(
+    losses: Sequence[float], alone: Sequence[float], *, deliberate: bool, steps: Sequence[int], facts: Sequence[str]
+) -> list[Finding]:
+    """DDP516: ranks that compute another loss on their shard than a process does that is no rank.
+
+    Args:
+        losses: By rank.
+        alone: Of the same shards in a single process.
+        deliberate: Whether parameters that take part on some ranks only are allowed for, as by someone who knows that
+            the ranks do different things.
+        steps: In which the gradients differ.
+        facts: On the gradients.
+    """
+    if len(losses) != len(alone):
+        return []
+    ranks = [r for r, (a, b) in enumerate(zip(losses, alone, strict=True)) if not math.isclose(a, b, rel_tol=1e-3)]
+    if not ranks or len(ranks) == len(losses):
+        return []
+    rank = ranks[0]
+    return [
+        make_finding(
+            "DDP516",
+            ("loss",),
+            f"On {spelled(ranks)} the model or the loss computes something else from the same samples than a single "
+            "process does, and than the other ranks do from theirs.",
+            ranks=ranks,
+            steps=steps,
+            severity=Severity.WARNING if deliberate else None,
+            evidence=[
+                f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
+                *facts,
+            ],
+        )
+    ]
+
+
+def _is_the_rank(values: Sequence[str]) -> bool:
+    """Whether each value is its rank, or a word with it ("cuda:1"), which a program may well know."""
+    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
+    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
+
+
+_LONGEST_VALUE = 120
+
+
+def _where_they_part(values: Sequence[str]) -> list[str]:
+    """`values`; of long ones only what is around the first difference."""
+    if max(map(len, values)) <= _LONGEST_VALUE:
+        return list(values)
+    place = next((i for i, at in enumerate(zip(*values, strict=False)) if len(set(at)) > 1), min(map(len, values)))
+    start = max(place - _LONGEST_VALUE // 3, 0)
+    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
+
+
+def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
+    """DDP503: what happened to parameters between the wrapper's construction and the end of `wrap`.
+
+    Args:
+        changes: By name, in words ("frozen", "added"); one mapping a rank.
+    """
+    by_what: dict[str, list[str]] = {}
+    for of_rank in changes:
+        for name, what in of_rank.items():
+            if name not in by_what.setdefault(what, []):
+                by_what[what].append(name)
+    if not by_what:
+        return []
+    ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
+    told = [f"{listed(names)} {verb('was', 'were', names)} {what}" for what, names in by_what.items()]
+    return [
+        make_finding(
+            "DDP503",
+            list(dict.fromkeys(name for names in by_what.values() for name in names)),
+            f"{listed(told)} after wrapping; the reducer keeps to what it saw then.",
+            ranks=ranks if len(ranks) < len(changes) else (),
+        )
+    ]

@@ -1,0 +1,119 @@
+"""One finding a root cause: which findings are only consequences of which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.reducer import RUNNING_STATISTICS
+
+
+def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding a root cause: consequences become evidence of what brought them about."""
+    return merged_with(findings)[0]
+
+
+def merged_with(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
+    """The same, and each consequence with the finding that tells it now."""
+    merged: list[Finding] = []
+    came_with: list[tuple[Finding, Finding]] = []
+    for finding in findings:
+        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
+            merged.append(finding)
+    for cause, consequence, says in _CONSEQUENCES:
+        causes = [f for f in merged if f.code in cause]
+        for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
+            merged.remove(found)
+            came_with.append((found, causes[0]))
+            if found.code in ("DDP304", "DDP312", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
+                continue  # where ranks run different programs, it goes without saying that their losses are others
+            place = merged.index(causes[0])
+            causes[0] = replace(
+                causes[0],
+                evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}"),
+                severity=_worse(causes[0], found) if causes[0].code == "DDP215" else causes[0].severity,
+            )
+            merged[place] = causes[0]
+    return merged, [(found, _now(cause, merged, came_with)) for found, cause in came_with]
+
+
+def _now(finding: Finding, merged: Sequence[Finding], came_with: Sequence[tuple[Finding, Finding]]) -> Finding:
+    """What tells `finding` after all: itself, with more evidence, or what it is a consequence of in turn."""
+
+    def is_it(other: Finding) -> bool:
+        return replace(other, evidence=(), severity=finding.severity) == replace(finding, evidence=())
+
+    told = next((other for other in merged if is_it(other)), None)
+    return told or next(_now(cause, merged, came_with) for other, cause in came_with if is_it(other))
+
+
+def _worse(one: Finding, other: Finding) -> Severity:
+    return min(one.severity, other.severity, key=lambda severity: severity.rank)
+
+
+def _always(_cause: Finding, _consequence: Finding) -> bool:
+    return True
+
+
+def _are_statistics(cause: Finding, consequence: Finding) -> bool:
+    """Whether the buffers that differ are the running statistics of the layers that couple the samples."""
+    return BY_NORMALISATION in cause.tags and all(
+        name.rpartition(".")[2] in RUNNING_STATISTICS for name in consequence.subjects
+    )
+
+
+def _knew_nothing(cause: Finding, _consequence: Finding) -> bool:
+    """Whether DDP could not know of the parameters, so that every rank began with others."""
+    return MADE_IN_FORWARD in cause.tags
+
+
+def _of_the_loss(_cause: Finding, consequence: Finding) -> bool:
+    """Whether it is only known that another loss comes out on a rank, not what that is computed from."""
+    return consequence.subjects == ("loss",)
+
+
+def _of_the_same(cause: Finding, consequence: Finding) -> bool:
+    return set(consequence.subjects) <= set(cause.subjects)
+
+
+_ANOTHER_PROGRAM = frozenset({"DDP104", "DDP106"})
+
+_CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
+    (("DDP106",), ("DDP515",), _of_the_same),
+    (
+        (
+            *("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP306", "DDP503", "DDP513", "DDP515"),
+            *("DDP214", "DDP215", "DDP216"),
+        ),
+        ("DDP516",),
+        _of_the_loss,
+    ),
+    (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
+    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _always),
+    (("DDP223",), ("DDP306",), _always),
+    (("DDP505", "DDP519"), ("DDP303", "DDP304", "DDP312", "DDP305"), _always),
+    (("DDP502", "DDP509"), ("DDP301", "DDP302"), _always),
+    (
+        ("DDP515",),
+        ("DDP208", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
+        _always,
+    ),
+    (("DDP311",), ("DDP214", "DDP215", "DDP302", "DDP304", "DDP312"), _always),
+    (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
+    (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP312", "DDP305", "DDP214", "DDP215", "DDP216", "DDP516"), _always),
+    (("DDP406",), ("DDP301", "DDP302"), _always),
+    (("DDP104", "DDP105", "DDP513"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305"), _always),
+    (
+        ("DDP503",),
+        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
+        _always,
+    ),
+    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _knew_nothing),
+    (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
+    (("DDP216",), ("DDP304", "DDP312", "DDP303", "DDP216"), _always),
+    (("DDP214",), ("DDP304", "DDP312"), _always),
+)

@@ -1,0 +1,317 @@
+"""DDP303 to 312: what data parallelism itself changed, and the pattern that names the cause.
+
+Pure functions from differences that `ddpcheck.gather.phases.single_process` has measured to findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ddpcheck.findings.evidence import LOOSEST_FIT, Call, Difference, LossTerm, ShardAnalysis
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import listed, make_finding, spelled
+from ddpcheck.judge.circumstances import (
+    SMALLEST_FACTOR,
+    Circumstances,
+    SingleProcessFacts,
+    some_steps,
+    spelled_factor,
+)
+from ddpcheck.judge.loss_terms import explain_by_terms, judge_normalisation, judge_unexplained, spoken_term
+from ddpcheck.judge.rank_configuration import judge_program_data, judge_programs
+
+
+def judge_single_process(
+    differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: Circumstances
+) -> list[Finding]:
+    """DDP303, 304, 305, 309, 310, 312, 514 and 516: what data parallelism itself changed.
+
+    The first of `EXPLANATIONS` that knows the pattern speaks; a difference that none of them knows is DDP312.
+
+    Args:
+        differences: By step: the ranks' averaged gradients against the global batch's.
+        analysis: Of the first step that differs.
+        known: What else is known.
+    """
+    bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
+    bad = {step: items for step, items in bad.items() if items}
+    if not bad:
+        return []
+    first = bad[min(bad)]
+    worst = sorted(first, key=lambda item: -float(f"{item.error:.2g}"))
+    count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
+    facts = SingleProcessFacts(
+        wrong=tuple(first),
+        steps=some_steps(sorted(bad), len(differences)),
+        tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
+        analysis=analysis or ShardAnalysis(trouble="they were not run"),
+        known=known,
+        evidence=(count, *(item.tell() for item in worst[:3])),
+    )
+    return next((found for explain in EXPLANATIONS if (found := explain(facts))), [judge_unexplained(facts)])
+
+
+def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP310: something on the way of the gradients changes them, by what they are or by the rank that they are on.
+
+    Comes first: a gradient that backward has changed fits no pattern of losses, or a wrong one.
+    """
+    known = facts.known
+    names = [item.name for item in facts.wrong]
+    nonlinear = [name for name in known.nonlinear if name in names]
+    by_rank = facts.world_changed and known.hooks and not known.collectives and _losses_are_those_of_shards(facts)
+    if not nonlinear and not by_rank:
+        return []
+    where = next((hook.location for hook in known.hooks if hook.location), None)
+    subjects = known.names.subjects(known.nonlinear if nonlinear else names)
+    said = f"{known.hooks[0].what[0].upper()}{known.hooks[0].what[1:]}" if known.hooks else "Something in backward"
+    return [
+        facts.finding(
+            "DDP310",
+            f"{said} changes the local gradient of {listed(subjects)} before it is averaged, and the result is "
+            f"{facts.far:.2g} away from that of the global batch.",
+            "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
+            if nonlinear
+            else "the losses are those of the same shards without a process group; only the gradients are not",
+            *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
+            subjects=subjects,
+            location=where or known.names.location(names),
+        )
+    ]
+
+
+def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of."""
+    alone, here = facts.known.backwards
+    ratio = facts.analysis.global_ratio
+    if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
+        return []
+    return [
+        facts.finding(
+            "DDP514",
+            "The loss accumulates gradients over micro-batches and does not divide by their number, which is another "
+            f"on a rank: the gradient is {ratio:.4g} times the global batch's.",
+            f"{alone} backward passes in the single process, {here} on a rank",
+            location=facts.known.loss_location,
+        )
+    ]
+
+
+def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303 or 305 where all is one factor away, and shards alone give other gradients or cannot be run.
+
+    Then the values of the loss must tell who applies the factor.
+    """
+    analysis, known = facts.analysis, facts.known
+    wide = any(call.elements > 1 for call in facts.blind)
+    if not facts.scaled or facts.scaled_by_world or wide or (facts.ran and not facts.world_changed):
+        return []
+    if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
+        return [_factor_of_the_world(facts, analysis.global_ratio)]
+    if _are_all(known.losses, analysis.global_loss):
+        return [_own_share(facts)]
+    weight = 1 / (known.world_size * analysis.global_ratio)
+    return [judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])]
+
+
+def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: the ranks' gradients are those of their shards times one factor."""
+    return [_factor_of_the_world(facts, facts.analysis.world_ratio)] if facts.scaled_by_world else []
+
+
+def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP216 or 516: ranks hold other values, or compute another loss from their samples than a single process."""
+    analysis, known = facts.analysis, facts.known
+    if not facts.world_changed:
+        return []
+    derived = judge_program_data(
+        known.held, far=facts.far, steps=facts.steps, facts=facts.evidence, changed=known.changed
+    )
+    if derived:
+        return derived
+    if known.collectives or known.gathers or analysis.rank_residual <= facts.tolerance:
+        return []
+    deliberate = known.wrapper.find_unused_parameters
+    return judge_programs(
+        known.losses, analysis.shard_losses, deliberate=deliberate, steps=facts.steps, facts=facts.evidence
+    )
+
+
+def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank."""
+    if not facts.world_changed or facts.analysis.rank_residual > facts.tolerance:
+        return []
+    if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
+        return []  # those of the global batch: what differs is something else
+    share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights)
+    return [
+        facts.finding(
+            "DDP303",
+            f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
+            "or the model applies a factor that depends on the rank.",
+        )
+    ]
+
+
+def _explain_by_blind_collective(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP309: a collective without derivative stands on the way, and shards alone give something else."""
+    if not facts.blind:
+        return []
+    if facts.known.choices:  # what was chosen at random may be all that differs, as where k-means begins a codebook
+        return [judge_unexplained(facts)]
+    calls = list(dict.fromkeys(str(call) for call in facts.blind))
+    path, _, at = next((call.location for call in facts.blind if call.location), "").rpartition(":")
+    return [
+        facts.finding(
+            "DDP309",
+            f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
+            f"{facts.far:.2g} away from those of the global batch.",
+            *(f"called: {call}" for call in calls[1:]),
+            subjects=tuple(dict.fromkeys(call.operation for call in facts.blind)),
+            location=Location(path, int(at)) if path else None,
+            fix=fix_without_gradient(facts.blind),
+        )
+    ]
+
+
+_WITH_GRADIENT = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+
+
+def fix_without_gradient(calls: Sequence[Call]) -> str:
+    """What to call instead of collectives through which no gradient flows; empty where torch has no such function."""
+    names = dict.fromkeys(call.operation for call in calls)
+    instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
+    if not all(instead):
+        return ""
+    spoken = listed([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
+    advice = f"Use {spoken} instead, through which gradients come back from all ranks."
+    if any("gather" in name for name in names):
+        advice += " The local tensor, put back into what was gathered, gets the gradient of this rank's loss alone."
+    if any("reduce" in name for name in names):
+        advice += " Reduce a number that is only logged on a detached copy."
+    return advice
+
+
+def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303: the ranks communicate, and some terms of the loss come out times a factor, others do not."""
+    analysis = facts.analysis
+    off = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
+    most = max((abs(term.ratio - 1) for term in off), default=0.0)
+    if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
+        return []
+    said = [
+        f"the gradient of {spoken_term(term, analysis.terms)} is "
+        f"{spelled_factor(term.ratio, facts.known.world_size)} times the global batch's"
+        for term in off
+    ]
+    return [
+        facts.finding(
+            "DDP303",
+            f"{said[0][0].upper()}{said[0][1:]}: what it is divided by is counted over all ranks, or scaled by the "
+            "world size, and DDP averages already.",
+            *said[1:],
+            location=off[0].location or facts.known.loss_location,
+        )
+    ]
+
+
+def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> Finding:
+    spoken = spelled_factor(ratio, facts.known.world_size)
+    return facts.finding(
+        "DDP303",
+        f"Every gradient is {spoken} times that of the same shards without a process group: the model or the loss "
+        "scales by the world size, and DDP averages already.",
+        fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
+        "all-reduce of the loss): DDP averages already.",
+    )
+
+
+def _own_share(facts: SingleProcessFacts) -> Finding:
+    analysis, known = facts.analysis, facts.known
+    return facts.finding(
+        "DDP303",
+        f"Every gradient is {spelled_factor(analysis.global_ratio, known.world_size)} times the global batch's: each "
+        "rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP "
+        "averages.",
+        f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
+        *(f"gathered by {call}" for call in known.gathers[:2]),
+        location=known.loss_location,
+        fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
+        "backward adds up the gradients of all ranks.",
+    )
+
+
+def _losses_are_those_of_shards(facts: SingleProcessFacts) -> bool:
+    alone, here = facts.analysis.shard_losses, facts.known.losses
+    return len(alone) == len(here) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(alone, here, strict=True))
+
+
+def _are_all(values: Sequence[float], wanted: float) -> bool:
+    return bool(values) and all(math.isclose(value, wanted, rel_tol=1e-3) for value in values)
+
+
+def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
+    """Whether the losses on the ranks are nearer to `ratio` times those of the shards alone than to the same."""
+    pairs = [(a, t) for a, t in zip(alone, together, strict=False) if a * t > 0]
+    if not pairs or ratio <= 0:
+        return False
+    middle = sum(math.log(t / a) for a, t in pairs) / len(pairs)
+    return abs(middle - math.log(ratio)) < abs(middle)
+
+
+EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
+    _explain_by_changed_gradients,
+    _explain_by_micro_batches,
+    _explain_by_loss_values,
+    _explain_by_the_world,
+    _explain_by_program,
+    _explain_by_rank_weights,
+    _explain_by_blind_collective,
+    _explain_by_factors_of_terms,
+    explain_by_terms,
+)
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+
+
+def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
+    """DDP307 when every gradient was zero or missing (norm of all single-process or local gradients, by step)."""
+    empty = sorted(step for step, norm in norms.items() if norm == 0.0)
+    if not norms or len(empty) < len(norms):
+        return []
+    return [
+        make_finding(
+            "DDP307",
+            ("loss",),
+            "Every gradient was zero or missing in every step, so nothing was compared.",
+            evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
+        )
+    ]
+
+
+def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:
+    """DDP308 when the same step, run twice on a rank from the same state, gave other gradients (by rank)."""
+    bad = {rank: [item for item in items if item.bad] for rank, items in differences.items()}
+    ranks = tuple(sorted(rank for rank, items in bad.items() if items))
+    if not ranks:
+        return []
+    worst = max((item for items in bad.values() for item in items), key=lambda item: item.error)
+    return [
+        make_finding(
+            "DDP308",
+            ("loss",),
+            f"The same step run twice on {spelled(ranks)} gave other gradients, so comparisons mean nothing.",
+            ranks=ranks if len(ranks) < len(differences) else (),
+            steps=(step,),
+            evidence=[worst.tell(), "the generators of torch, numpy and random were seeded alike both times"],
+        )
+    ]

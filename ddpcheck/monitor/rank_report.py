@@ -1,0 +1,104 @@
+"""What one rank tells the others when the ranks of a watched loop meet: plain data.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddpcheck.findings.evidence import DdpStepEvidence, LoopEvent, ModuleDescription, PathEnd, Unregistered
+
+
+def is_look(number: int) -> bool:
+    """Whether a round is looked at thoroughly: 0 and the powers of two."""
+    return number & (number - 1) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward and backward, and the weight that its loss gives each target that it counts.
+
+    Attributes:
+        index: Of the optimizer step that it is accumulated for.
+        step: How many synchronised backward passes came before.
+        head: Where it was measured: what forward returned may hold several.
+        position: In the optimizer step, on this rank.
+        sequences: How many sequences the targets are of, if they are.
+        counted: The number of targets (tokens, pixels, samples) that count in the loss.
+        weight: Of each, up to a constant; 0 where they have not all the same, or the loss is no cross entropy.
+        rows: The number of targets, with those that do not count.
+    """
+
+    index: int
+    step: int
+    head: str
+    position: int
+    sequences: int
+    counted: float
+    weight: float
+    rows: float
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one rank has seen since the ranks last met.
+
+    Attributes:
+        rank: The rank.
+        step: The synchronised backward pass in which they meet, counted from 0.
+        absences: By step, the parameters that did not contribute in it.
+        never: Those that have contributed in no step so far.
+        sometimes: Those that have been missing in some step so far.
+        ends: Why parameters are missing.
+        lost: Parameters that backward reached and gave nothing, with the Functions that may have been it.
+        zero: Those whose gradient was exactly zero whenever it was looked at, though parameters have moved since.
+        unregistered: Leaves that receive gradient and are no parameters.
+        arrivals: How often a gradient arrived, where that was more than once.
+        reentrant: Whether a re-entrant checkpoint stood in the graph.
+        output_type: The class of what forward returned where DDP finds no tensor in it, else empty.
+        changes: What has happened to parameters since they were wrapped, in a word.
+        events: Of the loop, where they tell of something.
+        seconds: A step took, on average so far.
+        micro_batches: Of the last optimizer steps that were looked at.
+    """
+
+    rank: int
+    step: int
+    absences: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
+    sometimes: tuple[str, ...] = ()
+    ends: Mapping[str, PathEnd] = field(default_factory=dict)
+    lost: Mapping[str, PathEnd] = field(default_factory=dict)
+    zero: tuple[str, ...] = ()
+    unregistered: tuple[Unregistered, ...] = ()
+    arrivals: Mapping[str, int] = field(default_factory=dict)
+    reentrant: bool = False
+    output_type: str = ""
+    changes: Mapping[str, str] = field(default_factory=dict)
+    events: tuple[LoopEvent, ...] = ()
+    seconds: float = 0.0
+    micro_batches: tuple[MicroBatch, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What one rank holds when the ranks compare themselves.
+
+    Attributes:
+        description: Of the module.
+        values: Gradients, parameters and buffers as fingerprints, and gradients against the ranks' own average.
+        constructed: Fingerprints of the parameters when the wrapper had made them equal; empty where that is not known.
+        at_first_forward: Likewise, before the first forward.
+    """
+
+    description: ModuleDescription
+    values: DdpStepEvidence
+    constructed: Mapping[str, int] = field(default_factory=dict)
+    at_first_forward: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this rank has something to tell by itself."""
+        return any(difference.bad for difference in self.values.against_local)

@@ -1,0 +1,267 @@
+"""`CheckedDistributedDataParallel`: DDP that checks itself, and the three step methods of mmengine's wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.consistency import check_consistency as compare_modules
+from ddpcheck.findings.errors import FindingsError, HangError, UsageError, WrongTypeError
+from ddpcheck.findings.evidence import ModuleDescription
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import spelled
+from ddpcheck.gather.collectives.store_exchange import SilentRanksError, StoreExchange
+from ddpcheck.gather.ddp.ddp_constructor import constructor_options
+from ddpcheck.gather.state.module_description import describe, digest_of
+from ddpcheck.judge.parameters import judge_uninitialised
+from ddpcheck.judge.rank_configuration import judge_options
+from ddpcheck.judge.replicas import judge_descriptions
+from ddpcheck.monitor.module_hooks import is_ours
+from ddpcheck.monitor.reporting import OnFinding, Teller, as_text, check_numbers, checked_choice
+from ddpcheck.monitor.watch import Watch
+from ddpcheck.recipe.pytree import iter_tensors
+
+_DDP = nn.parallel.DistributedDataParallel
+
+
+class CheckedDistributedDataParallel(_DDP):
+    """`DistributedDataParallel` that finds what is wrong with itself while it trains.
+
+    It behaves as DDP does: the same arguments, attributes and keys of `state_dict`; `load_state_dict` takes those of
+    the bare module too. On a healthy step it costs a question to the autograd engine; see `ddpcheck.watch`, which does
+    the same for a wrapper that somebody else has made.
+
+    Args:
+        module: The module to wrap.
+        *args: Of `DistributedDataParallel`, in its order.
+        detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects: DDP101 to DDP108,
+            with cause, ranks and steps, before a rank hangs on one.
+        check_consistency: Compare modules and options of the ranks before DDP's own first collective, which hangs or
+            aborts on some differences; a number repeats the comparison, with parameters, buffers and gradients, every
+            so many synchronised backward passes.
+        check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
+        check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
+            say): DDP514, 305.
+        on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
+            rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
+        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
+        check_timeout: Seconds to wait for the other ranks in a comparison.
+        **kwargs: Of `DistributedDataParallel`, by name.
+
+    Attributes:
+        watch: The `Watch` that follows the loop.
+
+    Raises:
+        FindingsError: The modules or options of the ranks differ, and errors are to be raised, or DDP's collectives
+            would hang, abort or mix up tensors.
+        HangError: A rank does not construct its wrapper.
+        UsageError: An argument is none of its choices.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        detect_anomalous_params: bool = True,
+        check_consistency: bool | int = True,
+        check_parity_every: int = 0,
+        check_normalisation: bool = True,
+        on_finding: OnFinding = "raise",
+        ignore: Sequence[str] = (),
+        check_timeout: float = 60.0,
+        **kwargs: Any,
+    ) -> None:
+        every = 0 if isinstance(check_consistency, bool) else check_consistency
+        if not isinstance(every, int) or every < 0:
+            raise UsageError(
+                "check_consistency is True, False, or a number of steps after which to repeat the comparison, not "
+                f"{check_consistency!r}"
+            )
+        settings = {
+            "detect_anomalous_params": detect_anomalous_params,
+            "check_consistency_every": every,
+            "check_parity_every": check_parity_every,
+            "check_normalisation": check_normalisation,
+            "on_finding": checked_choice(on_finding),
+            "ignore": ignore,
+            "timeout": check_timeout,
+        }
+        check_numbers(timeout=check_timeout, ignore=ignore, check_parity_every=check_parity_every)
+        _check_module(module)
+        group = _group_of(*args, **kwargs)
+        teller = Teller(on_finding, speaks=not dist.is_initialized() or dist.get_rank(group) == 0, ignore=ignore)
+        if check_consistency:
+            options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
+            found, impossible = _judge_construction(module, options, group, check_timeout)
+            teller.tell(found)
+            errors = [finding for finding in found if finding.severity is Severity.ERROR]
+            if impossible and errors:  # whatever was asked for
+                raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
+        super().__init__(module, *args, **kwargs)
+        if check_consistency:
+            teller.tell(compare_modules(self, group, timeout=check_timeout))
+        self._watch_settings = settings
+        self.watch = Watch(self, **settings, already_told=teller.findings, began_alike=bool(check_consistency))  # type: ignore[arg-type]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All that has been found so far."""
+        return self.watch.findings
+
+    # As a module
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        del state["watch"]  # which belongs to this process
+        for key in ("_forward_pre_hooks", "_forward_hooks"):
+            state[key] = OrderedDict((key, hook) for key, hook in state[key].items() if not is_ours(hook))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.watch = Watch(self, **self._watch_settings)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of any module; the keys may also be those of the bare module, which has no "module." before them."""
+        own = self.state_dict().keys()
+        if state_dict and not own & state_dict.keys():
+            renamed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
+            if own & renamed.keys():
+                renamed._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+                state_dict = renamed
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    # The steps of mmengine's wrapper
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        """One step of training, as `mmengine.model.MMDistributedDataParallel.train_step` makes it.
+
+        Args:
+            data: A batch; the module's `data_preprocessor` prepares it where there is one.
+            optim_wrapper: mmengine's `OptimWrapper`, or an optimizer.
+
+        Returns:
+            What the step logs, by name.
+        """
+        context = getattr(optim_wrapper, "optim_context", None)
+        with context(self) if context is not None else contextlib.nullcontext():
+            losses = self._forward_with(self, self._prepared(data, training=True), mode="loss")
+        loss, log = self._parsed(losses)
+        if hasattr(optim_wrapper, "update_params"):
+            optim_wrapper.update_params(loss)
+        else:
+            optim_wrapper.zero_grad()
+            loss.backward()
+            optim_wrapper.step()
+        return log
+
+    def val_step(self, data: Any) -> Any:
+        """The module's own `val_step`, else its prediction without gradients; nothing is synchronised."""
+        return self._predict("val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """The module's own `test_step`, else its prediction without gradients; nothing is synchronised."""
+        return self._predict("test_step", data)
+
+    def _predict(self, name: str, data: Any) -> Any:
+        step = getattr(self.module, name, None)
+        if step is not None:
+            return step(data)
+        with torch.no_grad():
+            return self._forward_with(self.module, self._prepared(data, training=False), mode="predict")
+
+    def _prepared(self, data: Any, *, training: bool) -> Any:
+        prepare = getattr(self.module, "data_preprocessor", None)
+        return data if prepare is None else prepare(data, training)
+
+    def _forward_with(self, module: nn.Module, data: Any, *, mode: str) -> Any:
+        takes = inspect.signature(self.module.forward).parameters
+        named = {"mode": mode} if "mode" in takes else {}
+        if isinstance(data, Mapping):
+            return module(**data, **named)
+        return module(*data, **named) if isinstance(data, list | tuple) else module(data, **named)
+
+    def _parsed(self, losses: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        parse = getattr(self.module, "parse_losses", None)
+        if parse is not None:
+            loss, log = parse(losses)
+            return loss, log
+        if isinstance(losses, torch.Tensor):
+            return losses.mean(), {"loss": losses.detach().mean()}
+        if not isinstance(losses, Mapping):
+            raise UsageError(f"train_step: forward returned {type(losses).__name__}, not a loss or a dict of losses")
+        means = {name: torch.stack([t.mean() for t in iter_tensors(value)]).sum() for name, value in losses.items()}
+        counted = [value for name, value in means.items() if "loss" in name]
+        if not counted:
+            raise UsageError(f"train_step: no entry of what forward returned has 'loss' in its name: {list(losses)}")
+        total = torch.stack(counted).sum()
+        return total, {"loss": total.detach(), **{name: value.detach() for name, value in means.items()}}
+
+
+def _check_module(module: object) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        UsageError: Says what it is.
+    """
+    if not isinstance(module, nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {what}")
+    if any(isinstance(part, _DDP) for part in module.modules()):
+        raise UsageError(
+            f"CheckedDistributedDataParallel was given a {type(module).__name__} that is, or holds, a "
+            "DistributedDataParallel; wrap the bare module, or follow that wrapper by ddpcheck.watch"
+        )
+
+
+def _group_of(*args: Any, **kwargs: Any) -> Any:
+    """The process group that DDP would use."""
+    try:
+        given = inspect.signature(_DDP.__init__).bind(None, None, *args, **kwargs).arguments
+    except TypeError:
+        return None  # the constructor will say what is wrong
+    mesh = given.get("device_mesh")
+    return given.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
+
+
+def _judge_construction(
+    module: nn.Module, options: Mapping[str, str], group: Any, timeout: float
+) -> tuple[list[Finding], bool]:
+    """What differs between ranks before DDP is constructed, and whether that cannot go well: asked over the store."""
+    if not dist.is_initialized():
+        return [], False  # the constructor will say so
+    exchange = StoreExchange.over(group, "construction", timeout)
+    mine = (describe(module), dict(options))
+    try:
+        if len(set(exchange.gather("digest", digest_of(mine).encode()))) == 1:
+            lazy = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
+            return lazy, bool(lazy)
+        everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
+    except SilentRanksError as error:
+        raise HangError(
+            f"{spelled(error.ranks)} did not construct {CheckedDistributedDataParallel.__name__} within {timeout:g} s; "
+            "every rank of its process group must"
+        ) from None
+    descriptions = [description for description, _ in everyone]
+    lazy = judge_uninitialised([description.uninitialised for description in descriptions])
+    told = judge_options("DDP221", [spoken for _, spoken in everyone], "what DistributedDataParallel is told")
+    impossible = [*lazy, *(finding for finding in told if finding.severity is Severity.ERROR)]
+    differ = len({_payload(*of_rank) for of_rank in everyone}) > 1
+    return [*lazy, *judge_descriptions(descriptions), *told], bool(impossible) or differ
+
+
+def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
+    """What DDP packs into its collectives, in order: where ranks differ in it, they hang, abort or mix up tensors."""
+    trained = tuple((p.shape, p.dtype, p.stride) for p in description.parameters if p.requires_grad)
+    parameters = () if options.get("init_sync") == "False" else description.parameters
+    buffers = () if options.get("broadcast_buffers") == "False" else description.buffers
+    return trained, tuple((sent.shape, sent.dtype) for sent in (*parameters, *buffers))

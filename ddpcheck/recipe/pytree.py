@@ -1,0 +1,229 @@
+"""Nests of tensors (dicts, lists, tuples, named tuples, dataclasses): walking, copying and sharding them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ddpcheck.findings.errors import TargetError
+
+
+def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """A copy of `nest` with `function` applied to every leaf (what is no dict, list, tuple or dataclass, or `is_leaf`).
+
+    Containers in which nothing changes are handed on as they are.
+    """
+    if is_leaf(nest):
+        return function(nest)
+    if all(function(leaf) is leaf for leaf in iter_leaves(nest, is_leaf=is_leaf)):
+        return nest
+    if isinstance(nest, tuple | list):
+        return _with_items(nest, [map_nest(function, item, is_leaf=is_leaf) for item in nest])
+    if isinstance(nest, Mapping):
+        mapped = {key: map_nest(function, value, is_leaf=is_leaf) for key, value in nest.items()}
+        if type(nest) is dict or not isinstance(nest, MutableMapping):
+            return mapped
+        clone: Any = copy.copy(nest)  # keeps what a subclass carries beside its items
+        for key, value in mapped.items():
+            clone[key] = value
+        return clone
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        clone = copy.copy(nest)
+        for attribute in dataclasses.fields(nest):
+            value = map_nest(function, getattr(nest, attribute.name), is_leaf=is_leaf)
+            object.__setattr__(clone, attribute.name, value)  # also where the dataclass is frozen
+        return clone
+    return function(nest)
+
+
+def _with_items(nest: Any, items: list[Any]) -> Any:
+    """A copy of a list or tuple with other items; what a subclass carries beside them stays, and nothing is called."""
+    kind = type(nest)
+    if kind is torch.Size:  # which holds numbers only
+        return tuple(items)
+    if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
+        return kind(items)
+    if isinstance(nest, list):
+        clone = copy.copy(nest)
+        clone[:] = items
+        return clone
+    made = tuple.__new__(kind, items)
+    if hasattr(nest, "__dict__"):
+        made.__dict__.update(nest.__dict__)
+    return made
+
+
+def iter_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """The leaves of `nest`, in order; what cannot be looked into is a leaf."""
+    inside: Any = None
+    if is_leaf(nest):
+        pass
+    elif isinstance(nest, list | tuple):
+        inside = list(nest)
+    elif isinstance(nest, Mapping) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
+        try:
+            fields = nest if isinstance(nest, Mapping) else [field.name for field in dataclasses.fields(nest)]
+            inside = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
+        except Exception:  # a mapping of the user's that does not answer
+            pass
+    if inside is None:
+        yield nest
+    else:
+        for item in inside:
+            yield from iter_leaves(item, is_leaf=is_leaf)
+
+
+def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
+    """The tensors in `nest`, in order."""
+    return (leaf for leaf in iter_leaves(nest) if isinstance(leaf, torch.Tensor))
+
+
+def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in `nest` with the expressions that reach them ("batch['mask']"), in order."""
+    inside: list[tuple[str, Any]] = []
+    if isinstance(nest, torch.Tensor):
+        yield path, nest
+    elif isinstance(nest, Mapping):
+        inside = [(f"{path}[{key!r}]", nest[key]) for key in nest]
+    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        inside = [(f"{path}.{key}", getattr(nest, key)) for key in nest._fields]
+    elif isinstance(nest, list | tuple):
+        inside = [(f"{path}[{index}]", item) for index, item in enumerate(nest)]
+    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        inside = [(f"{path}.{item.name}", getattr(nest, item.name)) for item in dataclasses.fields(nest)]
+    for name, item in inside:
+        yield from named_tensors(item, name)
+
+
+def copied(nest: Any) -> Any:
+    """A copy of `nest` to write into: with containers, tensors and numpy arrays of its own.
+
+    A tensor that requires grad is the same in it: autograd lets nobody write into that.
+    """
+    copies: dict[int, Any] = {}
+
+    def leaf_copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.requires_grad:
+            return leaf.clone()
+        return leaf.copy() if type(leaf).__module__ == "numpy" and hasattr(leaf, "copy") else leaf
+
+    def once(leaf: Any) -> Any:
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf_copied(leaf)
+        return copies[id(leaf)]
+
+    return map_nest(once, nest)
+
+
+def to_device(nest: Any, device: torch.device) -> Any:
+    """A copy of `nest` with its tensors on `device`."""
+    kinds: Any = (torch.Tensor, PackedSequence)
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, kinds) else leaf
+
+    # A PackedSequence moves itself: its lengths stay on the CPU.
+    return map_nest(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
+
+
+def upcast(nest: Any) -> Any:
+    """A copy of `nest` with its floating-point tensors in float64 and its complex ones in complex128."""
+
+    def leaf_upcast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.double()
+        return leaf.to(torch.complex128) if isinstance(leaf, torch.Tensor) and leaf.is_complex() else leaf
+
+    return map_nest(leaf_upcast, nest)
+
+
+def _has_own_constructor(nest: Any) -> bool:
+    """Whether a tuple is of a class that asks more of its items than a tuple does, as `PackedSequence`."""
+    if not isinstance(nest, tuple) or hasattr(type(nest), "n_sequence_fields"):
+        return False
+    maker = next(kind for kind in type(nest).__mro__ if "__new__" in vars(kind))
+    return maker is not tuple and "_fields" not in vars(maker)
+
+
+def _cannot_split(leaf: Any) -> TargetError:
+    return TargetError(
+        f"batch: a {type(leaf).__name__} cannot be split over the ranks by dim 0; give the recipe a shard function"
+    )
+
+
+def _is_splittable(leaf: Any) -> bool:
+    return bool(getattr(leaf, "ndim", 0)) and hasattr(leaf, "shape")  # tensors and numpy arrays, not scalars
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in `batch`: the size of dim 0 that all its tensors share.
+
+    Raises:
+        TargetError: The tensors disagree, none has a dim 0, or some are in what cannot be split by dim 0.
+    """
+    for leaf in iter_leaves(batch, is_leaf=_has_own_constructor):
+        if _has_own_constructor(leaf) and next(iter_tensors(leaf), None) is not None:
+            raise _cannot_split(leaf)
+    sizes: list[int] = []
+    map_nest(lambda leaf: sizes.append(int(leaf.shape[0])) if _is_splittable(leaf) else None, batch)
+    if not sizes:
+        raise TargetError("batch: no tensor has a dim 0 to split over the ranks; give the recipe a shard function")
+    if len(set(sizes)) > 1:
+        raise TargetError(
+            f"batch: its tensors have {' and '.join(map(str, sorted(set(sizes))))} samples in dim 0, so it cannot be "
+            "split over the ranks; put the samples in dim 0 everywhere, or give the recipe a shard function"
+        )
+    return sizes[0]
+
+
+def shard_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First and one past the last sample of `rank`; the first `size % world_size` ranks get one more."""
+    share, rest = divmod(size, world_size)
+    start = rank * share + min(rank, rest)
+    return start, start + share + (rank < rest)
+
+
+def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
+    """Split dim 0 of every tensor (or numpy array) of `batch` over the ranks, in order, as equally as can be.
+
+    Lists with a string for each sample are split too; scalars and whatever else is no tensor go to every rank as it is.
+
+    Raises:
+        TargetError: The batch has fewer samples than there are ranks, or its tensors disagree on how many.
+    """
+    size = batch_size(batch)
+    if size < world_size:
+        raise TargetError(
+            f"batch: {size} sample{'' if size == 1 else 's'} cannot be split over {world_size} ranks; "
+            f"return at least {world_size} samples, or check with a smaller --world-size"
+        )
+    return _samples(batch, size, *shard_bounds(size, rank, world_size))
+
+
+def equal_parts(batch: Any, parts: int) -> Any:
+    """`batch` without the last samples that `parts` equal shards have no room for."""
+    size = batch_size(batch)
+    return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
+
+
+def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
+    """The samples from `start` to before `stop` of a batch of `size` samples."""
+
+    def are_words(value: Any) -> bool:
+        """Whether `value` is a list with a word for each sample."""
+        return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
+
+    def part(leaf: Any) -> Any:
+        if not _is_splittable(leaf) and not are_words(leaf):
+            return leaf
+        try:
+            return leaf[start:stop]
+        except Exception as error:  # a sparse tensor
+            raise _cannot_split(leaf) from error
+
+    return map_nest(part, batch, is_leaf=are_words)

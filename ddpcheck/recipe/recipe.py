@@ -1,0 +1,204 @@
+"""`Recipe`: a model, its batches and its loss, and how each of the user's functions is called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.errors import DdpcheckError, TargetError, WrongTypeError
+from ddpcheck.findings.exception_origin import for_target, is_misuse, is_ours
+from ddpcheck.findings.shortening import shortened
+from ddpcheck.findings.source_lines import exception_location, user_traceback
+from ddpcheck.recipe.pytree import iter_tensors, shard_batch
+
+Result = TypeVar("Result")
+
+_DEFAULT_LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to check: how to build a model, what to feed it, and what to minimise.
+
+    Attributes:
+        model: Called on every rank under the same seed; returns an `nn.Module`.
+        batch: Called with the step, counted from 0, under the same seed on every rank; returns the GLOBAL batch: any
+            nest of tensors (dict, list, tuple, named tuple, dataclass) with the samples in dim 0.
+        loss: Called with the model (bare or wrapped) and a batch; returns a scalar tensor, or any nest of them, which
+            are summed.
+        shard: `(batch, rank, world_size) -> local batch`; default: dim 0 in equal parts (`shard_batch`).
+        optimizer: Called with the parameters; default: SGD, so that steps move the weights.
+        ddp_kwargs: Handed to `DistributedDataParallel`.
+        wrap: `(module, device) -> wrapped module`; default: `DistributedDataParallel(module, **ddp_kwargs)`.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Any]
+    shard: Callable[[Any, int, int], Any] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    wrap: Callable[[nn.Module, torch.device], nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batch", "loss", "shard", "optimizer", "wrap"):
+            value = getattr(self, name)
+            if value is None and name in ("shard", "optimizer", "wrap"):
+                continue
+            if not callable(value):
+                raise WrongTypeError(f"recipe: {name} must be a function, not {kind_of(value)}")
+        if isinstance(self.model, nn.Module):
+            raise WrongTypeError(
+                f"recipe: model must be a function that builds the module, not {kind_of(self.model)}; every rank "
+                "builds its own"
+            )
+        if not isinstance(self.ddp_kwargs, Mapping):
+            raise WrongTypeError(f"recipe: ddp_kwargs must be a dict, not {kind_of(self.ddp_kwargs)}")
+
+    def build_model(self) -> nn.Module:
+        """Call `model()`.
+
+        Raises:
+            TargetError: It raised, or returned no module.
+        """
+        module = call("model()", self.model)
+        if not isinstance(module, nn.Module):
+            raise TargetError(f"model() returned {kind_of(module)}; it must return a torch.nn.Module")
+        return module
+
+    def global_batch(self, step: int) -> Any:
+        """Call `batch(step)`.
+
+        Raises:
+            TargetError: It raised, or returned no tensor at all.
+        """
+        batch = call(f"batch({step})", self.batch, step)
+        if next(iter_tensors(batch), None) is None:
+            raise TargetError(f"batch({step}) returned {kind_of(batch)} without any tensor; return a nest of tensors")
+        return batch
+
+    def local_batch(self, batch: Any, rank: int, world_size: int) -> Any:
+        """The part of the global `batch` that `rank` works on."""
+        if self.shard is None:
+            return shard_batch(batch, rank, world_size)
+        what = f"shard(batch, rank={rank}, world_size={world_size})"
+        shard = call(what, self.shard, batch, rank, world_size)
+        if shard is None:
+            raise TargetError(f"{what} returned None; it must return the part of the batch that the rank works on")
+        return shard
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Call `optimizer(parameters)`, or make the default one."""
+        if self.optimizer is None:
+            return torch.optim.SGD(parameters, lr=_DEFAULT_LEARNING_RATE)
+        optimizer = call("optimizer(parameters)", self.optimizer, parameters)
+        if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+            raise TargetError(f"optimizer(parameters) returned {kind_of(optimizer)}, which is no torch optimizer")
+        return optimizer
+
+    def wrap_module(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Wrap `module` as the user does; synchronises with the other ranks.
+
+        Raises:
+            TargetError: The wrapper raised, or is no module.
+        """
+        if self.wrap is not None:
+            wrapped = call("wrap(module, device)", self.wrap, module, device)
+        else:
+            kwargs = dict(self.ddp_kwargs)
+            if device.type == "cuda":
+                kwargs.setdefault("device_ids", [device.index])
+            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", _wrap_in_ddp, module, kwargs)
+        if not isinstance(wrapped, nn.Module):
+            raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
+        return wrapped
+
+
+@for_target
+def _wrap_in_ddp(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, **kwargs)
+
+
+@for_target
+def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
+    """Call the user's `function`; whatever it raises becomes one sentence.
+
+    Raises:
+        TargetError: `function` raised, or called `exit`.
+        Exception: A bug of ddpcheck, as it is.
+    """
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        if is_misuse(error) if isinstance(error, DdpcheckError) else not is_ours(error):
+            raise blame(what, error) from error
+        raise
+
+
+@for_target
+def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
+    """Call the recipe's `loss`; what it raises is raised as it is.
+
+    Raises:
+        TargetError: It called ddpcheck wrongly.
+        Exception: Whatever the user's code raises.
+    """
+    try:
+        return recipe.loss(model, batch)
+    except DdpcheckError as error:
+        if is_misuse(error):
+            raise blame(f"loss(model, batch) in step {step}", error) from error
+        raise
+
+
+def require_target(target: object) -> None:
+    """Refuse what is no `Recipe` and no TARGET.
+
+    Raises:
+        WrongTypeError: Says what it is instead.
+    """
+    if isinstance(target, Recipe | str):
+        return
+    hint = "name it in a string" if isinstance(target, os.PathLike) else "see `ddpcheck.Recipe`"
+    if isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module)):
+        name = target.__name__ if isinstance(target, type) else type(target).__name__
+        hint = f"describe how it is trained: ddpcheck.Recipe(model={name}, batch=..., loss=...)"
+    elif isinstance(target, FunctionType):
+        hint = "call it, if it returns a recipe"
+    elif isinstance(target, ModuleType):
+        hint = f"name it in a string: {target.__name__!r}"
+    raise WrongTypeError(f"target must be a ddpcheck.Recipe or a string that names one, not {kind_of(target)}; {hint}")
+
+
+def blame(what: str, error: BaseException) -> TargetError:
+    """A `TargetError` that says what the user's code did, and where."""
+    where = exception_location(error)
+    at = f" (at {where})" if where else ""
+    if isinstance(error, SystemExit):
+        return TargetError(f"{what} called exit({error.code!r}){at}; remove that call", detail=user_traceback(error))
+    return TargetError(f"{what} raised {summary(error)}{at}", detail=user_traceback(error))
+
+
+_LONGEST_LINE = 300  # characters
+
+
+def summary(error: BaseException) -> str:
+    """The class and the first line of the message of `error`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {shortened(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__
+
+
+def kind_of(value: object) -> str:
+    """What `value` is, in words."""
+    if value is None:
+        return "None"
+    for kinds, word in ((type, "class"), (FunctionType, "function"), (ModuleType, "module")):
+        if isinstance(value, kinds):
+            return f"the {word} {value.__name__}"
+    return f"a value of type {type(value).__name__}"

@@ -1,0 +1,214 @@
+"""TARGET: `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py`, and how it becomes a `Recipe`.
+
+This module is light: torch comes with the recipe, when a target is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.exception_origin import for_target, is_ours
+from ddpcheck.findings.source_lines import relative_path
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe.recipe import Recipe
+
+
+def load_target(target: str) -> Recipe:
+    """Turn `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py` into a `Recipe`.
+
+    `attr` is a `Recipe` or a function without arguments that returns one. Without `attr` the module itself is the
+    recipe: functions `model`, `batch`, `loss`, optionally `shard`, `optimizer`, `wrap`, and a dict `ddp_kwargs`.
+
+    Raises:
+        UsageError: There is no such file, module or attribute, or it is no recipe.
+        TargetError: The user's code raised while it was imported or called.
+    """
+    from ddpcheck.recipe.recipe import Recipe, call, kind_of
+
+    place, attribute = split_target(target)
+    module = _import_file(place) if is_path(place) else _import_module(place)
+    if not attribute:
+        return _module_as_recipe(module, place)
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
+        value = getattr(value, part)
+    if isinstance(value, Recipe):
+        return value
+    if not callable(value) or isinstance(value, type):
+        raise UsageError(f"{target} is {kind_of(value)}; it must be a ddpcheck.Recipe or a function that returns one")
+    try:
+        inspect.signature(value).bind()
+    except TypeError:
+        raise UsageError(
+            f"{target} is a function that needs arguments; it must be a ddpcheck.Recipe or a function without "
+            "arguments that returns one"
+        ) from None
+    except ValueError:
+        pass  # no signature to look at: call it and see
+    recipe = call(f"{target}()", value)
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
+    return recipe
+
+
+def load_on_rank(target: Recipe | str) -> Recipe:
+    """The recipe itself, or what a TARGET names; that sees a `sys.argv` of its own from now on, without our arguments.
+
+    Raises:
+        UsageError: As `load_target`.
+        TargetError: As `load_target`.
+    """
+    if not isinstance(target, str):
+        return target
+    place, _ = split_target(target)
+    sys.argv[:] = [place if is_path(place) else _file_of_module(place)]
+    return load_target(target)
+
+
+def _file_of_module(name: str) -> str:
+    """The file of a module, found without importing the packages around it; its name where it is not on the path."""
+    _make_working_folder_importable()
+    for folder in sys.path:
+        place = Path(folder or ".", *name.split("."))
+        for file in (place / "__init__.py", Path(f"{place}.py")):
+            if file.is_file():
+                return str(file)
+    return name
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """The file or module of `target`, and the attribute, which may be empty."""
+    place, colon, attribute = target.rpartition(":")
+    if not colon or os.sep in attribute:
+        place, attribute = target, ""
+    if not place:
+        raise UsageError(f"TARGET {target!r} names no file or module; write path/to/file.py:attr or pkg.module:attr")
+    return place, attribute
+
+
+def is_path(place: str) -> bool:
+    """Whether `place` is spelled as a file and not as a module."""
+    return place.endswith(".py") or "/" in place or os.sep in place
+
+
+def find_file(place: str) -> Path:
+    """The file `place`.
+
+    Raises:
+        UsageError: It is not there, or is no Python file.
+    """
+    path = Path(place)
+    if path.is_dir():
+        raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
+    if not path.is_file():
+        beside = path.with_name(f"{path.name}.py")
+        raise UsageError(f"no such file: {place}" + (f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else ""))
+    if path.suffix != ".py":
+        raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"cannot read {place}: permission denied")
+    return path.resolve()
+
+
+def _import_file(place: str) -> ModuleType:
+    path = find_file(place)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem
+    if name in sys.modules or name in sys.stdlib_module_names or not name.isidentifier():
+        name = f"ddpcheck_target_{''.join(c if c.isalnum() else '_' for c in path.stem)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{place} cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    from ddpcheck.recipe.recipe import blame
+
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ImportError) and (instead := _as_part_of_package(path, error)):
+            raise UsageError(f"{place} imports other parts of the package that it belongs to; {instead}") from None
+        raise blame(f"importing {relative_path(str(path))}", error) from error
+    return module
+
+
+def _as_part_of_package(path: Path, error: ImportError) -> str:
+    """How to name a file whose import failed because it was not imported as a part of its package; empty for others."""
+    top = path.parent
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    if top == path.parent and Path.cwd() in top.parents:  # a package without __init__.py
+        top = Path.cwd()
+    names = path.relative_to(top).with_suffix("").parts
+    relative = "attempted relative import" in str(error)
+    from_itself = error.name is not None and error.name.partition(".")[0] == names[0]
+    if len(names) == 1 or not (relative or from_itself) or not all(map(str.isidentifier, names)):
+        return ""
+    where = "" if top == Path.cwd() else f", with {top} on PYTHONPATH"
+    return f"use {'.'.join(names)}{where}"
+
+
+@for_target
+def _import_module(name: str) -> ModuleType:
+    from ddpcheck.recipe.recipe import blame
+
+    _make_working_folder_importable()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            around, _, last = name.rpartition(".")
+            hint = f", or {around}:{last} for an attribute of {around}" if around and error.name == name else ""
+            raise UsageError(
+                f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
+            ) from None
+        raise blame(f"importing {name}", error) from error
+    except (Exception, SystemExit) as error:
+        if is_ours(error):
+            raise
+        if isinstance(error, TypeError | ValueError) and not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(f"{name!r} is neither a file that ends in .py nor the name of a module") from None
+        raise blame(f"importing {name}", error) from error
+
+
+def _make_working_folder_importable() -> None:
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
+    from ddpcheck.recipe.recipe import Recipe, kind_of
+
+    if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+        raise UsageError(f"{place} is a folder without __init__.py; TARGET must be a Python file or a module")
+    missing = [name for name in ("model", "batch", "loss") if not hasattr(module, name)]
+    if missing:
+        raise UsageError(
+            f"{place} has no {' and no '.join(missing)}; define functions model(), batch(step) and loss(model, batch), "
+            f"or name a Recipe in it: {place}:attr"
+        )
+    wrong = [name for name in ("model", "batch", "loss") if not callable(getattr(module, name))]
+    if wrong:
+        raise UsageError(f"{place}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
+    names = [attribute.name for attribute in dataclasses.fields(Recipe)]
+    return Recipe(**{name: getattr(module, name) for name in names if hasattr(module, name)})
+
+
+def _did_you_mean(name: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, [choice for choice in choices if not choice.startswith("_")], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,438 @@
+"""`check(recipe)`: orders the checks, runs them on real ranks, and gathers what they find in a `Report`.
+
+This module is light: torch is only imported on the ranks, and by a caller who builds a `Recipe`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpcheck.findings.errors import (
+    EXIT_HANG,
+    DdpcheckError,
+    HangError,
+    OptionsDifferError,
+    RankError,
+    TargetError,
+    WrongTypeError,
+)
+from ddpcheck.findings.evidence import Built, LocalStep, PathEnd, Repeated, ShardAnalysis, Unexplained, Wrapped
+from ddpcheck.findings.report import Report, ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.harness import Hosts
+from ddpcheck.judge.collective_order import (
+    judge_collectives,
+    judge_packing,
+)
+from ddpcheck.judge.parameters import judge_uninitialised
+from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
+from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
+from ddpcheck.judge.training_loop import judge_values_changed
+from ddpcheck.recipe.target import find_file, is_path, split_target
+from ddpcheck.report import calls
+from ddpcheck.report.checking.check_state import Asked, Outcome
+from ddpcheck.report.checking.check_worlds import Arguments, Conduct, OptionsStopped, Stopped
+from ddpcheck.report.settings import rule_patterns
+from ddpcheck.worlds import validation as allowed
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe.recipe import Recipe
+
+MOST_STEPS = 10_000
+
+
+def check(
+    target: Recipe | str,
+    *,
+    world_size: int = 2,
+    backend: str | None = None,
+    device: str = "cpu",
+    steps: int = 3,
+    timeout: float = 30.0,
+    seed: int = 0,
+    preload: Sequence[str] = (),
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+    hosts: Hosts | None = None,
+) -> Report:
+    """Check a recipe on `world_size` real ranks with the real DDP reducer.
+
+    The ranks are new processes, also in a program that a launcher has started: there each process that calls this makes
+    a check of its own. It is the command line that runs on the ranks of a launcher.
+
+    Args:
+        target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which is loaded on the ranks and not here.
+        world_size: Number of ranks.
+        backend: "gloo" or "nccl"; default: nccl where every rank has a GPU of its own, else gloo.
+        device: "cpu" or "cuda".
+        steps: Training steps to run.
+        timeout: Seconds that one phase of the check may take before it counts as a hang.
+        seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
+        select: Codes, prefixes or names of the rules to report; default: all.
+        ignore: Those not to report.
+        progress: Called with a few words at the beginning of each phase.
+        hosts: Processes that a launcher has started, which start the ranks instead; see `World`.
+
+    Returns:
+        The report. A target that fails, or hangs, is in `Report.error`; what was found before is not lost.
+
+    Raises:
+        UsageError: An argument is wrong, or `target` names no recipe.
+    """
+    asked = ask(
+        target,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        steps=steps,
+        timeout=timeout,
+        seed=seed,
+        preload=preload,
+        hosts=hosts,
+    )
+    select, ignore = rule_patterns("select", select), rule_patterns("ignore", ignore)
+    outcome = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
+    return outcome.report(select=select, ignore=ignore)
+
+
+def ask(
+    target: Recipe | str,
+    *,
+    world_size: int,
+    backend: str | None,
+    device: str,
+    steps: int,
+    timeout: float,
+    seed: int,
+    preload: Sequence[str],
+    hosts: Hosts | None = None,
+) -> Asked:
+    """What was asked for, with the defaults that depend on the machine filled in.
+
+    Raises:
+        UsageError: An argument is wrong, or `target` names no file.
+    """
+    if not isinstance(target, str):
+        from ddpcheck.recipe.recipe import require_target
+
+        require_target(target)
+    allowed.check_count("steps", steps, MOST_STEPS)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise WrongTypeError(f"seed must be a whole number, not {seed!r}")
+    if isinstance(target, str) and is_path(place := split_target(target)[0]):
+        find_file(place)
+    return Asked(
+        target=target if isinstance(target, str) else "recipe",
+        world_size=world_size,
+        backend=backend or _default_backend(device, world_size if hosts is None else hosts.sharing),
+        device=device,
+        steps=steps,
+        seed=seed,
+        timeout=timeout,
+        preload=allowed.check_modules("preload", preload),
+        launcher=hosts.launcher if hosts is not None else None,
+    )
+
+
+def _default_backend(device: str, sharing: int) -> str:
+    """That of a device which so many ranks share."""
+    if device != "cuda":
+        return "gloo"
+    import torch
+
+    return "nccl" if isinstance(sharing, int) and 0 < sharing <= torch.cuda.device_count() else "gloo"
+
+
+class CheckRun(Conduct):
+    """One check under way: what is asked of the ranks, in which order."""
+
+    def run(self) -> Outcome:
+        """Run all checks, whatever happens on the way."""
+        begun = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            try:
+                self._start_worlds(stack)
+                self._run_phases()
+            except Stopped:
+                pass
+            except RankError as error:
+                self._fail(error)
+            except DdpcheckError:
+                raise
+            except Exception as error:
+                self._fail_by_bug(error)
+            if self._single_hang and self.outcome.error is None:
+                self.outcome.error = ReportError(self._single_hang, EXIT_HANG)
+            self.outcome.judge(self._locate_module())
+        self.outcome.timing["total"] = time.perf_counter() - begun
+        return self.outcome
+
+    # Phases
+
+    def _run_phases(self) -> None:
+        self._prepare()
+        with self._phase("wrapping", "wrapping the model"):
+            self.outcome.wrapped = self._wrap(calls.session.wrap)
+            self._check_after_wrapping(self.outcome.wrapped)
+        self._explained("what each program holds", None, calls.program_data.note_program_data)
+        self._run_steps()
+        self.outcome.notes += self._explained("how the ranks ran the recipe", [], calls.session.notes)[0]
+
+    def _prepare(self) -> None:
+        """Build the model everywhere, and compare what the ranks have built."""
+        building = self._start_single(self._earlier[0])
+        with self._phase("model", "loading the target and building the model"):
+            built: list[Built] = self._all(calls.session.build, self.target, self.asked.seed)
+            if not any(item.trainable for item in built):
+                raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
+            self._settle_single(building)
+        with self._phase("consistency", "comparing the modules of the ranks"):
+            self._check_before_wrapping(built)
+
+    def _run_steps(self) -> None:
+        for step in range(self.asked.steps):
+            self._run_step(step)
+        self._look_again()
+
+    def _check_before_wrapping(self, built: Sequence[Built]) -> None:
+        found = judge_uninitialised([item.uninitialised for item in built])
+        if len({item.digest for item in built}) > 1:
+            found += judge_descriptions(self._all(calls.session.description))
+        self._add(found)
+        stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
+        if stopping:
+            self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
+
+    def _wrap(
+        self, phase: Callable[Arguments, Wrapped], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[Wrapped]:
+        """Wrap by `phase`; options of the wrapper that differ between ranks end the check before DDP hangs."""
+        try:
+            return self._all(phase, *args, **kwargs)
+        except RankError as error:
+            differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
+            if differing is None:
+                raise
+            self.outcome.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
+            self.outcome.rest_skipped = "DDP221: DDP would stop, hang or abort"
+            raise OptionsStopped from error
+
+    def _check_after_wrapping(self, wrapped: Sequence[Wrapped]) -> None:
+        found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
+        found += judge_changes([item.changed for item in wrapped])
+        found += judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
+        found += judge_values_changed(wrapped)
+        changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
+        found += judge_values_after_wrapping(
+            [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
+            [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
+        )
+        self._add(found)
+        self.outcome.ranks_apart = any(finding.code in ("DDP208", "DDP515") for finding in found)
+        self._hand_over(wrapped[0])
+        if not wrapped[0].facts.is_ddp:
+            self.outcome.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
+        if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
+            self.outcome.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
+        self.outcome.names = Names(
+            aliases=self._explained("which parameters are tied", {}, calls.session.aliases)[0],
+            locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
+        )
+
+    def _hand_over(self, wrapped: Wrapped) -> None:
+        """Where `wrap` has made another module of it, the single process must have that one too."""
+        if wrapped.not_handed_over:
+            self.outcome.single_skipped = f"wrap makes another module, which {wrapped.not_handed_over}"
+        elif wrapped.reshaped:
+            self._earlier.append(partial(calls.single_process.adopt, self.world.directory / "module.pickle"))
+            self._settle_single(self._start_single(self._earlier[-1]))
+
+    def _run_step(self, step: int) -> None:
+        words = f"step {step + 1} of {self.asked.steps}"
+        state = self.world.directory / f"state-{step}.pt"
+        averaged = self.world.directory / f"averaged-{step}.pt"
+        with self._phase("parameters", f"{words}: each rank by itself"):
+            wanted = not self.outcome.single_skipped and not self.outcome.ranks_apart
+            self._all(calls.local_step.begin_step, step, state if wanted else None)
+            single = self._start_single(partial(calls.single_process.run_step, step, state)) if wanted else None
+            local: list[LocalStep] = self._all(calls.local_step.local_step, step)
+            if any("missing" in item.evidence.states.values() for item in local):
+                local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
+            self.outcome.add_local(local)
+            self._check_in_step(local)
+            self._check_layout(local, step)
+            self._check_packing(local, step)
+            self._check_batches([item.batch for item in local], step)
+        with self._phase("parity", f"{words}: averaging the ranks' gradients"):
+            draws = any(item.drew for item in local)
+            self._all(calls.local_step.average, step, None if draws else averaged)
+        doubtful = self._train(step, words)
+        with self._phase("parity", f"{words}: the single process"):
+            if single is not None and (result := self._settle_single(single)) is not None:
+                self._check_batch([local[0].batch, result.batch, result.again], step)
+                self.outcome.add_single(step, result)
+                if not draws or self._quieten(step, averaged):
+                    doubtful |= self._compare_with_single(step, averaged)
+            if self.outcome.draws_alike() and step == 0:
+                what = "whether the ranks draw the same numbers"
+                self.outcome.add_draws(self._explained(what, [], calls.random_draws.draws, step))
+            if doubtful and not self.outcome.withheld:
+                self._repeat(step)
+        self._update_alone(step, words)
+        for file in (state, averaged):
+            file.unlink(missing_ok=True)
+
+    def _repeat(self, step: int) -> None:
+        """Find out whether a step that differs differs from itself as well."""
+        what = f"whether step {step} gives the same gradients again"
+        self.outcome.add_repeat(step, self._explained(what, Repeated(), calls.repeated_step.repeat_step, step))
+
+    def _train(self, step: int, words: str) -> bool:
+        """Go through the wrapper, where that is possible; returns whether it needs a second look."""
+        self.outcome.decide_on_ddp(step)
+        if self.outcome.ddp_skipped:
+            return False
+        doubtful = self._run_ddp(step, words)
+        if any(item.compiles for item in self.outcome.local) and not self.outcome.ranks_apart:
+            with self._phase("reducer", f"{words}: through the compiled wrapper"):
+                self.outcome.add_compiled(self._all(calls.compiled_step.compiled_step, step))
+        return doubtful
+
+    def _update_alone(self, step: int, words: str) -> None:
+        """Change the weights where the wrapper did not; after all that puts the step's first state back."""
+        if self.outcome.ddp_skipped:
+            with self._phase("parameters", f"{words}: the optimizer"):
+                self._all(calls.local_step.local_update, step)
+
+    def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
+        """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
+        in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
+        what = "why gradients are missing"
+        return self._explained(what, {}, calls.local_step.explain, step) if in_step else [{} for _ in local]
+
+    def _quieten(self, step: int, averaged: Path) -> bool:
+        """Average gradients without random numbers; returns whether the loss can do without."""
+        what = "the gradients without random numbers"
+        said = self._explained(what, "the step without them failed", calls.local_step.quiet_step, step)
+        if trouble := next((item for item in said if isinstance(item, str)), ""):
+            self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
+            return False
+        self.outcome.add_quiet_steps([item for item in said if not isinstance(item, str)])
+        self._all(calls.local_step.average, step, averaged)
+        return True
+
+    def _check_in_step(self, local: Sequence[LocalStep]) -> None:
+        """Before anything of ours relies on it: the ranks must have made the same collectives."""
+        mismatch = judge_collectives(self._logs()) if any(item.calls for item in local) else []
+        if mismatch:
+            self._add(mismatch)
+            self._skip_rest("DDP403: the ranks are out of step")
+
+    def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
+        """What DDP broadcasts or waits for next must be as alike on all ranks as it was when it was wrapped."""
+        if len({item.layout for item in local}) == 1 or not self.outcome.wrapped[0].facts.is_ddp:
+            return
+        broadcasts = self.outcome.wrapped[0].broadcasts_buffers
+        found = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
+        if not found:
+            return
+        lines = self._all(calls.session.assignments, [name for finding in found for name in finding.subjects])[0]
+        self._add([dataclasses.replace(f, location=lines.get(f.subjects[0])) for f in found])
+        self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
+
+    def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
+        """Once, where ranks reduce vectors in forward: whether they pack them alike."""
+        if self._packing_checked or not any(item.calls for item in local):
+            return
+        in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
+        if any("reduce" in call.operation and call.elements > 1 for call in in_forward):
+            self._packing_checked = True
+            what = "whether the ranks pack what they reduce alike"
+            self._add(judge_packing(self._explained(what, (), calls.shards.packed_payloads, step)))
+
+    def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
+        """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
+        if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
+            self._add(judge_batches(batches, step))
+            self._skip_rest("DDP516: the ranks do not train on parts of one batch")
+        self._check_batch(batches, step)
+
+    def _check_batch(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
+        if len({batch for batch in batches if batch}) > 1:
+            raise TargetError(
+                f"batch({step}) is not the same on every call: two calls gave different values for the same step; "
+                "make it depend on step and on seeded generators only"
+            )
+
+    def _run_ddp(self, step: int, words: str) -> bool:
+        """One step through the wrapper; returns whether its result needs a second look."""
+        try:
+            with self._phase("reducer", f"{words}: through the wrapper"):
+                doubtful = self.outcome.add_ddp(self._all(calls.ddp_step.ddp_step, step))
+                if self.outcome.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
+                    self._add(mismatch)
+                    self._skip_rest("DDP403: the ranks are out of step")
+                return doubtful
+        except RankError as error:
+            found = self.outcome.judge_wrapper_failure(error)
+            if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
+                raise
+            self.outcome.findings += found
+            self._skip_rest(f"{found[0].code}: the wrapper raised")
+
+    def _compare_with_single(self, step: int, averaged: Path) -> bool:
+        """The averaged gradients against the global batch's; returns whether they differ."""
+        trained = list(self.outcome.local[0].evidence.states)
+        differences = self._settle_single(
+            self._start_single(partial(calls.single_process.compare_with, averaged, trained))
+        )
+        if differences is None or not self.outcome.add_single_differences(step, differences):
+            return False
+        if self.outcome.wants_analysis:
+            if not self.outcome.add_analysis(step, self._analyse(step, averaged)):
+                return False
+            what = "what each program holds"
+            self.outcome.held = self._explained(what, {}, calls.program_data.program_data)
+            changed = self._explained(what, [], calls.program_data.changed_data)
+            self.outcome.changed = frozenset().union(*changed)
+        return True
+
+    def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
+        """What the shards, one by one, tell of a difference; nothing where they cannot."""
+        what = "why the ranks' average differs from the global batch"
+        known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.outcome.local[0].threads)
+        result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
+        if result is None or isinstance(result, Unexplained):
+            self.outcome.add_unexplained(what, result)
+            return ShardAnalysis(trouble="that failed")
+        return result
+
+    def _average_exactly(self, step: int) -> Path | None:
+        """The ranks' average in float64, where no process alone can compute their part; None where it is not needed."""
+        if not any(item.forward_calls for item in self.outcome.local):
+            return None
+        file = self.world.directory / f"exact-{step}.pt"
+        return None if any(self._all(calls.float64_average.average_exactly, step, file)) else file
+
+    def _look_again(self) -> None:
+        asleep = self.outcome.zero_everywhere()
+        if asleep:
+            with self._phase("parameters", "looking again at zero gradients"):
+                last = self.asked.steps - 1
+                what = "whether gradients that are zero stay so"
+                self.outcome.awake = frozenset().union(
+                    *self._explained(what, asleep, calls.local_step.wake, asleep, last)
+                )
+                asleep = [name for name in asleep if name not in self.outcome.awake]
+                if asleep:
+                    what = "where gradients become zero"
+                    self.outcome.zero_ends = self._explained(what, {}, calls.local_step.why_zero, asleep, last)[0]

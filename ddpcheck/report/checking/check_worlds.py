@@ -1,0 +1,230 @@
+"""The worlds of a check: sending ranks and the single process to work, and what is kept when one of them fails.
+
+This module is light: torch is only imported on the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+
+from ddpcheck.findings.errors import (
+    EXIT_HANG,
+    EXIT_TARGET,
+    EXIT_USAGE,
+    DdpcheckError,
+    HangError,
+    RankError,
+    TargetError,
+    UsageError,
+)
+from ddpcheck.findings.evidence import Call, Unexplained
+from ddpcheck.findings.exception_origin import as_bug
+from ddpcheck.findings.report import Finding, Location, ReportError
+from ddpcheck.gather.collectives.collective_log import read_log
+from ddpcheck.harness import Hosts, Pending, World
+from ddpcheck.judge.collective_order import judge_empty_shards, judge_failure
+from ddpcheck.report import calls
+from ddpcheck.report.checking.check_state import Asked, Outcome
+from ddpcheck.report.checking.deadlock_watch import DeadlockWatch
+from ddpcheck.worlds import preloading
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe.recipe import Recipe
+
+_NO_GROUP = ("process group", "init_process_group", "not been initialized")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):
+    """The rest of the check cannot be run; the reason is in the outcome already."""
+
+
+class OptionsStopped(Stopped):
+    """The options that the wrapper is given differ between ranks, so that its constructor would not return."""
+
+
+class Conduct:
+    """A world of ranks and a single process at work on a target, and the `Outcome` that comes of it."""
+
+    def __init__(
+        self, target: Recipe | str, asked: Asked, *, progress: Callable[[str], None], hosts: Hosts | None = None
+    ) -> None:
+        self.target = target
+        self.asked = asked
+        self.progress = progress
+        self.hosts = hosts
+        self.outcome = Outcome(asked)
+        self._alone_in_group = False
+        self._single_hang = ""
+        self._packing_checked = False
+        self._earlier: list[Callable[[], None]] = [
+            partial(calls.single_process.start, target, asked.seed, asked.world_size)
+        ]
+
+    def _start_worlds(self, stack: contextlib.ExitStack) -> None:
+        with self.outcome.timed("start"):
+            self.progress(f"starting {self.asked.world_size} ranks")
+            self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
+            self.single = stack.enter_context(self._make_world(1, group=False))
+            self._worlds = stack
+
+    def _make_world(self, world_size: int, *, group: bool) -> World:
+        return World(
+            world_size,
+            backend=self.asked.backend if group else "gloo",
+            device=self.asked.device,
+            timeout=self.asked.timeout,
+            process_group=group,
+            preload=(*preloading.DDP, *calls.MODULES, *self.asked.preload),
+            hash_seeds=group,
+            watch=DeadlockWatch() if group else None,
+            hosts=self.hosts if group else None,
+        )
+
+    # Ranks
+
+    def _all(
+        self, phase: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[Result]:
+        return self.world.run(partial(phase, *args, **kwargs))
+
+    def _explained(
+        self,
+        what: str,
+        otherwise: Result,
+        phase: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Result]:
+        """As `_all`, for what only explains: what a rank cannot tell is noted, and `otherwise` stands for it."""
+        try:
+            results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
+        except RankError as error:
+            if not [r for r in error.results.values() if self.outcome.add_unexplained(what, r)]:
+                raise
+            self._skip_rest(f"the ranks could not go on after this had failed: {what}")
+        for result in results:
+            self.outcome.add_unexplained(what, result)
+        return [otherwise if isinstance(result, Unexplained) else result for result in results]
+
+    def _start_single(self, call: Callable[[], Result]) -> Pending[Result]:
+        self._last_single = call
+        return self.single.start(call)
+
+    def _settle_single(self, pending: Pending[Result]) -> Result | None:
+        """The result of the single process, or None when it cannot be had; then the reason is noted."""
+        try:
+            return pending.result()[0]
+        except RankError as error:
+            first = error.first
+            if first is not None and isinstance(first.exception, UsageError):
+                raise
+            if first is not None and first.bug:
+                self.outcome.add_bug(ReportError(first.bug, EXIT_USAGE, error.detail))
+                self.outcome.single_skipped = f"the single process {first.message.removeprefix('rank 0 ')}"
+                return None
+            said = str(first.message if first else error).removeprefix("rank 0 ")
+            if first is not None and "silenced" in first.place:
+                self.outcome.single_skipped = f"not comparable with random numbers silenced: the single process {said}"
+                return None
+            if isinstance(error, HangError):
+                self._single_hang = f"the single process hung: {error}"
+                self.outcome.single_skipped = self._single_hang
+                return None
+            if not self._alone_in_group and any(words in said for words in _NO_GROUP):
+                retried: Result | None = self._retry_in_group()
+                return retried
+            self.outcome.single_skipped = f"the single process {said}"
+            return None
+
+    def _retry_in_group(self) -> Any:
+        """Models that insist on a process group get one of a single rank."""
+        self._alone_in_group = True
+        self.outcome.notes.append("the single process has a process group of one, since the model does not run without")
+        last = self._last_single
+        self.single = self._worlds.enter_context(self._make_world(1, group=False))
+        for earlier in (calls.single_process.join_alone, *self._earlier):
+            if self._settle_single(self._start_single(earlier)) is None and self.outcome.single_skipped:
+                return None
+        return None if last is self._earlier[-1] else self._settle_single(self._start_single(last))
+
+    def _logs(self) -> list[list[Call]]:
+        return [read_log(self.world.directory, rank) for rank in range(self.asked.world_size)]
+
+    # Bookkeeping
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, words: str) -> Iterator[None]:
+        self.progress(words)
+        with self.outcome.phase(name):
+            try:
+                yield
+            except TargetError as error:
+                self.outcome.error = ReportError(str(error), EXIT_TARGET, error.detail)
+                raise Stopped from error
+
+    def _skip_rest(self, reason: str) -> NoReturn:
+        self.outcome.rest_skipped = reason
+        raise Stopped
+
+    def _fail(self, error: RankError) -> None:
+        """A world failed: keep the root cause, and why the rest was not checked."""
+        first = error.first
+        if first is not None and isinstance(first.exception, UsageError):
+            raise first.exception
+        if first is not None and type(first.exception) is DdpcheckError:  # what a phase of ours returned cannot be sent
+            first = dataclasses.replace(first, bug=str(as_bug(first.exception, first.place)))
+        if first is not None and first.bug:
+            self.outcome.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
+            return
+        if empty := judge_empty_shards(error, self.asked.world_size):
+            self.outcome.findings += empty
+            self.outcome.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
+            return
+        found = self.outcome.judge_wrapper_failure(error)
+        found = found or judge_failure(error, self._logs(), self.asked.world_size)
+        if first is not None and isinstance(first.exception, DdpcheckError):
+            everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
+            self.outcome.findings += [] if everywhere else found
+            where = "" if everywhere else f"rank {first.rank}: "
+            printed = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
+            detail = "\n".join(filter(None, (first.exception.detail, printed)))
+            self.outcome.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, detail)
+        else:
+            self.outcome.findings += found
+            stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
+            self.outcome.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
+
+    def _fail_by_bug(self, error: Exception) -> None:
+        """Something in this process raised that should not have: keep it, and judge what there is."""
+        bug = as_bug(error)
+        self.outcome.error = ReportError(str(bug), EXIT_USAGE, bug.detail)
+
+    def _add(self, found: Sequence[Finding]) -> None:
+        """Keep findings, with the lines that made their first subjects."""
+        nameless = sorted({finding.subjects[0] for finding in found if finding.location is None})
+        by_rank: list[dict[str, Location]] = []
+        try:
+            by_rank = self._lines_of(nameless) if nameless else []
+        finally:
+            for finding in found:
+                where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
+                self.outcome.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
+
+    def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
+        """By rank, the lines that made parameters, buffers and modules, as far as they are known."""
+        return self._explained("which line made what", {}, calls.session.locations, names)
+
+    def _locate_module(self) -> dict[str, Location]:
+        module = self.outcome.analysis.module if self.outcome.analysis else ""
+        if not module or self.world.failed or self.world.closed:
+            return {}
+        with contextlib.suppress(Stopped, RankError):
+            return self._lines_of([module])[0]
+        return {}

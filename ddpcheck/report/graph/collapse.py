@@ -1,0 +1,282 @@
+"""Making a picture small enough to read: modules that are alike stand once, deep ones fold into what holds them.
+
+Pure functions from `Picture` to `Picture`. This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ddpcheck.report.graph.drawing_data import Edge, Mark, Node, Picture, module_of, path_parts
+
+FOLD_FROM = 24
+"""Nodes up to which nothing is folded: such a picture is read as it is."""
+
+MOST_NODES = 80
+"""Nodes up to which modules are shown with what is inside them."""
+
+_MOST_AT_ALL = 160
+_LONGEST_PERIOD = 8
+_LEAST_COPIES = 3
+
+
+def fold(picture: Picture, marks: Sequence[Mark]) -> Picture:
+    """A picture by modules that a person can read; one by operations is left as it is.
+
+    Modules of one holder that follow each other and are alike, in class, size, what they call and what is wrong with
+    them, are shown once and counted. Where that is not enough, modules without a cut in them are folded into what
+    holds them, the deepest first, and at last neighbours are taken together.
+    """
+    if picture.detail == "operations" or len(picture.nodes) <= FOLD_FROM:
+        return picture
+    picture = _fold_alike(picture, marks)
+    if len(picture.nodes) > MOST_NODES:
+        picture = _fold_deep(picture)
+    if len(picture.nodes) > _MOST_AT_ALL:
+        picture = _take_together(picture, marks)
+    return picture
+
+
+# Modules that are alike
+
+
+@dataclass(slots=True)
+class _Module:
+    """A module of the tree that the paths span, with what was drawn of itself."""
+
+    path: str
+    own: list[Node] = field(default_factory=list)
+    marks: list[tuple[str, ...]] = field(default_factory=list)
+    inside: dict[str, _Module] = field(default_factory=dict)
+    signature: Hashable = None
+
+
+def _tree(picture: Picture, marks: Sequence[Mark]) -> _Module:
+    root = _Module("")
+
+    def at(path: str) -> _Module:
+        module = root
+        parts = path_parts(path)
+        for size in range(1, len(parts) + 1):
+            module = module.inside.setdefault(parts[size - 1], _Module(".".join(parts[:size])))
+        return module
+
+    for node in picture.nodes:
+        if node.module is not None:
+            at(node.module).own.append(node)
+    for mark in marks:
+        module = at(module_of(mark.parameter))
+        module.marks.append((mark.parameter.removeprefix(f"{module.path}."), mark.code, mark.where))
+    return root
+
+
+def _sign(root: _Module, picture: Picture) -> None:
+    """Give every module a signature: two that have the same are alike, whatever their own names are."""
+    numbers: dict[Hashable, int] = {}  # so that a signature is as large as a module's own part of it
+    order: list[_Module] = [root]
+    for module in order:
+        order.extend(module.inside.values())
+    for module in reversed(order):
+        fact = picture.modules.get(module.path)
+        own = tuple(
+            (node.kind, tuple(sorted(node.operations.items())), node.end and (node.end.reason, node.end.location))
+            for node in module.own
+        )
+        inner = tuple((name, child.signature) for name, child in module.inside.items())
+        about = (fact.class_name, fact.elements, fact.calls) if fact else None
+        content = (about, own, tuple(sorted(module.marks)), inner)
+        module.signature = numbers.setdefault(content, len(numbers))
+
+
+def _runs(signatures: Sequence[Hashable]) -> list[tuple[int, int, int]]:
+    """Where a pattern repeats: (start, length of the pattern, how often), without overlap."""
+    found = []
+    start = 0
+    while start < len(signatures):
+        best = (0, 0)
+        for period in range(1, _LONGEST_PERIOD + 1):
+            pattern = signatures[start : start + period]
+            end = start + period
+            while signatures[end : end + period] == pattern and len(pattern) == period:
+                end += period
+            times = (end - start) // period
+            if times >= _LEAST_COPIES and times * period > best[0] * best[1]:
+                best = (period, times)
+        if best[1]:
+            found.append((start, *best))
+        start += max(best[0] * best[1], 1)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """One step on the way down to a module: the run that it is in, which copy of the pattern, and who stands for it."""
+
+    run: str
+    copy: int
+    leader: str
+
+
+class _Alike:
+    """Which module stands for which."""
+
+    def __init__(self, root: _Module) -> None:
+        self._levels: dict[str, _Level] = {}
+        self.stands_for: dict[str, tuple[str, ...]] = {}
+        pending = [root]
+        while pending:
+            children = list(pending.pop().inside.values())
+            for start, period, times in _runs([child.signature for child in children]):
+                for position in range(period):
+                    copies = children[start + position : start + period * times : period]
+                    self.stands_for[copies[0].path] = tuple(child.path for child in copies)
+                    for number, child in enumerate(copies):
+                        self._levels[child.path] = _Level(children[start].path, number, copies[0].path)
+            pending += [child for child in children if self._leader(child.path) == child.path]
+
+    def _leader(self, path: str) -> str:
+        return self._levels[path].leader if path in self._levels else path
+
+    def way(self, path: str) -> list[_Level]:
+        """The levels from the model down to `path`."""
+        levels: list[_Level] = []
+        here = ""
+        for part in path_parts(path):
+            here = f"{here}.{part}" if here else part
+            levels.append(self._levels.get(here, _Level(here, 0, here)))
+            here = levels[-1].leader
+        return levels
+
+    def leader(self, path: str) -> str:
+        """The module that stands for `path`."""
+        way = self.way(path)
+        return way[-1].leader if way else ""
+
+
+def _fold_alike(picture: Picture, marks: Sequence[Mark]) -> Picture:
+    root = _tree(picture, marks)
+    _sign(root, picture)
+    alike = _Alike(root)
+    modules = [root]
+    for module in modules:
+        modules.extend(module.inside.values())
+    own = {(module.path, number): node for module in modules for number, node in enumerate(module.own)}
+    loops = _loops(picture)
+    renamed: dict[str, str] = {}
+    for (path, number), node in own.items():
+        leader = own[alike.leader(path), number]
+        renamed[node.key] = loops.get(leader.key, leader.key)
+    ways = {node.key: alike.way(node.module) for node in picture.nodes if node.module is not None}
+
+    def goes_on(edge: Edge) -> bool:
+        """Whether an edge leads from one copy of a pattern to another, which the count says already."""
+        for one, other in zip(ways.get(edge.source, ()), ways.get(edge.target, ()), strict=False):
+            if one != other:
+                return one.run == other.run and one.copy != other.copy
+        return False
+
+    merged = _merge(picture, lambda key: renamed.get(key, key), alike.leader, drop=goes_on)
+    return replace(merged, stands_for=alike.stands_for)
+
+
+def _loops(picture: Picture) -> dict[str, str]:
+    """What a module itself computes over and over between its calls of others ("x = x + block(x)"), by the first."""
+    groups: dict[Hashable, list[str]] = {}
+    for node in picture.nodes:
+        if node.kind == "module":
+            groups.setdefault((node.module, tuple(node.operations.items())), []).append(node.key)
+    return {key: keys[0] for keys in groups.values() if len(keys) > _LEAST_COPIES for key in keys}
+
+
+def _merge(
+    picture: Picture,
+    key_of: Callable[[str], str],
+    module_of_path: Callable[[str], str],
+    *,
+    drop: Callable[[Edge], bool] = lambda _edge: False,
+) -> Picture:
+    """The picture with its nodes renamed, of several with one name the first kept, and its modules shown as others."""
+    nodes: dict[str, Node] = {}
+    for node in picture.nodes:
+        module = None if node.module is None else module_of_path(node.module)
+        nodes.setdefault(key_of(node.key), replace(node, key=key_of(node.key), module=module))
+    edges: dict[tuple[str, str], bool] = {}
+    for edge in picture.edges:
+        ends = key_of(edge.source), key_of(edge.target)
+        if ends[0] != ends[1] and not drop(edge):
+            edges[ends] = edges.get(ends, False) or edge.gradient
+    shown_as = {path: module_of_path(picture.shown_as.get(path, path)) for path in picture.modules}
+    return replace(
+        picture,
+        nodes=tuple(nodes.values()),
+        edges=tuple(Edge(*ends, gradient) for ends, gradient in edges.items()),
+        parameters={
+            name: replace(fact, read_by=tuple(dict.fromkeys(map(key_of, fact.read_by))), ends_at=key_of(fact.ends_at))
+            for name, fact in picture.parameters.items()
+        },
+        shown_as=shown_as,
+    )
+
+
+# Deep modules
+
+
+def _fold_deep(picture: Picture) -> Picture:
+    """Fold the deepest modules until there are few enough nodes; those with a cut in them stay open."""
+    open_ones = {
+        ".".join(path_parts(node.module)[:size])
+        for node in picture.nodes
+        if node.kind == "stop" and node.module is not None
+        for size in range(len(path_parts(node.module)) + 1)
+    }
+    deepest = max((len(path_parts(node.module)) for node in picture.nodes if node.module), default=0)
+    folded = picture
+    for depth in range(deepest - 1, 0, -1):
+
+        def shown(path: str, depth: int = depth) -> str:
+            parts = path_parts(path)
+            for size in range(depth, len(parts)):
+                if (prefix := ".".join(parts[:size])) not in open_ones:
+                    return prefix
+            return path
+
+        folded = _into(picture, shown)
+        if len(folded.nodes) <= MOST_NODES:
+            break
+    return folded
+
+
+def _into(picture: Picture, shown: Callable[[str], str]) -> Picture:
+    """The picture with the nodes of a module in the node of the module that it is shown as."""
+    renamed = {}
+    first: dict[str, str] = {}
+    for node in picture.nodes:
+        if node.kind == "module" and node.module is not None and shown(node.module) != node.module:
+            renamed[node.key] = first.setdefault(shown(node.module), f"module {shown(node.module)}")
+    for node in picture.nodes:  # what the holder itself computes goes into the same node
+        if node.kind == "module" and node.module in first:
+            renamed[node.key] = first[node.module]
+    merged = _merge(picture, lambda key: renamed.get(key, key), shown)
+    whole = set(first.values())
+    nodes = tuple(replace(node, operations={}) if node.key in whole else node for node in merged.nodes)
+    return replace(merged, nodes=nodes)
+
+
+def _take_together(picture: Picture, marks: Sequence[Mark]) -> Picture:
+    """The last resort, for hundreds of modules side by side, all different: keep the ends and what is marked."""
+    kept = {picture.shown_as.get(module_of(mark.parameter), "") for mark in marks}
+    kept |= {node.module for node in picture.nodes if node.kind == "stop" and node.module is not None}
+    plain = [node for node in picture.nodes if node.kind == "module" and node.module and node.module not in kept]
+    middle = plain[_MOST_AT_ALL // 4 : len(plain) - _MOST_AT_ALL // 8]
+    if not middle:
+        return picture
+    into = f"more {middle[0].key}"
+    renamed = dict.fromkeys((node.key for node in middle), into)
+    merged = _merge(picture, lambda key: renamed.get(key, key), lambda path: path)
+    number = len({node.module for node in middle})
+    nodes = tuple(
+        replace(node, name=f"{number:,} more modules", module="", operations={}) if node.key == into else node
+        for node in merged.nodes
+    )
+    return replace(merged, nodes=nodes)

@@ -1,0 +1,321 @@
+"""The phases in which ranks gather what `ddpcheck graph` draws: a step, the size of its graph, the graph itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors, walk_graph
+from ddpcheck.gather.phases import local_step as local
+from ddpcheck.gather.phases.session import Session, build, seed_of, the_session, wrap
+from ddpcheck.gather.phases.single_process import make_batch
+from ddpcheck.gather.steps.training_step import compute_loss
+from ddpcheck.recipe.pytree import copied, iter_leaves, iter_tensors, to_device
+from ddpcheck.recipe.recipe import Recipe, call_loss
+from ddpcheck.report.graph.drawing_data import Detail, Edge, ModuleFact, Node, ParameterFact, Picture
+from ddpcheck.report.graph.operations import read_operations
+from ddpcheck.report.graph.tensor_flow import INPUT, FlowRecorder, Place
+from ddpcheck.worlds import rank as this_rank
+
+STEP = 0
+
+
+def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
+    """Build the model as a check does.
+
+    Args:
+        target: The recipe.
+        seed: Of all random numbers.
+        wrapped: Whether the wrapper can be built; what it does to the model is then drawn too.
+        materialise: Whether lazy parameters must be given their shapes by a forward pass first.
+    """
+    build(target, seed)
+    session = the_session()
+    session.batch = _batch(session)
+    if materialise:
+        for module in (session.module, session.twin):
+            with torch.no_grad():
+                call_loss(session.recipe, module, copied(session.batch), STEP)
+    if wrapped:
+        wrap()
+
+
+def _batch(session: Session) -> Any:
+    batch = make_batch(session.recipe, STEP, seed=session.seed, world_size=session.world_size)
+    return to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
+
+
+def run_step() -> int | None:
+    """Run the step, find out why gradients are missing, and return the size of the loss's graph.
+
+    Returns:
+        The number of its nodes, or `None` where there are too many to count.
+    """
+    session = the_session()
+    local.begin_step(STEP, None)
+    local.local_step(STEP)
+    this_rank.state["path ends"] = {}
+    with contextlib.suppress(Exception):  # the report of the check says so
+        this_rank.state["path ends"] = local.explain(STEP)
+    assert session.before is not None
+    session.before.restore(session.twin)
+    loss = compute_loss(
+        session.recipe, session.twin, session.batch, step=STEP, seed=seed_of(session, STEP), place="counting, "
+    )
+    walk = walk_graph(loss.parts)
+    return walk.size if walk.complete else None
+
+
+def trace(detail: Detail, size: int | None, *, most: int | None) -> Picture | None:
+    """Run the forward pass once more and follow what flows; every rank does, since a forward may communicate.
+
+    Args:
+        detail: What the nodes of the picture are.
+        size: What `run_step` counted on rank 0.
+        most: Operations beyond which modules will do, also where torchviz cannot draw them; `None`: they will not.
+
+    Returns:
+        The picture, on rank 0.
+
+    Raises:
+        UsageError: The operations cannot be drawn, and modules will not do.
+    """
+    session = the_session()
+    assert session.before is not None
+    session.before.restore(session.twin)
+    path_ends: dict[str, PathEnd] = this_rank.state["path ends"]
+    ends = list(dict.fromkeys(end for end in path_ends.values() if end.cause in ("cut", "unreachable")))
+    names = _module_names(session.twin)
+    registered = {id(module) for module in session.twin.modules()}
+    batch = copied(session.batch)
+    recorder = FlowRecorder(names, registered, iter_tensors(batch), ends, keep=detail == "operations")
+    losses: dict[str, torch.Tensor] = {}
+
+    def recorded(model: nn.Module, _batch: Any) -> Any:
+        with recorder:
+            result = call_loss(session.recipe, model, batch, STEP)
+        losses.update(_named_losses(result))
+        return result
+
+    recipe = replace(session.recipe, loss=recorded)
+    compute_loss(recipe, session.twin, session.batch, step=STEP, seed=seed_of(session, STEP), place="drawing, ")
+    if session.rank != 0:
+        return None
+    found = _Found(session, recorder, losses, path_ends, ends, names)
+    if detail == "operations":
+        try:
+            picture = found.operations(size)
+            if most is None or sum(node.kind == "operation" for node in picture.nodes) <= most:
+                return picture
+        except UsageError:
+            if most is None:
+                raise
+        found = _Found(session, recorder, losses, path_ends, ends, names)
+    return found.flow(size)
+
+
+def _named_losses(result: Any) -> dict[str, torch.Tensor]:
+    """What is minimised, by its key or its position; the tensors that are only there to be logged are left out."""
+    pairs = result.items() if isinstance(result, Mapping) else [("", result)]
+    found: dict[str, torch.Tensor] = {}
+    for key, value in pairs:
+        tensors = [tensor for tensor in iter_tensors(value) if tensor.requires_grad]
+        name = f"{key}" if key != "" else "loss"
+        found.update({name if len(tensors) == 1 else f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)})
+    return found
+
+
+def _module_names(module: nn.Module) -> dict[int, str]:
+    """The path of every module, also of those that are held without being registered."""
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+    held = {id(tensor): name for name, tensor in unregistered_tensors(module)}
+    for unregistered in _unregistered_modules(module):
+        for name, tensor in unregistered.named_parameters():
+            if held.get(id(tensor), "").endswith(f".{name}"):
+                path = held[id(tensor)].removesuffix(f".{name}")
+                for inner, submodule in unregistered.named_modules():
+                    names.setdefault(id(submodule), f"{path}.{inner}" if inner else path)
+                break
+    return names
+
+
+def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules in plain attributes, lists and dicts of `module`."""
+    registered = {id(submodule) for submodule in module.modules()}
+    for holder in module.modules():
+        for value in vars(holder).values():
+            for item in iter_leaves(value):
+                if isinstance(item, nn.Module) and id(item) not in registered:
+                    yield item
+
+
+class _Found:
+    """What one forward pass told, made into a picture."""
+
+    def __init__(
+        self,
+        session: Session,
+        recorder: FlowRecorder,
+        losses: Mapping[str, torch.Tensor],
+        path_ends: Mapping[str, PathEnd],
+        ends: Sequence[PathEnd],
+        names: Mapping[int, str],
+    ) -> None:
+        self.session = session
+        self.recorder = recorder
+        self.losses = losses
+        self.path_ends = path_ends
+        self.ends = ends
+        self.modules = self._module_facts(names)
+        self.tensors: dict[int, torch.Tensor] = {id(p): p for p in session.twin.parameters()}
+        self.names = all_names(session.twin)
+        for leaf in recorder.leaves.values():
+            if id(leaf) not in self.tensors:
+                strange = local.unregistered_leaves(
+                    [leaf], session.twin, before={id(leaf): leaf}, recipe=session.recipe, ignore=[]
+                )
+                if strange and not strange[0].name.startswith("a tensor of shape"):
+                    self.tensors[id(leaf)] = leaf
+                    self.names[id(leaf)] = (strange[0].name,)
+        self._nodes: dict[str, Node] = {}
+        self._edges: dict[tuple[str, str], bool] = {}
+
+    def _module_facts(self, names: Mapping[int, str]) -> dict[str, ModuleFact]:
+        twin, calls = self.session.twin, self.recorder.calls
+        found = {}
+        for submodule in (
+            *twin.modules(),
+            *(inner for item in _unregistered_modules(twin) for inner in item.modules()),
+        ):
+            if (name := names.get(id(submodule))) is not None and name not in found:
+                elements = sum(p.numel() for p in submodule.parameters())
+                found[name] = ModuleFact(type(submodule).__name__, elements, calls[name])
+        return found
+
+    # By modules
+
+    def flow(self, size: int | None) -> Picture:
+        """What each module computes, and what flows between them."""
+        recorder = self.recorder
+        used = {place for pair in recorder.flows for place in pair}
+        if INPUT in used:
+            self._add(Node(_place_key(INPUT), "input", name="batch"))
+        for place, called in recorder.places.items():
+            self._add(Node(_place_key(place), "module", module=place[0], operations=dict(called)))
+        for (source, target), kinds in recorder.flows.items():
+            self._join(_place_key(source), _place_key(target), "gradient" in kinds)
+        self._add_stops()
+        for index, stop in recorder.stops.items():
+            for place in stop.sources:
+                self._join(_place_key(place), _stop_key(index), True)
+        for index, place in recorder.stop_edges:
+            self._join(_stop_key(index), _place_key(place), False)
+        for name, loss in self.losses.items():
+            self._add(Node(_loss_key(name), "loss", name=name))
+            if (maker := recorder.maker_of(loss)) is not None:
+                self._join(_place_key(maker), _loss_key(name), True)
+        read_by = {key: [_place_key(place) for place in places] for key, places in recorder.reads.items()}
+        return self._picture("modules", read_by, size)
+
+    def _add_stops(self) -> None:
+        for index, end in enumerate(self.ends):
+            stop = self.recorder.stops.get(index)
+            self._add(Node(_stop_key(index), "stop", module=stop.module if stop else end.module, end=end))
+
+    # By operations
+
+    def operations(self, size: int | None) -> Picture:
+        """The autograd graph as torchviz sees it, with the module in which each operation was made."""
+        recorder = self.recorder
+        dead = [t for stop in recorder.stops.values() for t in stop.dead if t.grad_fn is not None]
+        roots = [*self.losses.values(), *({id(t): t for t in dead}.values())]
+        walk = walk_graph(roots) if recorder.keeps else None
+        if walk is None or not walk.complete:
+            raise UsageError("the graph has too many operations to draw them one by one; pass --detail modules")
+        graph = read_operations(roots, self.tensors, size=walk.size)
+        keys = {node: f"operation {number}" for number, node in enumerate(graph.names)}
+        parameters = {id(t) for t in self.tensors.values()}
+        owners = self._owners(graph.names, graph.edges)
+        for name in self.losses:
+            self._add(Node(_loss_key(name), "loss", name=name))
+        for node, label in graph.names.items():
+            self._add(Node(keys[node], "operation", name=label, module=owners.get(node)))
+        for key in parameters:
+            keys[key] = f"parameter {self.names[key][0]}"
+        for name, tensor in self.losses.items():
+            keys[id(tensor)] = _loss_key(name)
+        read_by: dict[int, list[str]] = {}
+        for source, target in graph.edges:
+            if source in parameters and target in keys:
+                read_by.setdefault(source, []).append(keys[target])
+            elif source in keys and target in keys:
+                self._join(keys[source], keys[target], True)
+        self._add_stops()
+        for index, stop in recorder.stops.items():
+            for tensor in stop.dead:
+                if id(tensor) in parameters:
+                    read_by.setdefault(id(tensor), []).append(_stop_key(index))
+                elif id(tensor.grad_fn) in keys:
+                    self._join(keys[id(tensor.grad_fn)], _stop_key(index), True)
+            for tensor in stop.alive:
+                if id(tensor.grad_fn) in keys:
+                    self._join(_stop_key(index), keys[id(tensor.grad_fn)], False)
+        return self._picture("operations", read_by, size)
+
+    def _owners(self, names: Mapping[int, str], edges: Mapping[tuple[int, int], None]) -> dict[int, str | None]:
+        """The module of each node; one that no Python function returned belongs where all its readers belong."""
+        owners = {node: self.recorder.owners[node] for node in names if node in self.recorder.owners}
+        readers: dict[int, list[int]] = {}
+        for source, target in edges:
+            if target in names:
+                readers.setdefault(source, []).append(target)
+        for node in names:  # from the losses backwards, so that readers come first
+            if node not in owners:
+                theirs = {owners.get(reader) for reader in readers.get(node, ())}
+                owners[node] = theirs.pop() if len(theirs) == 1 else None
+        return owners
+
+    # Both
+
+    def _add(self, node: Node) -> None:
+        self._nodes.setdefault(node.key, node)
+
+    def _join(self, source: str, target: str, gradient: bool) -> None:
+        if source in self._nodes and target in self._nodes and source != target:
+            self._edges[source, target] = self._edges.get((source, target), False) or gradient
+
+    def _picture(self, detail: Detail, read_by: Mapping[int, Sequence[str]], size: int | None) -> Picture:
+        ends = {name: _stop_key(self.ends.index(end)) for name, end in self.path_ends.items() if end in self.ends}
+        parameters = {}
+        for key, tensor in self.tensors.items():
+            names = self.names[key]
+            readers = tuple(dict.fromkeys(read_by.get(key, ())))
+            parameters[names[0]] = ParameterFact(names, tuple(tensor.shape), readers, ends.get(names[0], ""))
+        return Picture(
+            detail=detail,
+            nodes=tuple(self._nodes.values()),
+            edges=tuple(Edge(source, target, gradient) for (source, target), gradient in self._edges.items()),
+            modules=self.modules,
+            parameters=parameters,
+            size=size,
+        )
+
+
+def _place_key(place: Place) -> str:
+    module, part = place
+    return "batch" if place == INPUT else f"{'loss function' if module is None else 'module'} {module or ''} {part}"
+
+
+def _stop_key(index: int) -> str:
+    return f"stop {index}"
+
+
+def _loss_key(name: str) -> str:
+    return f"loss {name}"

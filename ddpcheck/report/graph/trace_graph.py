@@ -1,0 +1,157 @@
+"""`depict(target)`: checks a recipe on real ranks and gathers the graph of its loss, with the parameters to mark in it.
+
+This module is light: torch is only imported on the ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddpcheck.findings.errors import (
+    EXIT_HANG,
+    EXIT_TARGET,
+    EXIT_USAGE,
+    BugError,
+    DdpcheckError,
+    HangError,
+    RankError,
+    TargetError,
+    UsageError,
+)
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.wording import spelled, spelled_steps
+from ddpcheck.harness import Hosts, World
+from ddpcheck.report import calls
+from ddpcheck.report.checking.check import check
+from ddpcheck.report.checking.deadlock_watch import DeadlockWatch
+from ddpcheck.report.graph.drawing_data import Detail, Mark, Picture
+
+if TYPE_CHECKING:
+    from ddpcheck.recipe.recipe import Recipe
+
+DETAILS = ("auto", "operations", "modules")
+MOST_OPERATIONS = 60
+"""Nodes of the autograd graph that `auto` still draws one by one; more are drawn as modules."""
+
+MARKED = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP110", "DDP111")
+"""The rules whose subjects are parameters that a picture marks."""
+
+_ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
+
+
+def require_packages() -> None:
+    """Raise a `UsageError` where the packages that draw are not installed."""
+    missing = [name for name in ("graphviz", "torchviz") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"drawing needs the Python package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}: "
+            "pip install 'ddpcheck[graph]'"
+        )
+
+
+def depict(
+    target: Recipe | str,
+    *,
+    detail: Literal["auto", "operations", "modules"] = "auto",
+    world_size: int = 2,
+    backend: str | None = None,
+    device: str = "cpu",
+    steps: int = 3,
+    timeout: float = 30.0,
+    seed: int = 0,
+    preload: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _text: None,
+    hosts: Hosts | None = None,
+) -> tuple[Report, Picture, tuple[Mark, ...]]:
+    """Check a recipe, and gather the graph of rank 0's loss in the first step.
+
+    Args:
+        target: As for `ddpcheck.check`.
+        detail: Whether the nodes are operations or modules; "auto" decides by their number.
+        world_size: As for `ddpcheck.check`, and so are the following.
+        backend: "gloo" or "nccl".
+        device: "cpu" or "cuda".
+        steps: Training steps of the check; the picture shows the first.
+        timeout: Seconds that one phase may take before it counts as a hang.
+        seed: Of all random numbers.
+        preload: Modules that are imported once, before ranks are forked; see `World`.
+        progress: Called with a few words at the beginning of each phase.
+        hosts: Processes that a launcher has started.
+
+    Returns:
+        The report of the check, the picture, and the parameters to mark in it.
+
+    Raises:
+        TargetError: The target could not be built or run.
+        HangError: It hung.
+        BugError: ddpcheck itself failed; where only an explanation did, the picture is drawn and the report says so.
+        UsageError: An argument is wrong, or the graph cannot be drawn in this detail.
+    """
+    if detail not in DETAILS:
+        raise UsageError(f"--detail must be {', '.join(DETAILS[:-1])} or {DETAILS[-1]}, not {detail!r}")
+    require_packages()
+    report = check(
+        target,
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        steps=steps,
+        timeout=timeout,
+        seed=seed,
+        preload=preload,
+        progress=progress,
+        hosts=hosts,
+    )
+    bug = report.error is not None and report.error.exit_code == EXIT_USAGE
+    if report.error is not None and not (bug and all(check.status != "error" for check in report.checks)):
+        kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
+        raise kinds.get(report.error.exit_code, BugError)(report.error.message, detail=report.error.detail)
+    progress("following the loss's graph")
+    codes = {finding.code for finding in report.findings}
+    with World(
+        world_size,
+        backend=str(report.world["backend"]),
+        device=device,
+        timeout=timeout,
+        watch=DeadlockWatch(),
+        hosts=hosts,
+    ) as world:
+        try:
+            picture = _gather(world, report, target, seed, detail, lazy="DDP110" in codes)
+        except RankError as error:
+            first = error.first
+            if first is not None and isinstance(first.exception, DdpcheckError):
+                raise first.exception from error
+            if first is not None and first.bug:
+                raise BugError(first.bug, detail=error.detail) from error
+            raise
+    return report, picture, marks(report.findings)
+
+
+def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *, lazy: bool) -> Picture:
+    wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
+    wrapped = wrapping in ("passed", "failed") and not lazy
+    world.run(partial(calls.graph_phases.prepare, target, seed, wrapped=wrapped, materialise=lazy))
+    size = world.run(calls.graph_phases.run_step)[0]
+    small = size is not None and size <= MOST_OPERATIONS
+    chosen: Detail = "operations" if detail == "operations" or (detail == "auto" and small) else "modules"
+    most = MOST_OPERATIONS if detail == "auto" else None
+    picture = world.run(partial(calls.graph_phases.trace, chosen, size, most=most))[0]
+    assert picture is not None, "rank 0 makes one"
+    return picture
+
+
+def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:
+    """The parameters to mark: each once, with the first of its findings."""
+    found: dict[str, Mark] = {}
+    for finding in sorted(findings, key=Finding.sort_key):
+        if finding.code in MARKED:
+            ranks = f"on {spelled(finding.ranks)}" if finding.ranks else ""
+            steps = f"in {spelled_steps(finding.steps)}" if finding.steps else ""
+            absent = "not" if finding.code in _ABSENT and (ranks or steps) else ""
+            for name in finding.subjects:
+                found.setdefault(name, Mark(name, finding.code, " ".join(filter(None, (absent, ranks, steps)))))
+    return tuple(found.values())

@@ -1,0 +1,180 @@
+"""From the rows of a matrix to sentences: which options a model needs, which are safe, wrong, or cost for nothing.
+
+A pure function. This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import listed
+from ddpcheck.report.matrix.matrix import Advice, MatrixRow, StepTime
+from ddpcheck.report.matrix.option_sets import DEFAULTS, FIND_UNUSED
+
+_NEEDLESS = "DDP109"
+_NEVER_TRAINED = ("DDP101", "DDP102")
+
+
+def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
+    """What follows from the rows, the most important first.
+
+    Args:
+        rows: Of one matrix.
+        noise: How far the baseline's step time was from itself.
+    """
+    own = next((row for row in rows if row.own), None)
+    if own is None:
+        return ()
+    found = [_on_own(own)] if own.verdict != "skipped" else []
+    tried = [row for row in rows if row.verdict != "skipped"]
+    fine = [row for row in tried if row.fine]
+    defaults = next((row for row in tried if not row.label and row.options == DEFAULTS), None)
+    if not fine:
+        found += _on_fault(tried, own)
+    elif defaults is not None and not defaults.fine:
+        found += _on_needs(defaults, fine, said=defaults.own)
+    if fine:
+        found += _on_wrong(tried, fine)
+        found += _on_costs(fine, noise or 0.0)
+        found += _on_gains(fine, noise or 0.0)
+        found += _on_safe(fine, noise or 0.0)
+    return tuple(found)
+
+
+def _on_own(own: MatrixRow) -> Advice:
+    what = "as the recipe wraps it" if own.label else f"with the recipe's own options ({own.options})"
+    if own.verdict == "incomplete":
+        return Advice("own", f"Nothing is wrong with the model {what}, but {own.reason}.")
+    if own.fine:
+        rounding = f", up to the rounding of its hook ({own.error:.1e})" if own.verdict == "lossy" and own.error else ""
+        return Advice("own", f"The model is right {what}{rounding}.")
+    does = "stops" if own.verdict == "stops" else "trains to the end and is wrong"
+    return Advice("own", f"The model {does} {what}: {_because(own)}")
+
+
+def _because(row: MatrixRow) -> str:
+    text = " ".join(filter(None, (row.code, row.reason)))
+    return text if text.endswith(".") else f"{text}."
+
+
+def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> list[Advice]:
+    if len(tried) < 2:
+        return []
+    codes = list(dict.fromkeys(row.code for row in tried if row.code))
+    fix = f" {own.what_to_do}" if own.what_to_do else ""
+    kind = (
+        f"is not mended by any option ({listed(codes, most=5)} under all of them)" if codes else "is under all options"
+    )
+    return [Advice("fault", f"The fault {kind}.{fix}")]
+
+
+def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> list[Advice]:
+    least = min(len(row.arguments) for row in fine)
+    enough = [str(row.options) for row in fine if len(row.arguments) == least and not row.hook and not row.label]
+    if not enough:
+        return []
+    does = "stops" if defaults.verdict == "stops" else "is wrong"
+    why = "" if said else f": without, it {does}: {_because(defaults)}"
+    found = [Advice("needs", f"It needs {_either(enough)}{why or '.'}")]
+    if defaults.code in _NEVER_TRAINED:
+        found.append(
+            Advice("needs", f"That keeps DDP going and trains nothing more. To mend it: {defaults.what_to_do}")
+        )
+    return found
+
+
+def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> list[Advice]:
+    """Rows that are not right although the same options without one of them are."""
+    good = [row for row in fine if not row.label]
+    found = []
+    for row in tried:
+        if row.fine or row.label or row.own:
+            continue
+        less = [other for other in good if _is_less(other, row)]
+        if less:
+            most = max(less, key=lambda other: len(other.arguments))
+            does = "stops it" if row.verdict == "stops" else "is wrong for it"
+            found.append(Advice("wrong", f"{_added(row, most)} {does}: {_because(row)}"))
+    return found
+
+
+def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
+    """Whether `less` has some of the options of `more`, and no others."""
+    within = all(more.arguments.get(name) == value for name, value in less.arguments.items())
+    return within and less.hook in ("", more.hook) and less.options != more.options
+
+
+def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
+    found = []
+    for row in fine:
+        slower = row.step_time is not None and row.step_time.differs(noise) and row.step_time.ratio > 1
+        needless = _needless(row)
+        if needless and row.options != FIND_UNUSED and not row.own:
+            continue  # said once, of the option by itself
+        if needless:
+            cost = f"; a step takes {spelled_time(row.step_time)} here" if slower and row.step_time else ""
+            text = f"{row.title} is needless: every parameter contributes in every step on every rank{cost}."
+            found.append(Advice("costs", text))
+        elif slower and row.step_time is not None:
+            found.append(
+                Advice("costs", f"{row.title} is {_right(row)} and slower: a step takes {spelled_time(row.step_time)}.")
+            )
+    return found
+
+
+def _needless(row: MatrixRow) -> bool:
+    return any(finding.code == _NEEDLESS for finding in row.findings)
+
+
+def _on_gains(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
+    found = []
+    for row in sorted(fine, key=lambda row: row.step_time.ratio if row.step_time else 1.0):
+        if row.step_time is None or row.baseline or not row.step_time.differs(noise) or row.step_time.ratio >= 1:
+            continue
+        how = f" and rounds gradients by up to {row.error:.1e}" if row.verdict == "lossy" and row.error else ""
+        found.append(Advice("gains", f"{row.title} is faster{how}: a step takes {spelled_time(row.step_time)}."))
+    return found
+
+
+def _on_safe(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
+    """What makes no difference that anybody could see, and what differs in a warning only."""
+    expected = _warnings(fine[0])
+    same, found = [], []
+    for row in fine:
+        differs = row.step_time is not None and row.step_time.differs(noise)
+        more = {code: message for code, message in _warnings(row).items() if code not in expected}
+        if row.own or row.baseline or _needless(row):
+            continue
+        if more:
+            said = " ".join(f"{code}: {message}" for code, message in more.items())
+            found.append(Advice("warns", f"{row.title} is {_right(row)}, with a warning: {said}"))
+        elif not differs:
+            rounding = f" (rounds gradients by up to {row.error:.1e})" if row.verdict == "lossy" and row.error else ""
+            same.append(f"{row.title}{rounding}")
+    tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
+    return [*found, Advice("safe", f"Safe{tail}: {'; '.join(same)}.")] if same else found
+
+
+def _right(row: MatrixRow) -> str:
+    return "right as far as it was compared" if row.verdict == "incomplete" else "right"
+
+
+def _warnings(row: MatrixRow) -> dict[str, str]:
+    return {finding.code: finding.message for finding in row.findings if finding.severity is Severity.WARNING}
+
+
+def spelled_time(time: StepTime) -> str:
+    """A step time in words."""
+    return f"{time.ratio:.2f} times as long ({time.low:.2f} to {time.high:.2f})"
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _added(row: MatrixRow, base: MatrixRow) -> str:
+    more = {name: value for name, value in row.arguments.items() if name not in base.arguments}
+    words = [f"{name}={value!r}" for name, value in more.items()] + ([row.hook] if row.hook != base.hook else [])
+    on = "" if base.options == DEFAULTS else f" on top of {base.options}"
+    return f"{', '.join(words) or row.title}{on}"

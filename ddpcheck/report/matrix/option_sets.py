@@ -1,0 +1,187 @@
+"""Which combinations of DDP options are worth trying on a model, and why others cannot make a difference to it.
+
+Pure functions from what the ranks say of the model and of the installed torch. This module is light: it never imports
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpcheck.findings.wording import spelled, spelled_steps
+
+VARIED = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "batched_grad_copy",
+    "skip_all_reduce_unused_params",
+)
+"""The arguments of `DistributedDataParallel` that the matrix sets; all others stay as the recipe has them."""
+
+COMPRESSION_HOOKS = ("fp16_compress_hook", "bf16_compress_hook")
+"""Of torch.distributed.algorithms.ddp_comm_hooks.default_hooks; what they lose is measured."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One combination of options.
+
+    Attributes:
+        arguments: Of `DistributedDataParallel`, among `VARIED`; those that are not here have torch's defaults.
+        hook: A communication hook of torch that is registered on top, by name; empty for none.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    hook: str = ""
+
+    def __str__(self) -> str:
+        words = [f"{name}={value!r}" for name, value in self.arguments.items()]
+        return ", ".join([*words, self.hook] if self.hook else words) or "defaults"
+
+    def plus(self, hook: str = "", **arguments: Any) -> Options:
+        """These with others on top."""
+        return Options({**self.arguments, **arguments}, hook or self.hook)
+
+
+DEFAULTS = Options()
+FIND_UNUSED = Options({"find_unused_parameters": True})
+STATIC_GRAPH = Options({"static_graph": True})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What decides which options can make a difference.
+
+    Attributes:
+        known: Those of `VARIED` that the installed torch has.
+        own: What the recipe gives to `DistributedDataParallel`, among `VARIED`; None where it makes none, or several.
+        own_hook: The communication hook that the recipe registers; empty for none.
+        gradient_bytes: Size of all gradients together.
+        bits: Of the widest gradient's real or imaginary part.
+        buffers: How many tensors there are that DDP could broadcast.
+        nccl: Whether the process group is one of nccl.
+        buffers_differ: Whether the ranks build them with different values.
+        absent: By (step, rank), whether some parameter took no part in the loss there, and which.
+    """
+
+    known: tuple[str, ...] = VARIED
+    own: Mapping[str, Any] | None = field(default_factory=dict)
+    own_hook: str = ""
+    gradient_bytes: int = 0
+    bits: int = 32
+    buffers: int = 0
+    nccl: bool = False
+    buffers_differ: bool = False
+    absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Options that are tried, or why they are not.
+
+    Attributes:
+        options: The combination.
+        pointless: Why it cannot make a difference; empty where it can.
+        forbidden: Why the model must not be run under it, since DDP may hang; empty where it may.
+    """
+
+    options: Options
+    pointless: str = ""
+    forbidden: str = ""
+
+
+def first_trials(facts: ModelFacts) -> list[Options]:
+    """What decides on the base of all others: the defaults and the two ways in which DDP can treat the graph."""
+    return [options for options in (DEFAULTS, FIND_UNUSED, STATIC_GRAPH) if set(options.arguments) <= set(facts.known)]
+
+
+def further_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) -> list[Trial]:
+    """The rest, on top of options under which the model is right.
+
+    Args:
+        facts: Of the model.
+        base: The options to which others are added: those of the plainest row that is right.
+        graphs: The ways of treating the graph that are right, `base` among them where it is one.
+    """
+    trials: list[Trial] = []
+    done = {*map(str, first_trials(facts))}
+    for trial in _all_trials(facts, base, graphs):
+        if set(trial.options.arguments) <= set(facts.known) and str(trial.options) not in done:
+            done.add(str(trial.options))
+            trials.append(trial)
+    return trials
+
+
+def _all_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) -> Iterator[Trial]:
+    for graph in (base, *graphs):
+        yield Trial(graph.plus(gradient_as_bucket_view=True))
+    yield from _buffer_trials(facts, base)
+    yield from _bucket_trials(facts, base)
+    yield Trial(base.plus(batched_grad_copy=True))
+    yield _skip_trial(facts, base)
+    yield from _hook_trials(facts, base)
+
+
+def _buffer_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+    if {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
+        return
+    none = "" if facts.buffers else "the model has no buffers"
+    same = "" if facts.buffers_differ else "all ranks build the same buffers, so it does what forward_sync_buffers does"
+    if "forward_sync_buffers" in facts.known:
+        yield Trial(base.plus(forward_sync_buffers=False), pointless=none)
+        yield Trial(base.plus(broadcast_buffers=False), pointless=none or same)
+    else:
+        yield Trial(base.plus(broadcast_buffers=False), pointless=none)
+
+
+def _bucket_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+    size = facts.gradient_bytes
+    small = "" if size > _MIB else f"all gradients ({_spelled_bytes(size)}) fit into one bucket of 1 MiB"
+    yield Trial(base.plus(bucket_cap_mb=1), pointless=small)
+    yield Trial(base.plus(bucket_cap_mb=100), pointless=small)
+    yield Trial(base.plus(bucket_cap_mb_list=[1, 5, 25]), pointless=small)
+
+
+def _skip_trial(facts: ModelFacts, base: Options) -> Trial:
+    options = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    if not any(facts.absent.values()):
+        return Trial(options, pointless="every parameter takes part in every step, so there is nothing to skip")
+    for step in sorted({step for step, _ in facts.absent}):
+        by_rank = {rank: names for (other, rank), names in facts.absent.items() if other == step}
+        first = by_rank[min(by_rank)]
+        odd = [rank for rank, names in by_rank.items() if names != first]
+        if odd:
+            why = f"{spelled(odd)} and rank {min(by_rank)} leave out different parameters in {spelled_steps([step])}"
+            return Trial(
+                options,
+                forbidden=f"{why}; one skips an all-reduce that the other waits in, once a bucket holds nothing else",
+            )
+    return Trial(options)
+
+
+def _hook_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+    for hook in COMPRESSION_HOOKS:
+        why = ""
+        if facts.own_hook:
+            why = f"the recipe registers a hook of its own ({facts.own_hook}), and DDP takes only one"
+        elif facts.bits <= 16:
+            why = "the gradients have no more than 16 bits as they are"
+        elif hook.startswith("bf16") and not facts.nccl:
+            why = "torch takes this hook only with nccl, and this process group is none of it"
+        yield Trial(base.plus(hook=hook), pointless=why)
+
+
+def _spelled_bytes(size: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", _MIB), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,160 @@
+"""A self-contained script that shows a finding under plain `torchrun`, without ddpcheck.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpcheck.findings.errors import DdpcheckError, RankError, TargetError, UsageError
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.harness import World
+from ddpcheck.report.repro.choice import Demonstration, demonstration_for, steps_for, world_size_for
+from ddpcheck.report.repro.projects import own_modules, without_ddpcheck
+from ddpcheck.report.repro.script import companions, script_for
+
+if TYPE_CHECKING:
+    from ddpcheck.report.repro.probe import Look
+
+_OURS = "written by ddpcheck"
+_ALSO_OURS = "which wrote this file"
+
+
+def write_reproduction(report: Report, target: str, directory: str | Path, *, finding: Finding | None = None) -> Path:
+    """Write a script that shows a finding under plain `torchrun`, with the modules of the user's that it needs.
+
+    The target is loaded once more, in a process of its own. Its code is copied into the script as it is, without
+    functions that need ddpcheck and that the recipe does not use; modules of the user's own project that it imports
+    (found next to it or below the working folder, and not installed) are copied beside. Data files are not. Files
+    that ddpcheck wrote before are overwritten; others never are.
+
+    Args:
+        report: From `check`.
+        target: The TARGET that was checked.
+        directory: Where to write; made where it is not there.
+        finding: Which one; default: the first, which is the worst.
+
+    Returns:
+        The script, `repro_<code>.py` in `directory`. It exits with 1 where the fault shows, with 0 where it does not.
+
+    Raises:
+        UsageError: There is no finding or no script shows it, `target` is no TARGET, its code needs ddpcheck, or
+            `directory` cannot be written.
+        TargetError: The target cannot be loaded any more.
+    """
+    if not isinstance(target, str):
+        raise UsageError(
+            "a Recipe built in Python cannot be written to a file; put it into a module and name it as a TARGET: "
+            "path/to/file.py:attr"
+        )
+    if finding is None:
+        if not report.findings:
+            raise UsageError("the report has no finding, so there is nothing to reproduce")
+        finding = report.findings[0]
+    folder = Path(directory)
+    files = reproduction(report, target, finding)
+    prepare(folder)
+    for name, text in files.items():
+        _refuse_foreign(folder / name, text)
+    for name, text in files.items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise UsageError(f"cannot write {folder / name}: {error.strerror or error}") from error
+    return folder / script_name(finding)
+
+
+def command_for(report: Report, script: Path, finding: Finding | None = None) -> str:
+    """How to run a reproduction."""
+    size = world_size_for(finding or report.findings[0], report)
+    return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(size), str(script)])
+
+
+def script_name(finding: Finding) -> str:
+    """The name of the script that shows `finding`."""
+    return f"repro_{finding.code.lower()}.py"
+
+
+def prepare(folder: Path) -> bool:
+    """Make sure that files can be written into `folder`; returns whether it had to be made.
+
+    Raises:
+        UsageError: They cannot.
+    """
+    made = not folder.exists()
+    probe = folder / ".ddpcheck-can-write"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"cannot write to the folder {folder}: {reason}") from error
+    return made
+
+
+def _refuse_foreign(path: Path, text: str) -> None:
+    if not path.exists():
+        return
+    try:
+        there = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        there = ""
+    if there != text and _OURS not in there.partition("\n")[0] and _ALSO_OURS not in there[:4000]:
+        raise UsageError(f"{path} is there already, and ddpcheck did not write it; choose another folder")
+
+
+def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str]:
+    """The files of a reproduction, name to text, the script first."""
+    chosen = demonstration_for(finding)
+    if chosen is None:
+        raise UsageError(f"no script shows {finding.code} ({RULES[finding.code].name})")
+    look = _look(report, target, finding, chosen)
+    entry = Path(look.file).resolve()
+    modules = own_modules(entry, look.package, look.loaded)
+    name = script_name(finding)
+    on_cpu = report.world.get("device", "cpu") == "cpu"
+    sources = [path.read_text(encoding="utf-8") for path in (entry, *modules.values())]
+    cpu_syncbn = on_cpu and any(word in source for source in sources for word in ("SyncBatchNorm", "sync_batchnorm"))
+    text = script_for(finding, chosen, report, look, name, modules, cpu_syncbn)
+    files = {name: text}
+    for place, path in modules.items():
+        files[place] = f"# From {relative_path(str(path))}, for {name}; {_OURS}.\n{without_ddpcheck(path).text}\n"
+    files |= {file: f"# For {name}; {_OURS}.\n{copied}" for file, copied in companions(text).items()}
+    for place, written in files.items():
+        ast.parse(written, filename=place)
+    return files
+
+
+def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) -> Look:
+    """Look at the target in a process of its own; without its loss, or its model, where that cannot be run there."""
+    world: dict[str, Any] = dict(report.world)
+    steps = steps_for(finding, report, chosen)
+    arguments = (target, int(world.get("seed", 0)), int(world.get("world_size", 2)), steps)
+    trouble: RankError | None = None
+    for run in ("loss", "model", "")[finding.code.startswith("DDP4") :]:
+        with World(1, device=str(world.get("device", "cpu")), timeout=float(world.get("timeout", 30))) as one:
+            try:
+                found: Look = one.run(_look_on_rank, *arguments, run)[0]
+                return found
+            except RankError as error:
+                trouble = error
+    first = trouble.first if trouble is not None else None
+    if first is not None and isinstance(first.exception, DdpcheckError):
+        raise first.exception
+    raise TargetError(f"{relative_path(target)} cannot be loaded for a reproduction: {trouble}")
+
+
+def _look_on_rank(*arguments: Any) -> Any:
+    return importlib.import_module("ddpcheck.report.repro.probe").look(*arguments)
+
+
+__all__ = ["command_for", "demonstration_for", "prepare", "reproduction", "script_name", "write_reproduction"]

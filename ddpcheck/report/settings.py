@@ -1,0 +1,283 @@
+"""Settings: command line over environment over `[tool.ddpcheck]` over default, decided in one function.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.findings.errors import ConfigError, UsageError, WrongTypeError
+from ddpcheck.findings.rules import matching_rules
+from ddpcheck.findings.severity import Severity
+
+ENVIRONMENT_PREFIX = "DDPCHECK_"
+_OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug"})
+TABLE = "[tool.ddpcheck]"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a check runs with when nobody says otherwise; the defaults are the fields'.
+
+    Attributes:
+        world_size: Number of ranks.
+        backend: Of the process group; `None` chooses by device.
+        device: Where the model runs: "cpu" or "cuda".
+        steps: Training steps to check.
+        timeout: Seconds that a run may take before it counts as a hang.
+        seed: Of every random number generator.
+        select: Codes, prefixes or names of the rules to report; all when empty.
+        ignore: Codes, prefixes or names of the rules to leave out.
+        fail_on: The severity from which on findings fail the command; `None` for never.
+        preload: Modules that are imported once, before ranks are forked.
+        threads: That torch may use in each rank of a test; `None` shares out the cores.
+        reuse: Of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module.
+        launcher: Whether tests, reports and pictures use the ranks that torchrun, mpirun or srun has started: "auto"
+            where there are several, and some test needs ranks, "on" always, "off" never.
+        format: Of the command's output, where neither `--format` nor the extension of a file says; text when absent.
+    """
+
+    world_size: int = 2
+    backend: str | None = None
+    device: str = "cpu"
+    steps: int = 3
+    timeout: float = 30.0
+    seed: int = 0
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    fail_on: Severity | None = Severity.ERROR
+    preload: tuple[str, ...] = ()
+    threads: int | None = None
+    reuse: str = "test"
+    launcher: str = "auto"
+    format: str | None = None
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    ini: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    start: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Decide every setting: the first that has it of flags, ini, environment, `[tool.ddpcheck]` and default.
+
+    Args:
+        flags: From the command line, by field name; `None` and the empty list mean "not given".
+        ini: From the ini file of a host such as pytest, by field name; `None` and "" mean "not given".
+        environ: The environment, `os.environ` when absent.
+        start: The folder from which the nearest pyproject.toml is searched upwards, the current one when absent.
+        defaults: Instead of those of `Settings`, by field name.
+
+    Raises:
+        UsageError: A flag has a value that cannot be.
+        ConfigError: The environment or a file has, or the file names a setting that does not exist.
+    """
+    chosen = _from_pyproject(start or Path.cwd())
+    for field, (variable, value) in _from_environment(os.environ if environ is None else environ).items():
+        chosen[field] = _parse(field, value, variable, ConfigError)
+    for field, value in _given(ini).items():
+        chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
+    for field, value in _given(flags).items():
+        chosen[field] = _parse(field, value, "--" + field.replace("_", "-"), UsageError)
+    return Settings(**{**(defaults or {}), **chosen})
+
+
+def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {field: value for field, value in (values or {}).items() if value not in (None, [], "")}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for variable, field in _fields_in(environ).items():
+        if field in _PARSERS and environ[variable] != "":
+            found[field] = (f"environment variable {variable}", environ[variable])
+    return found
+
+
+def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that may be meant for ddpcheck, and the setting that each would be."""
+    ours = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
+    return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in ours}
+
+
+def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence on each variable that nearly is a setting; others that begin with the prefix belong to somebody else.
+
+    Args:
+        environ: The environment, `os.environ` when absent.
+    """
+    said = []
+    for variable, field in _fields_in(os.environ if environ is None else environ).items():
+        if field in _PARSERS:
+            continue
+        ignored = f"environment variable {variable} is ignored"
+        if field in _OF_ONE_COMMAND:
+            said.append(f"{ignored}: --{field} can only be given on the command line")
+        elif near := _near(field):
+            said.append(f"{ignored}: ddpcheck has no such setting; did you mean {ENVIRONMENT_PREFIX + near.upper()!r}?")
+    return said
+
+
+def _near(field: str) -> str:
+    """The setting that `field` is a misspelling of, or shares the first words with; empty for none."""
+    close = difflib.get_close_matches(field, _PARSERS, n=1, cutoff=0.7)
+    parts = (name for name in _PARSERS if f"{field}_".startswith(f"{name}_") or f"{name}_".startswith(f"{field}_"))
+    return close[0] if close else next(parts, "")
+
+
+def _from_pyproject(start: Path) -> dict[str, Any]:
+    path = next(
+        (f for folder in (start, *start.absolute().parents) if (f := folder / "pyproject.toml").is_file()), None
+    )
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("ddpcheck", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        field = key.replace("-", "_")
+        if field not in _PARSERS:
+            close = _close(field, list(_PARSERS), lambda name: name.replace("_", "-"))
+            raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {close}")
+        if field in found:
+            raise ConfigError(f"{_shown(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
+        found[field] = _parse(field, value, f"{key!r} in {TABLE} of {_shown(path)}", ConfigError)
+    return found
+
+
+def _shown(path: Path) -> str:
+    try:
+        return path.absolute().relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return path.as_posix()
+
+
+def _close(word: str, names: list[str], spell: Callable[[str], str]) -> str:
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f"did you mean {spell(close[0])!r}?" if close else f"the settings are {', '.join(map(spell, names))}"
+
+
+def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigError]) -> Any:
+    try:
+        return _PARSERS[field](value)
+    except UsageError as reason:  # from the rule table, a full sentence
+        raise error(f"{origin}: {reason}") from None
+    except (TypeError, ValueError) as reason:
+        raise error(f"{origin}: expected {reason}, got {value!r}") from None
+
+
+def _whole(least: int) -> Callable[[Any], int]:
+    expected = f"a whole number of at least {least}"
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise TypeError(expected)
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(expected) from None
+        if number < least:
+            raise ValueError(expected)
+        return number
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    expected = "a number of seconds greater than 0"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(expected)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(expected) from None
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(expected)
+    return number
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError("a word")
+    return value.strip().lower()
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise TypeError("codes, prefixes or names of rules")
+    patterns = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+    for pattern in patterns:
+        matching_rules(pattern)
+    return patterns
+
+
+def rule_patterns(name: str, value: Any) -> tuple[str, ...]:
+    """The codes, prefixes or names of rules that the argument `name` of a function gives, one or several.
+
+    Raises:
+        UsageError: It gives something else.
+    """
+    error = UsageError if isinstance(value, str | list | tuple) else WrongTypeError
+    patterns: tuple[str, ...] = _parse("select", value, name, error)
+    return patterns
+
+
+def _modules(value: Any) -> tuple[str, ...]:
+    expected = "names of modules, such as transformers"
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise TypeError(expected)
+    names = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(expected)
+    return names
+
+
+def _threshold(value: Any) -> Severity | None:
+    choices = {**{severity.value: severity for severity in Severity}, "never": None}
+    if not isinstance(value, str) or value.strip().lower() not in choices:
+        raise ValueError("error, warning, note or never")
+    return choices[value.strip().lower()]
+
+
+def _one_of(*choices: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in choices:
+            raise ValueError(f"{', '.join(choices[:-1])} or {choices[-1]}")
+        return value.strip().lower()
+
+    return parse
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "world_size": _whole(1),
+    "backend": _word,
+    "device": _word,
+    "steps": _whole(1),
+    "timeout": _seconds,
+    "seed": _whole(0),
+    "select": _patterns,
+    "ignore": _patterns,
+    "fail_on": _threshold,
+    "preload": _modules,
+    "threads": _whole(1),
+    "reuse": _one_of("test", "module"),
+    "launcher": _one_of("auto", "on", "off"),
+    "format": _word,
+}
+assert set(_PARSERS) == {field.name for field in fields(Settings)}

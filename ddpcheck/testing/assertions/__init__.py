@@ -1,0 +1,1 @@
+"""The assertions for tests of distributed training, and what they ask of each rank."""

@@ -1,0 +1,370 @@
+"""A pytest session on each rank that a launcher has started: all of them run the same tests, in step, and agree.
+
+A plugin of its own, there only where the environment speaks of a launcher. The ranks meet after collection if there is
+a test for them, and at the end of every phase of every test from then on: one that fails on one rank fails on all, so
+that all of them stop after the same test. Rank 0 reports; the others are quiet, unless rank 0 has died.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import pytest
+
+from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
+from ddpcheck.findings.wording import name_ranks
+from ddpcheck.report.settings import Settings
+from ddpcheck.testing import marks
+from ddpcheck.testing import silent_ranks as quiet
+from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
+from ddpcheck.testing.outcome import judge, to_raise
+from ddpcheck.testing.rank_context import Luggage
+from ddpcheck.testing.rank_side import Ended
+from ddpcheck.testing.record import as_pytest_shows
+from ddpcheck.worlds import failures, wire
+from ddpcheck.worlds.launchers import Launch, Session, detect
+
+Phase = Literal["setup", "call", "teardown"]
+_SHOWN = pytest.StashKey[tuple[str, Any]]()
+
+
+def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
+    """Take part where a launcher has started this process, as one of several.
+
+    Args:
+        config: Of pytest.
+        is_ours: Whether a test needs ranks.
+        options: Names of the plugin's options.
+    """
+    xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # each process on its own then
+    launch = detect()
+    if launch is not None and not xdist:
+        config.pluginmanager.register(InStep(config, launch, is_ours, options), "ddpcheck-instep")
+
+
+class InStep:
+    """The hooks of one rank."""
+
+    def __init__(
+        self, config: pytest.Config, launch: Launch, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]
+    ) -> None:
+        self._config = config
+        self._launch = launch
+        self._is_ours = is_ours
+        self._options = options
+        self._settings = Settings()
+        self._launched: Session | None = None
+        self._terminal: quiet.Terminal | None = None
+        self._session: pytest.Session | None = None
+        self._uncollected: list[str] = []
+        self._going = False
+
+    # --- Meeting -----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Be quiet until it is known who reports."""
+        self._session = session
+        if self._launch.rank and self._config.pluginmanager.has_plugin("terminalreporter"):
+            self._terminal = quiet.Terminal(self._config)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remember what could not be collected."""
+        if report.failed:
+            self._uncollected.append(f"{report.nodeid}: {_last_line(str(report.longrepr))}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Meet the other ranks, if there is a test for that; before `-k` and its like choose."""
+        if self._config.option.collectonly:
+            return
+        try:
+            self._settings = marks.settings(self._config, self._options)
+        except DdpcheckError:
+            return  # the tests that need it say so
+        wanted = any(map(self._is_ours, items)) or any(map(self._may_be_ours, self._uncollected))
+        if self._settings.launcher == "off" or not (wanted or self._settings.launcher == "on"):
+            return
+        if self._config.getoption("usepdb", False) or self._config.getoption("trace", False):
+            raise pytest.UsageError(
+                f"{self._launch.launcher} has started {self._launch.world_size} ranks, and --pdb and --trace need one "
+                "process at a terminal; run pytest without a launcher, and the ranks of a test talk to that."
+            )
+        try:
+            self._launched = self._config.stash[LAUNCHED] = Session(self._launch, timeout=STARTUP)
+        except DdpcheckError as error:
+            raise pytest.UsageError(str(error)) from None
+        if self._launch.rank:
+            quiet.silence_files(self._config, self._launch.rank)
+
+    def _may_be_ours(self, uncollected: str) -> bool:
+        """Whether a file that could not be collected speaks of tests of ours."""
+        try:
+            text = (self._config.rootpath / uncollected.partition(":")[0]).read_text(errors="replace")
+        except OSError:
+            return False
+        return "mark.ddp" in text or "ddp_world" in text
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Run nothing unless all ranks have the same tests in the same order."""
+        if self._launched is None:
+            if self._terminal is not None:
+                self._terminal.show()
+            return
+        try:
+            if sentence := self._differences(self._launched, [item.nodeid for item in session.items]):
+                self._stop(sentence)
+        except RankError as error:
+            self._stop(str(error))
+
+    def _differences(self, launched: Session, tests: list[str]) -> str:
+        digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
+        base = quiet.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
+        said = [
+            pickle.loads(data)
+            for data in launched.meet("the first test", pickle.dumps((digest, base)), timeout=STARTUP)
+        ]
+        if launched.one_machine:
+            quiet.share_temporary_folders(self._config, said[0][1])
+        if len({digest for digest, _ in said}) == 1:
+            return ""
+        mine = json.dumps((tests, self._uncollected))
+        lists = [json.loads(data) for data in launched.agree("comparing tests", mine, timeout=STARTUP)]
+        return _say_difference(self._launch.launcher, lists)
+
+    def _stop(self, sentence: str) -> None:
+        self._going = True
+        if self._launch.rank == 0:
+            raise pytest.UsageError(sentence)
+        pytest.exit(sentence, returncode=0)
+
+    # --- Tests -------------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Agree on the setup: no rank enters the body where one did not get that far."""
+        return (yield from self._phase(item, "setup"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Agree on the test itself."""
+        return (yield from self._phase(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Agree on the teardown."""
+        return (yield from self._phase(item, "teardown"))
+
+    def _phase(self, item: pytest.Item, when: Phase) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        launched = self._launched
+        if launched is None or self._going:
+            return (yield)
+        if launched.broken is not None:
+            self._give_up(item, launched.broken)
+            if when == "setup":
+                pytest.fail(launched.broken, pytrace=False)
+            return (yield)
+        launched.begin(f"{item.nodeid} ({when})")
+        result: object = None
+        own: BaseException | None = None
+        try:
+            result = yield
+        except (KeyboardInterrupt, pytest.exit.Exception) as error:
+            self._going = True
+            launched.announce(str(error) or type(error).__name__)
+            raise
+        except BaseException as error:
+            own = error
+        other = self._agreed(launched, item, when, own)
+        if other is not None:
+            raise other
+        return result
+
+    def _agreed(
+        self, launched: Session, item: pytest.Item, when: Phase, own: BaseException | None
+    ) -> BaseException | None:
+        """What this phase raises on all ranks, given what it has raised on this one."""
+        mine = _told(item, own, fell=launched.missed)
+        try:
+            said = launched.end_with(pickle.dumps(mine), timeout=self._patience(item))
+        except RankError as lost:
+            self._give_up(item, str(lost))
+            return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
+        told: list[_Told] = [pickle.loads(data) for data in said]
+        if len({one.same_as for one in told}) == 1:
+            return own
+        if any(one.reply is not None and not one.fell for one in told):
+            found = [_failure(rank, one) for rank, one in enumerate(told) if one.reply is not None]
+        else:
+            found = [_failure(rank, replace(one, fell=False)) for rank, one in enumerate(told) if one.reply is not None]
+        error = failures.error(found) if found else None
+        verdict = judge({rank: one.ended for rank, one in enumerate(told) if one.ended is not None}, error)
+        if verdict.how == "xfailed":
+            return pytest.xfail.Exception(verdict.headline)
+        shown = {rank: Luggage(failure=wire.loads(one.shown)) for rank, one in enumerate(told) if one.shown}
+        item.stash[_SHOWN] = (when, as_pytest_shows(verdict, shown, item.location))
+        for rank, one in enumerate(told):
+            for key, text in one.output if rank != launched.rank else ():
+                item.add_report_section(when, f"{key} of rank {rank} of {launched.world_size}", text)
+        return to_raise(verdict, error, marks.expected_failure(item))
+
+    def _give_up(self, item: pytest.Item, sentence: str) -> None:
+        """The ranks cannot go on together: no more tests after this one."""
+        item.session.shouldfail = sentence
+
+    def _patience(self, item: pytest.Item) -> float:
+        if not self._is_ours(item):
+            return PATIENCE
+        try:
+            asked = marks.read(item.iter_markers(marks.MARKER)).get("timeout", self._settings.timeout)
+        except UsageError:
+            asked = self._settings.timeout
+        return float(asked) + STARTUP
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Show what has failed on another rank as it showed itself there."""
+        report = yield
+        when, shown = item.stash.get(_SHOWN, ("", None))
+        if when == call.when and report.failed and call.excinfo is not None:
+            report.longrepr = shown
+        return report
+
+    # --- The end -----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Have rank 0 know what the others have measured, before pytest-cov reports."""
+        try:
+            return (yield)
+        finally:
+            self._gather_coverage()
+
+    def _gather_coverage(self) -> None:
+        plugin = quiet.measured_by_plugin(self._config) if self._launched is not None else None
+        if plugin is None or self._launched is None:
+            return
+        mine = quiet.give_up_coverage(plugin) if self._launch.rank else b""
+        if self._going or self._launched.broken is not None:
+            return
+        self._launched.begin("the end of the session")
+        try:
+            for data in self._launched.end_with(mine, timeout=STARTUP)[1:]:
+                if self._launch.rank == 0:
+                    quiet.add_coverage(data)
+        except RankError as error:
+            self._config.issue_config_time_warning(pytest.PytestWarning(f"coverage of other ranks: {error}"), 2)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_unconfigure(self) -> None:
+        """Leave; whoever is left when rank 0 has died says what there is to say."""
+        launched, session = self._launched, self._session
+        speaks = launched is None or session is None
+        if launched is not None and session is not None:
+            launched.leave(timeout=PATIENCE)
+            gone = set(launched.gone)
+            if launched.rank and 0 in gone:
+                speaks = min(set(range(launched.world_size)) - gone) == launched.rank
+            elif session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+                speaks = True  # nobody else knows
+            elif launched.rank:
+                session.exitstatus = 0  # or the launcher would end rank 0
+        if self._terminal is not None and speaks:
+            self._terminal.show()
+
+
+# --- What a rank tells the others of a phase -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Told:
+    """How a phase of a test has gone on one rank.
+
+    Attributes:
+        ended: Where it did not fail.
+        reply: Of `failures.described` where it did.
+        fell: Whether it failed only because others did not come to a meeting.
+        shown: The failure as pytest shows it, pickled.
+        output: What pytest has captured of it, by stream.
+    """
+
+    ended: Ended | None = None
+    reply: dict[str, Any] | None = None
+    fell: bool = False
+    shown: bytes = b""
+    output: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def same_as(self) -> tuple[str, str]:
+        """What is equal for ranks that may each say what they have seen themselves."""
+        if self.reply is not None:
+            return self.reply["type"], self.reply["text"]
+        return ("", self.ended.how) if self.ended is not None else ("", "")
+
+
+def _told(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _Told:
+    if error is None:
+        return _Told(Ended("passed"))
+    if isinstance(error, pytest.skip.Exception):
+        return _Told(Ended("skipped", error.msg or ""))
+    if isinstance(error, pytest.xfail.Exception):
+        return _Told(Ended("xfailed", error.msg or ""))
+    own = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
+    return _Told(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), own)
+
+
+def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
+    try:
+        shown = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+        wire.loads(data := wire.dumps(shown))
+    except Exception:  # what the user's own objects do when they are shown
+        return b""
+    return data if hasattr(shown, "reprcrash") else b""
+
+
+def _failure(rank: int, told: _Told) -> RankFailure:
+    assert told.reply is not None
+    failure = failures.raised(rank, {**told.reply, "when": 0.0})  # clocks of machines are not compared
+    if told.fell:
+        return replace(failure, kind="fell", message=f"rank {rank} fell with it: {told.reply['text']}")
+    return failure
+
+
+def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
+    """In what the tests of the ranks differ, by the first difference from rank 0."""
+    tests, uncollected = lists[0]
+    ranks = [rank for rank, each in enumerate(lists) if each != lists[0]]
+    other_tests, other_uncollected = lists[ranks[0]]
+    start = "The ranks have not collected the same tests, so they cannot run them in step: "
+    if uncollected != other_uncollected:
+        bad, what = (ranks[0], other_uncollected) if other_uncollected else (0, uncollected)
+        return f"{start}rank {bad} could not collect {what[0]}"
+    at = next((n for n, (one, other) in enumerate(zip(tests, other_tests, strict=False)) if one != other), None)
+    if at is None:
+        at = min(len(tests), len(other_tests))
+    first, second = (each[at] if at < len(each) else "nothing" for each in (tests, other_tests))
+    reason = (
+        "the order differs; give every rank the same seed"
+        if sorted(tests) == sorted(other_tests)
+        else (f"rank 0 has {len(tests)}, rank {ranks[0]} has {len(other_tests)}")
+    )
+    return (
+        f"{start}test {at + 1} is {first} on rank 0, and {second} on {name_ranks(ranks)} ({reason}). "
+        f"Every rank that {launcher} starts must be given the same options and see the same files."
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("E").strip() if lines else ""

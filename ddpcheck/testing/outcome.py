@@ -1,0 +1,117 @@
+"""From what has become of each rank to what has become of the test. Pure.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import bdb
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.wording import agreeing, name_ranks, phrase
+from ddpcheck.testing.rank_side import Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What has become of a test.
+
+    Attributes:
+        how: `passed`, `skipped`, `xfailed` or `failed`.
+        headline: One sentence; the reason of a skip.
+        lines: One for each rank that has something to say, a stuck rank's stack below its own.
+        first: The failure that the headline is about, where a rank has failed.
+    """
+
+    how: Literal["passed", "skipped", "xfailed", "failed"]
+    headline: str = ""
+    lines: tuple[str, ...] = ()
+    first: RankFailure | None = None
+
+
+def judge(ended: Mapping[int, Ended], error: RankError | None) -> Verdict:
+    """Put the ranks together.
+
+    Args:
+        ended: How the ranks have ended that did not fail, by number.
+        error: About those that did.
+    """
+    ended = dict(ended)
+    failures = list(error.failures) if error is not None else []
+    for one in list(failures):  # a module that skips while it is imported on a rank
+        if isinstance(one.exception, pytest.skip.Exception):
+            ended[one.rank] = Ended("skipped", one.exception.msg or "")
+            failures.remove(one)
+    if error is not None and (failures or not error.failures):
+        return _failed(ended, error, failures)
+    hows = {one.how for one in ended.values()}
+    if hows <= {"passed"}:
+        return Verdict("passed")
+    if hows <= {"skipped"}:
+        return Verdict("skipped", ended[min(ended)].reason)
+    if "skipped" not in hows:
+        expected = {rank: one for rank, one in ended.items() if one.how == "xfailed"}
+        return Verdict("xfailed", expected[min(expected)].reason)
+    return Verdict("failed", _disagreement(ended), _lines(ended, []))
+
+
+def to_raise(verdict: Verdict, error: RankError | None, expected: Any = None) -> BaseException:
+    """What a test that failed raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell.
+
+    Args:
+        verdict: On the test.
+        error: About the ranks that failed.
+        expected: What the test is expected to raise; what a rank has raised that is something else goes before it.
+    """
+    first = verdict.first
+    if expected is not None and error is not None:
+        others = [one for one in error.failures if one.kind == "raised" and not isinstance(one.exception, expected)]
+        first = others[0] if others else first
+    if first is None or error is None:
+        return pytest.fail.Exception(verdict.headline, pytrace=False)
+    if isinstance(first.exception, bdb.BdbQuit):
+        return pytest.exit.Exception("Quitting debugger")
+    can_be_raised = (Exception, pytest.fail.Exception, pytest.exit.Exception)  # not a KeyboardInterrupt of a rank
+    if isinstance(first.exception, can_be_raised) and first.kind == "raised":
+        return first.exception.with_traceback(None)
+    return error.with_traceback(None)
+
+
+def _failed(ended: Mapping[int, Ended], error: RankError, failures: list[RankFailure]) -> Verdict:
+    left = [rank for rank, one in ended.items() if one.how == "skipped"]
+    waiting = all(one.kind in ("stuck", "fell") for one in failures)
+    headline = f"{_disagreement(ended)}; {error}" if left and waiting else str(error)
+    return Verdict("failed", headline, _lines(ended, failures), failures[0] if failures else None)
+
+
+def _disagreement(ended: Mapping[int, Ended]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, one in sorted(ended.items(), key=lambda each: (each[1].how == "passed", each[0])):
+        groups.setdefault(_said(one), []).append(rank)
+    return "ranks disagree: " + ", ".join(f"{name_ranks(ranks)} {said}" for said, ranks in groups.items())
+
+
+def _said(one: Ended) -> str:
+    if one.how == "passed":
+        return "passed"
+    verb = "skipped" if one.how == "skipped" else "failed as expected"
+    return f"{verb} ({one.reason})" if one.reason else verb
+
+
+def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:
+    """One line for each rank, those that failed first and in order of time; equal ones together."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for one in failures:
+        where = f" at {one.location}" if one.location and one.location not in one.message else ""
+        groups.setdefault((phrase(one) + where, one.stack), []).append(one.rank)
+    for rank, each in sorted(ended.items()):
+        groups.setdefault((_said(each), ""), []).append(rank)
+    return tuple(
+        f"{name_ranks(ranks)} {agreeing(said, ranks)}" + (f"\n{stack}" if stack else "")
+        for (said, stack), ranks in groups.items()
+    )

@@ -1,0 +1,428 @@
+"""A test's code on a rank: called there under the conditions of the parent, with its fixtures, and its luggage left.
+
+`perform` runs the body of a test that carries the marker, `call` a function that `ddp_world.run` was given.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import logging
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import pytest
+
+from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.exception_origin import for_target
+from ddpcheck.testing import remote_pdb as debugging
+from ddpcheck.testing.rank_context import Conditions, Luggage, Style
+from ddpcheck.testing.rank_coverage import Measured, measured
+from ddpcheck.testing.rank_fixtures import Builtin, Fact, InModule, OnRank, RankFixture
+from ddpcheck.worlds import rank as this_rank
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.assert_rewriting import explain_comparisons
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a test that did not fail has ended on a rank.
+
+    Attributes:
+        how: `passed`, `skipped` or `xfailed`.
+        reason: Of the last two.
+        returned: The type of what the test returned, if anything.
+    """
+
+    how: Literal["passed", "skipped", "xfailed"]
+    reason: str = ""
+    returned: str = ""
+
+
+def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: Conditions) -> Any:
+    """Call a function under the conditions and leave the luggage.
+
+    Returns:
+        What it returns, or how it has `Ended` where it skips or expects to fail.
+    """
+    with _under(conditions):
+        return _unless_it_ends(functools.partial(function, *args, **kwargs))
+
+
+def perform(body: bytes, conditions: Conditions) -> Ended:
+    """Run a test's body, made by `ddpcheck.testing.rank_fixtures.pack`, and leave the luggage.
+
+    Raises:
+        BaseException: Whatever the test raises, unless it skips or expects to fail.
+    """
+    with _under(conditions) as luggage:
+        result = _unless_it_ends(functools.partial(_with_fixtures, body, luggage))
+        if isinstance(result, Ended):
+            return result
+        if result is None:
+            return Ended("passed")
+        this_rank.packed_result(result)
+        return Ended("passed", returned=repr(type(result)))
+
+
+@for_target
+def _with_fixtures(body: bytes, luggage: Luggage) -> Any:
+    arguments, function, setups = wire.loads(body)
+    with contextlib.ExitStack() as teardown:
+        maker = _Maker(teardown, luggage)
+        for fixture in setups:
+            maker.make(fixture)
+        made = {name: maker.make(value) for name, value in arguments.items()}
+        return function(**made)
+
+
+@for_target
+def _unless_it_ends(run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, or which of the outcomes that are no failure it has."""
+    try:
+        return run()
+    except pytest.skip.Exception as outcome:
+        return Ended("skipped", outcome.msg or "")
+    except pytest.xfail.Exception as outcome:
+        return Ended("xfailed", outcome.msg or "")
+
+
+@contextlib.contextmanager
+def _under(conditions: Conditions) -> Iterator[Luggage]:
+    luggage = Luggage()
+    log = io.StringIO()
+    caught: list[warnings.WarningMessage] = []
+    covered: list[Measured] = []
+    explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
+    this_rank.leave(b"")  # of an earlier run
+    try:
+        with (
+            _logging(log, conditions),
+            debugging.available(conditions.debugger),
+            warnings.catch_warnings(record=True) as caught,
+            measured(conditions.coverage) as covered,
+        ):
+            assert caught is not None
+            warnings.resetwarnings()
+            warnings.filters.extend(conditions.filters)  # type: ignore[attr-defined]  # a list
+            conditions.seeds.plant()
+            try:
+                with _unhandled() as unhandled:
+                    yield luggage
+                for warning, file, line in unhandled:
+                    warnings.warn_explicit(warning, type(warning), file, line)
+            except BaseException as error:
+                this_rank.announce(error)
+                luggage.failure = _as_pytest_shows(error, conditions.style)
+                if conditions.post_mortem:
+                    luggage.quitting = debugging.post_mortem(error, text_of(luggage.failure))
+                raise
+    finally:
+        luggage.log = log.getvalue()
+        luggage.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
+        luggage.coverage = covered[0] if covered else None
+        this_rank.leave(_packed(luggage))
+
+
+@contextlib.contextmanager
+def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
+    """Exceptions in threads, and where Python can only ignore them, as the warnings that pytest makes of them."""
+    found: list[tuple[Warning, str, int]] = []
+    hooks = threading.excepthook, sys.unraisablehook
+
+    def in_thread(args: Any) -> None:
+        name = args.thread.name if args.thread is not None else "<unknown>"
+        text = _told(f"Exception in thread {name}", args)
+        found.append((pytest.PytestUnhandledThreadExceptionWarning(text), *_raised_at(args.exc_traceback)))
+
+    def unraisable(args: Any) -> None:
+        what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
+        warning = pytest.PytestUnraisableExceptionWarning(_told(what, args))
+        found.append((warning, *_raised_at(args.exc_traceback)))
+
+    threading.excepthook, sys.unraisablehook = in_thread, unraisable
+    try:
+        yield found
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+
+
+def _raised_at(trace: TracebackType | None) -> tuple[str, int]:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace is not None else ("", 0)
+
+
+def _told(what: str, args: Any) -> str:
+    return what + "\n\n" + "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+
+
+def _packed(luggage: Luggage) -> bytes:
+    """Pickle it, without the parts that cannot be."""
+    try:
+        return wire.dumps(luggage)
+    except Exception:
+        luggage.warnings = [
+            (category(str(message)) if _sound(category) else UserWarning(str(message)), category, file, line)
+            for message, category, file, line in luggage.warnings
+        ]
+        for name in ("warnings", "properties", "failure"):
+            try:
+                wire.dumps(getattr(luggage, name))
+            except Exception:
+                setattr(luggage, name, type(getattr(luggage, name))() if name != "failure" else None)
+        return wire.dumps(luggage)
+
+
+def _sound(category: type[Warning]) -> bool:
+    return category.__module__ == "builtins"
+
+
+@contextlib.contextmanager
+def _logging(log: io.StringIO, conditions: Conditions) -> Iterator[None]:
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter(conditions.log_format[0] or None, conditions.log_format[1] or None))
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(conditions.log_level)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+
+
+# --- Failures as pytest shows them ---------------------------------------------------------------------------------
+
+
+def _as_pytest_shows(error: BaseException, style: Style) -> Any:
+    """What pytest prints of an exception, as an object that travels; `None` if that cannot be made, or is all ours."""
+    info = pytest.ExceptionInfo.from_exception(error)
+    if isinstance(error, DdpcheckError) and not _theirs(info):
+        return None
+    try:
+        how = "long" if style.traceback == "auto" or style.full else style.traceback
+        if not _theirs(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
+            how = "value"
+        if how == "native" and not style.full:  # which `tbfilter` does not reach
+            info.traceback = _theirs(info)
+        shown = info.getrepr(
+            showlocals=style.show_locals,
+            style=how,  # type: ignore[arg-type]
+            abspath=os.getcwd() != style.directory,
+            tbfilter=False if style.full else lambda info: _users(info, style),
+            funcargs=True,
+            truncate_locals=style.verbosity <= 1,
+            chain=True,
+        )
+        wire.loads(wire.dumps(shown))
+    except Exception:  # what the user's own objects do when they are shown
+        return None
+    return shown
+
+
+def text_of(shown: Any) -> str:
+    """A failure as pytest prints it, without colours; empty for none."""
+    if shown is None:
+        return ""
+    try:
+        from _pytest._io import TerminalWriter
+
+        text = io.StringIO()
+        shown.toterminal(TerminalWriter(text))
+    except Exception:  # another version of pytest
+        return str(shown)  # without the first line's indentation
+    return text.getvalue().strip("\n")
+
+
+def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
+    """The part of a traceback that is the user's, as `Function._traceback_filter` of pytest cuts it."""
+    whole = info.traceback
+    kept = _theirs(info).filter(info) or whole
+    if style.traceback == "auto" and len(kept) > 2:
+        return type(whole)((kept[0], *(entry.with_repr_style("short") for entry in kept[1:-1]), kept[-1]))
+    return kept
+
+
+def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
+    """The frames of a traceback that are not ours."""
+    ours = (_PACKAGE, str(contextlib.__file__))  # fixtures are set up and torn down by context managers
+    return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(ours))
+
+
+# --- Fixtures ------------------------------------------------------------------------------------------------------
+
+
+class _Maker:
+    """Makes what each rank makes for itself, everything once."""
+
+    def __init__(self, teardown: contextlib.ExitStack, luggage: Luggage) -> None:
+        self._teardown = teardown
+        self._luggage = luggage
+        self._made: dict[object, Any] = {}
+
+    def make(self, value: Any) -> Any:
+        """The value itself, or what it stands for."""
+        if not isinstance(value, OnRank):
+            return value
+        key: object = value if isinstance(value, RankFixture) or value.name == "request" else value.name
+        if key not in self._made:
+            self._made[key] = self._fresh(value)
+        return self._made[key]
+
+    def _fresh(self, value: OnRank) -> Any:
+        if isinstance(value, Fact):
+            return _facts()[value.name]
+        if isinstance(value, RankFixture):
+            function = value.function.find() if isinstance(value.function, InModule) else value.function
+            arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
+            if inspect.isgeneratorfunction(function):
+                return self._teardown.enter_context(_generated(value.name, function(**arguments)))
+            return function(**arguments)
+        assert isinstance(value, Builtin)
+        return self._teardown.enter_context(_BUILTIN[value.name](value.detail, self))
+
+    @property
+    def properties(self) -> list[tuple[str, object]]:
+        return self._luggage.properties
+
+    @property
+    def teardown(self) -> contextlib.ExitStack:
+        return self._teardown
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    here = this_rank.current()
+    return {
+        "rank": here.rank,
+        "world_size": here.world_size,
+        "device": torch.device(here.device),
+        "process_group": dist.group.WORLD,
+    }
+
+
+@contextlib.contextmanager
+def _generated(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
+    nothing = object()
+    if (value := next(steps, nothing)) is nothing:
+        raise UsageError(f"The fixture {name!r} did not yield a value.")
+    try:
+        yield value
+    finally:
+        for _ in steps:
+            raise UsageError(
+                f"The fixture {name!r} yields more than once; a fixture yields its value, and then cleans up."
+            )
+
+
+@contextlib.contextmanager
+def _monkeypatch(_: object, __: _Maker) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@contextlib.contextmanager
+def _recwarn(_: object, __: _Maker) -> Iterator[pytest.WarningsRecorder]:
+    with pytest.WarningsRecorder(_ispytest=True) as recorder:
+        warnings.simplefilter("default")
+        yield recorder
+
+
+@contextlib.contextmanager
+def _captured(capture: Any, __: _Maker) -> Iterator[Any]:
+    fixture: Any = pytest.CaptureFixture(capture, None, _ispytest=True)  # type: ignore[arg-type]
+    fixture._start()
+    try:
+        yield fixture
+    finally:
+        fixture.close()
+
+
+@contextlib.contextmanager
+def _caplog(_: object, __: _Maker) -> Iterator[pytest.LogCaptureFixture]:
+    from _pytest import logging as pytest_logging
+
+    class Item:
+        stash = pytest.Stash()
+
+    handler = pytest_logging.LogCaptureHandler()
+    Item.stash[pytest_logging.caplog_handler_key] = handler
+    Item.stash[pytest_logging.caplog_records_key] = {"call": handler.records}
+    fixture = pytest.LogCaptureFixture(Item, _ispytest=True)  # type: ignore[arg-type]
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield fixture
+    finally:
+        root.removeHandler(handler)
+        fixture._finalize()
+
+
+@contextlib.contextmanager
+def _request(param: Any, maker: _Maker) -> Iterator[Any]:
+    value, name, nodeid = param
+    yield RankRequest(value, maker.teardown.callback, RankNode(name, nodeid))
+
+
+@contextlib.contextmanager
+def _record_property(_: object, maker: _Maker) -> Iterator[Callable[[str, object], None]]:
+    yield lambda name, value: maker.properties.append((name, value))
+
+
+_BUILTIN: Mapping[str, Callable[[Any, _Maker], contextlib.AbstractContextManager[Any]]] = {
+    "monkeypatch": _monkeypatch,
+    "recwarn": _recwarn,
+    "capsys": _captured,
+    "capsysbinary": _captured,
+    "capfd": _captured,
+    "capfdbinary": _captured,
+    "caplog": _caplog,
+    "request": _request,
+    "record_property": _record_property,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankNode:
+    """What is left of a test's `request.node` on a rank."""
+
+    name: str
+    nodeid: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """What is left of pytest's `request` on a rank.
+
+    Attributes:
+        param: As in `pytest.FixtureRequest`.
+        addfinalizer: As there.
+        node: The test.
+    """
+
+    param: Any
+    addfinalizer: Callable[[Callable[[], object]], object]
+    node: RankNode
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"request.{name} is not there on a rank, where only request.param, request.addfinalizer, request.node.name "
+            "and request.node.nodeid are; let a fixture that does not use the rank read it and hand its value on."
+        )

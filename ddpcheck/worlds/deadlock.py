@@ -1,0 +1,115 @@
+"""Whether ranks wait for each other, or for one that has finished, and nobody will come: seen long before the deadline.
+
+It takes all of this together, over seconds: every rank that has not finished is inside a call of
+`torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank runs or is about to,
+and none has used more processor time than waiting does; and no rank has another Python thread. Whoever
+computes, sleeps, reads a file or moves data does not look like that. Linux only, and not for ranks on a GPU, whose work
+does not show in their process.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
+from ddpcheck.findings.wording import name_ranks
+from ddpcheck.worlds.rank_processes import Crew, Rank
+
+INTERVAL = 0.5  # seconds between two looks
+_SECONDS = 3.0  # of stillness
+_QUIET = 1.0  # of them before stacks are looked at, which disturbs ranks
+_SHARE = 0.02  # of a core: gloo's threads look around every 10 ms while they wait, and so does a store
+
+
+class Stillness:
+    """Looks at the ranks of one run from time to time, and says so when they are stuck for good."""
+
+    def __init__(self, crew: Crew, device: str) -> None:
+        self._crew = crew
+        self._possible = sys.platform == "linux" and device == "cpu" and len(crew.ranks) > 1 and crew.one_machine
+        self._next = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen: time has passed in which nobody looked."""
+        self._since: float | None = None
+        self._used: dict[int, float] = {}
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+
+    def wait(self, now: float) -> float | None:
+        """How long until the next look is due; `None` where there is nothing to look for."""
+        if not self._possible:
+            return None
+        return max(0.0, self._next - now)
+
+    def verdict(self, now: float) -> str:
+        """Look, if it is time, and return the sentence that ends the run; empty as long as there may be hope."""
+        if self.wait(now) != 0.0:
+            return ""
+        self._next = now + INTERVAL
+        finished = [rank for rank in self._crew.ranks if rank.answer is not None]
+        waiting = [rank for rank in self._crew.ranks if rank.answer is None]
+        used = self._quiet()
+        if used is None or self._since is None or used.keys() != self._used.keys():
+            self._start(now, used)
+            return ""
+        allowed = 0.02 + _SHARE * (now - self._since)  # the first term: the kernel counts in steps of 10 ms
+        if any(used[number] - self._used[number] > allowed for number in used):
+            self._start(now, used)
+            return ""
+        if now - self._since < _QUIET:
+            return ""
+        stacks = self._waiting_stacks(waiting)
+        if not stacks or (self._stacks and stacks != self._stacks):
+            self._start(now, used)
+            return ""
+        self._stacks = stacks
+        if now - self._since < _SECONDS:
+            return ""
+        late, gone = name_ranks([rank.number for rank in waiting]), [rank.number for rank in finished]
+        if not gone:
+            return "every rank waits for another one, in collectives that do not match"
+        return (
+            f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective, and {name_ranks(gone)} "
+            f"{'has' if len(gone) == 1 else 'have'} finished without it, or joined it with another shape"
+        )
+
+    def _start(self, now: float, used: dict[int, float] | None) -> None:
+        self.reset()
+        if used is not None:
+            self._since, self._used = now, used
+
+    def _quiet(self) -> dict[int, float] | None:
+        """The processor seconds of each rank so far; `None` when one is at work, or about to be, at this moment."""
+        used = {}
+        for rank in self._crew.ranks:
+            if rank.pid is None or rank.ended is not None or (seconds := _sleeping(rank.pid)) is None:
+                return None
+            used[rank.number] = seconds
+        return used
+
+    def _waiting_stacks(self, waiting: Sequence[Rank]) -> dict[int, tuple[Frame, ...]]:
+        """The stacks of the ranks that have not finished; empty when one of them is not waiting for another rank."""
+        dumps = self._crew.dump_stacks(everyone=True)
+        stacks = {rank.number: own_stack(dumps.get(rank.number, "")) for rank in waiting}
+        if any(rank.answer is not None for rank in waiting) or not all(map(waits_for_others, stacks.values())):
+            return {}
+        return {} if any(map(has_other_threads, dumps.values())) else stacks
+
+
+def _sleeping(pid: int) -> float | None:
+    """The processor seconds that a process has used, `None` unless all of its threads sleep."""
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+                if file.read().rpartition(")")[2].split(maxsplit=1)[0] != "S":
+                    return None
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (OSError, IndexError):
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,249 @@
+"""Who started this process: torchrun, `mpirun` or `srun`, read from what they leave in the environment. Pure.
+
+Nothing is guessed. An environment that says half of it (`RANK` without `WORLD_SIZE`) is no launch for `detect`;
+`require` says what is missing, for those who have asked for the ranks of a launcher (rule DDP603).
+
+This module is light. Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of
+Open MPI, section "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT
+VARIABLES".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.worlds.launchers import slurm
+from ddpcheck.worlds.wire import NO_LAUNCH
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher has told this process.
+
+    Attributes:
+        launcher: Its name, for messages.
+        rank: Of this process.
+        world_size: How many processes it has started.
+        local_rank: Among those of this machine; `None` where it did not say.
+        local_world_size: How many of them are on this machine; `None` where it did not say.
+        job: What no other job on this machine has, and all ranks of this one do; empty where nothing tells.
+        address: Of the machine that rank 0 is on, empty where it is not known.
+        port: Which is free there, 0 where it is not known.
+        agent: Whether the launcher itself keeps a store at that address.
+        nodes: Of SLURM: the machines, as a compressed list of hosts, that of rank 0 first.
+        node: Of SLURM: the one of this process.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    job: str
+    address: str
+    port: int
+    agent: bool = False
+    nodes: str = ""
+    node: str = ""
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks are known to be on one machine."""
+        return self.local_world_size == self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The variables in which one kind of launcher says who a process is; the first that is set counts."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    job: tuple[str, ...]
+
+
+# In this order: each may be started by one further down, and then speaks for the ranks.
+_TORCHRUN = _Names(
+    "torchrun",
+    "RANK",
+    "WORLD_SIZE",
+    ("LOCAL_RANK",),
+    ("LOCAL_WORLD_SIZE",),
+    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
+_OPEN_MPI = _Names(
+    "mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+)
+_MPICH = _Names(
+    "mpiexec",
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ("PMI_JOBID", "PALS_APID", "PMI_PORT"),
+)
+_SLURM = _Names(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
+)
+BY_HAND = "the environment"
+"""Stands for a launcher where somebody has set the variables."""
+_PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
+
+
+# What callers ask for by name, in the words of `mmcv` and `mmengine`.
+LAUNCHERS = {"pytorch": (_TORCHRUN, _PLAIN), "mpi": (_OPEN_MPI, _MPICH), "slurm": (_SLURM,)}
+
+_ASK = {
+    "pytorch": "start this with torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+    "mpi": "start this with mpirun or mpiexec",
+    "slurm": "start this with srun",
+}
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return what the launcher of this process has said; `None` where there is none, or it started one process only.
+
+    `None` too in a process that a rank has started, which inherits the rank's variables, and in a shell of SLURM that
+    is no step of `srun`.
+    """
+    found = _read(environ)
+    return found if isinstance(found, Launch) and found.world_size > 1 else None
+
+
+def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> Launch:
+    """Return what the launcher of this process has said, also where it started one process only.
+
+    Args:
+        environ: Variables.
+        launcher: The only one to listen to, a key of `LAUNCHERS`; default: the innermost one that has spoken.
+
+    Raises:
+        UsageError: No launcher has started this process, or its variables are incomplete or make no sense.
+    """
+    if launcher is not None:
+        return _require_one(environ, launcher)
+    found = _read(environ)
+    if isinstance(found, Launch):
+        return found
+    raise UsageError(
+        found
+        or "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+    )
+
+
+def _require_one(environ: Mapping[str, str], launcher: str) -> Launch:
+    spoken = _spoken(environ)
+    for names in spoken:
+        if names in LAUNCHERS[launcher]:
+            return _launch(names, environ)
+    if launcher == "slurm" and "SLURM_JOB_ID" in environ:
+        why = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
+    elif spoken:
+        why = f"it is {spoken[0].launcher} that has started this process"
+    else:
+        missing = {"pytorch": "RANK", "mpi": "OMPI_COMM_WORLD_RANK or PMI_RANK", "slurm": "SLURM_JOB_ID"}[launcher]
+        why = f"there is no {missing} in the environment"
+    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; {_ASK[launcher]}.")
+
+
+def _read(environ: Mapping[str, str]) -> Launch | str | None:
+    """The launch, or what is wrong with it in a sentence, or nothing."""
+    if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
+        return None
+    names = next(iter(_spoken(environ)), None)
+    if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # a terminal: an interactive step
+        return None
+    try:
+        return _launch(names, environ)
+    except UsageError as error:
+        return str(error)
+
+
+def _spoken(environ: Mapping[str, str]) -> list[_Names]:
+    """The launchers whose variables are there, the one that has started this process itself first."""
+    there = {
+        _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
+        _OPEN_MPI: _OPEN_MPI.rank in environ,
+        _MPICH: _MPICH.rank in environ,
+        _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has none of a step
+        _PLAIN: "RANK" in environ or "WORLD_SIZE" in environ,
+    }
+    spoken = [names for names, said in there.items() if said]
+    if there[_MPICH] and there[_SLURM] and _same_rank(environ):  # `srun --mpi=pmi2` speaks for itself, and says more
+        spoken.remove(_SLURM)
+        spoken.insert(spoken.index(_MPICH), _SLURM)
+    return spoken
+
+
+def _same_rank(environ: Mapping[str, str]) -> bool:
+    return all(
+        environ.get(mine) == environ.get(other)
+        for mine, other in ((_MPICH.rank, _SLURM.rank), (_MPICH.world_size, _SLURM.world_size))
+    )
+
+
+def _launch(names: _Names, environ: Mapping[str, str]) -> Launch:
+    rank = _number(environ, names.rank, names)
+    world_size = _number(environ, names.world_size, names)
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: "
+            "ranks count from 0 to one less."
+        )
+    here = next((name for name in names.local_rank if name in environ), None)
+    among = next((name for name in names.local_world_size if name in environ), None)
+    local_world_size = _number(environ, among, names) if among else None
+    nodes = node = ""
+    if names is _SLURM:
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
+        node = environ.get("SLURMD_NODENAME", "")
+        if "1" in (environ.get("SLURM_STEP_NUM_NODES"), environ.get("SLURM_JOB_NUM_NODES")):
+            local_world_size = world_size
+        else:
+            local_world_size = slurm.tasks_of_node(
+                environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "")
+            )
+    address = environ.get("MASTER_ADDR", "")
+    needed = address and names is not _SLURM  # whose port is made of the number of the job
+    port = _number(environ, "MASTER_PORT", names) if needed or "MASTER_PORT" in environ else 0
+    if not address and names in (_TORCHRUN, _PLAIN):
+        raise UsageError(f"{_said(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
+    return Launch(
+        names.launcher,
+        rank,
+        world_size,
+        _number(environ, here, names) if here else None,
+        local_world_size,
+        " ".join(environ[name] for name in names.job if name in environ),
+        address,
+        port,
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        nodes,
+        node,
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, names: _Names) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UsageError(f"{_said(names)} but {name} is not set; export it, or start the ranks with torchrun.")
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"{name} must be a whole number, got {text!r}.")
+    return int(text)
+
+
+def _said(names: _Names) -> str:
+    if names is _PLAIN:
+        return "RANK or WORLD_SIZE say that a launcher has started this process,"
+    return f"{names.launcher} has started this process,"

@@ -1,0 +1,288 @@
+"""Another rank's side of `leading`: a process that starts a rank when it is told to, and hands on what it says.
+
+This module is light: torch is only imported by the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.worlds import starting as processes
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.launchers.detection import Launch
+from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Welcome, join
+
+_TICK = 0.1
+_POLL = 0.01  # where one has to ask whether a rank has ended
+_DEATH = 2.0
+_DUMP = 1.5  # for a stack to be written; the leader waits a little longer
+_STUCK = 60.0  # seconds without the leader reading what it is told
+_GROW = ("out", "log")  # files that are only added to
+
+
+def follow(launch: Launch, *, timeout: float = PATIENCE) -> bool:
+    """Serve rank 0 until it says goodbye, or is gone.
+
+    Returns:
+        Whether it said goodbye.
+
+    Raises:
+        UsageError: Nothing tells where to meet.
+        DdpcheckError: Rank 0 did not show up.
+    """
+    sock, welcome = join(launch, timeout)
+    with sock:
+        return _Follower(sock, welcome).serve()
+
+
+class _Follower:
+    """This process, for the leader."""
+
+    def __init__(self, sock: socket.socket, welcome: Welcome) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.welcome = welcome
+        self.selector = selectors.DefaultSelector()
+        self._inbox = wire.Inbox()
+        self._hosted: dict[int, _Hosted] = {}
+
+    def serve(self) -> bool:
+        self.selector.register(self.sock, selectors.EVENT_READ)
+        try:
+            with self.selector:
+                while True:
+                    asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
+                    self.selector.select(_POLL if asking else _TICK)
+                    messages, alive = self._inbox.drain(self.sock)
+                    for message in messages:
+                        if message[0] == "bye":
+                            return True
+                        self._do(*message)
+                    if not alive:
+                        return False
+                    for number, hosted in list(self._hosted.items()):
+                        if hosted.attend():
+                            self._drop(number)
+        except ConnectionError:
+            return False
+        finally:
+            for number in list(self._hosted):
+                with contextlib.suppress(OSError):
+                    self._drop(number)
+
+    def _do(self, kind: str, number: int, *rest: Any) -> None:
+        if kind == "open":
+            self._hosted[number] = _Hosted(self, number, *rest)
+        elif (hosted := self._hosted.get(number)) is not None:
+            if kind == "bytes":
+                hosted.post(rest[0])
+            elif kind == "signal":
+                hosted.signal(rest[0])
+            elif kind == "close":
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        self._hosted.pop(number).end()
+        self.tell("over", number)
+
+    def tell(self, *message: Any) -> None:
+        """Say something to the leader, and wait until it is on its way.
+
+        Raises:
+            OSError: The leader is gone.
+        """
+        data = memoryview(wire.pack(message))
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.sock, selectors.EVENT_WRITE)
+            while data:
+                try:
+                    data = data[self.sock.send(data) :]
+                except (BlockingIOError, InterruptedError):
+                    if not ready.select(_STUCK):
+                        raise ConnectionAbortedError("the leader does not listen") from None
+
+
+class _Hosted:
+    """One rank of one world, with this process."""
+
+    def __init__(
+        self,
+        follower: _Follower,
+        number: int,
+        directory: str,
+        rank: int,
+        hash_seed: str,
+        preload: Sequence[str],
+        ahead: bool,
+        method: str,
+    ) -> None:
+        self._follower = follower
+        self._number = number
+        self._rank = rank
+        self._directory = Path(directory)
+        self._shared = follower.welcome.shared
+        self._lengths: dict[str, int] = {}  # of each file that grows, how much the leader has
+        self._whole: dict[str, bytes] = {}  # of each other file, what the leader has
+        self._backlog = bytearray()
+        self._inbox = wire.Inbox()
+        self._said_all = self._exited = False
+        if not self._shared:
+            self._directory.mkdir(mode=0o700)
+        self._sock, theirs = socket.socketpair()
+        self._sock.setblocking(False)
+        start: processes.Starter = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
+        # The fork server removes the directory when this process dies; the leader's is not ours to remove.
+        scratch = "" if self._shared and method == "fork" else directory
+        with theirs:
+            self.launch = start(scratch, {rank: theirs.fileno()}, hash_seed, preload, ahead)
+        follower.selector.register(self._sock, selectors.EVENT_READ)
+        if self.launch.channel is not None:
+            follower.selector.register(self.launch.channel, selectors.EVENT_READ)
+
+    # --- What the leader wants -----------------------------------------------------------------------------------
+
+    def post(self, data: bytes) -> None:
+        """Hand on what it says to the rank, as soon as that reads it."""
+        self._backlog += data
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._said_all:
+            return
+        try:
+            while self._backlog:
+                del self._backlog[: self._sock.send(self._backlog)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:  # it is gone; its exit will be told
+            self._backlog.clear()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._backlog else 0)
+        self._follower.selector.modify(self._sock, wanted)
+
+    def signal(self, number: int) -> None:
+        """Send the rank a signal; what it writes upon one that asks for its stack, the leader waits for."""
+        if self._shared or number != getattr(signal, "SIGUSR1", None):
+            self.launch.signal([self._rank], number)
+            return
+        stack = self._directory / f"rank{self._rank}.stack"
+        if _size(stack):
+            os.truncate(stack, 0)
+        self.launch.signal([self._rank], number)
+        deadline = time.monotonic() + _DUMP
+        while time.monotonic() < deadline and (not (size := _size(stack)) or size != self._steady(stack)):
+            pass
+        self._show(stack.name)
+
+    def _steady(self, file: Path) -> int:
+        time.sleep(_POLL)
+        return _size(file)
+
+    # --- What there is to tell ---------------------------------------------------------------------------------------
+
+    def attend(self) -> bool:
+        """Tell the leader what is new; returns whether all is over."""
+        self._flush()
+        self._show_files()
+        self._hand_on()
+        for event in self.launch.events():
+            if event[0] == "exit":
+                self._show_files()
+                self._hand_on()  # its last words come before its death
+                self._exited = True
+                event = (*event[:3], event[3] + self._follower.welcome.offset)
+            elif event[0] == "forked" and not self._shared:
+                event = ("forked", [(rank, -pid) for rank, pid in event[1]])  # no process that the leader could look at
+            self._follower.tell("event", self._number, event)
+        channel = self.launch.channel
+        if self.launch.over and channel is not None and channel in self._follower.selector.get_map():
+            self._follower.selector.unregister(channel)
+            return True
+        return channel is None and self._exited
+
+    def _hand_on(self) -> None:
+        if self._said_all:
+            return
+        if self._shared:
+            alive, data = True, bytearray()
+            try:
+                while chunk := self._sock.recv(1 << 18):
+                    data += chunk
+                alive = False
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError:
+                alive = False
+        else:
+            messages, alive = self._inbox.drain(self._sock)
+            data = bytearray().join(wire.pack(self._in_time(message)) for message in messages)
+        if data:
+            self._follower.tell("bytes", self._number, bytes(data))
+        if not alive:
+            self._said_all = True
+            self._follower.selector.unregister(self._sock)
+
+    def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a rank says, with its times by the leader's clock."""
+        offset = self._follower.welcome.offset
+        if message[0] == "ready":
+            return (message[0], message[1] + offset, *message[2:])
+        if message[0] in ("failure", "failing"):
+            return (*message[:2], {**message[2], "when": message[2]["when"] + offset}, *message[3:])
+        return message
+
+    def _show_files(self) -> None:
+        """Where the leader cannot read the rank's files, send it what is new in them."""
+        if not self._shared:
+            for kind in ("slots", "out", "luggage"):
+                self._show(f"rank{self._rank}.{kind}")
+            self._show(f"collectives-{self._rank}.log")
+
+    def _show(self, name: str) -> None:
+        try:
+            data = (self._directory / name).read_bytes()
+        except OSError:
+            return
+        offset = 0
+        if name.endswith(_GROW):
+            offset, self._lengths[name] = self._lengths.get(name, 0), len(data)
+            new = data[offset:]
+        else:
+            new = b"" if self._whole.get(name) == data else data
+            self._whole[name] = data
+        if new:
+            self._follower.tell("file", self._number, name, offset, new)
+
+    # --- The end -----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """End the rank, if it lives, and leave nothing of it."""
+        if not self._exited:
+            self.launch.signal([self._rank], signal.SIGKILL)
+            deadline = time.monotonic() + _DEATH
+            while time.monotonic() < deadline and not any(event[0] == "exit" for event in self.launch.events()):
+                time.sleep(_POLL)
+        with contextlib.suppress(KeyError, ValueError):
+            self._follower.selector.unregister(self._sock)
+        if self.launch.channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._follower.selector.unregister(self.launch.channel)
+        self._sock.close()
+        self.launch.close()
+        if not self._shared:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

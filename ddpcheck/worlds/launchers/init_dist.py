@@ -1,0 +1,306 @@
+"""`init_dist`: a default process group of the ranks that torchrun, `mpirun` or `srun` has started.
+
+The ranks meet on a store first, tell each other what they see, and decide together; then they set the group up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
+from ddpcheck.findings.wording import name_ranks
+from ddpcheck.worlds.launchers.detection import LAUNCHERS, Launch, require
+from ddpcheck.worlds.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
+from ddpcheck.worlds.launchers.interface import gloo_interface, route
+from ddpcheck.worlds.launchers.liveness import this_machine
+from ddpcheck.worlds.launchers.store import Board, StoreGoneError, open_board
+from ddpcheck.worlds.validation import check_choice, check_count, check_seconds
+
+_PATIENCE = 600.0  # seconds: machines of one job may come up minutes apart
+_PAUSE = (0.001, 0.05)
+_LAST_WORD = 1.0
+_GIVEN_UP = "given up"
+_OURS = ("store", "rank", "world_size", "init_method")
+
+_set: dict[str, str] = {}  # what this module has put into the environment, which no launcher has said
+_kept: list[Board] = []  # at an address that the next process group of this process would meet at, too
+
+
+def init_dist(
+    launcher: str | None = None,
+    backend: str | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+    port: int | None = None,
+    **options: Any,
+) -> torch.device:
+    """Set up the default process group on the ranks that a launcher has started; done already, nothing happens.
+
+    Sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for code that reads
+    them, and makes the rank's GPU current: that of its local rank, whatever its rank.
+
+    Where the ranks meet. Under torchrun, in the store of its agent. On one machine, at a port of the loopback interface
+    that is free, unless `port` or `MASTER_PORT` names one. Else at `MASTER_ADDR`, which SLURM's list of nodes stands in
+    for, and `port`, `MASTER_PORT`, or under SLURM one made of the numbers of its job and step (20000 to 29999).
+
+    Args:
+        launcher: `pytorch` (torchrun, or variables set by hand), `mpi` or `slurm`; default: whoever has started this.
+        backend: As for `torch.distributed.init_process_group`; default: `nccl` where every rank has a GPU of its own,
+            else `gloo`. All ranks decide alike.
+        timeout: Seconds, or a `timedelta`, that the ranks wait for each other, here and in collectives; default: 600
+            here, torch's own there.
+        port: Of the machine of rank 0, to meet at.
+        **options: For `torch.distributed.init_process_group`, for example `device_id`.
+
+    Returns:
+        The device of this rank: its GPU, or the CPU where it sees none.
+
+    Raises:
+        ChoiceError: An unknown launcher or backend; it is a `ValueError` too.
+        UsageError: No launcher, or not this one, has started this process; its variables are incomplete (DDP603);
+            nothing tells where the ranks could meet; they disagree; or an argument is wrong.
+        HangError: A rank did not come in time.
+        DdpcheckError: The ranks cannot reach each other, or the group cannot be set up.
+    """
+    if launcher is not None:
+        check_choice("launcher", launcher, tuple(LAUNCHERS))
+    asked = _check_backend(backend)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is not None:
+        check_seconds("timeout", seconds)
+    if port is not None:
+        check_count("port", port, 65535)
+    if own := [name for name in _OURS if name in options]:
+        raise UsageError(f"init_dist sees to {', '.join(own)} itself; leave that out.")
+    _check_options(options)
+    if dist.is_initialized():
+        return _device_in_use()
+    environ = {name: value for name, value in os.environ.items() if _set.get(name) != value}
+    if port is not None:
+        environ["MASTER_PORT"] = str(port)
+    try:
+        launch = require(environ, launcher)
+    except UsageError as error:
+        raise UsageError(f"{error} See `ddpcheck explain DDP603`.") from None
+    if seconds is not None:
+        options["timeout"] = timedelta(seconds=seconds)
+    return _join(launch, asked, _PATIENCE if seconds is None else seconds, launch.port > 0, options)
+
+
+def _check_backend(backend: str | None) -> str:
+    """The backend in small letters, empty for `None`, having refused those that this torch does not have."""
+    if backend is None:
+        return ""
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    there = [name for name in known if dist.is_backend_available(name)]
+    for part in backend.lower().split(","):  # "cpu:gloo,cuda:nccl" is one too
+        if part.rpartition(":")[2] not in there:
+            raise ChoiceError(f"backend must be one that this torch has: {', '.join(there)}; got {backend!r}.")
+    return backend.lower()
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse, before anybody is met, what `torch.distributed.init_process_group` does not take."""
+    taken = inspect.signature(dist.init_process_group).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        return
+    if unknown := [name for name in options if name not in taken]:
+        theirs = [name for name in taken if name not in (*_OURS, "backend", "timeout") and name[0] != "_"]
+        raise UsageError(
+            f"init_dist takes no argument {', '.join(unknown)}; beside launcher, backend, timeout and port it takes "
+            f"those of torch.distributed.init_process_group: {', '.join(theirs)}."
+        )
+
+
+def _device_in_use() -> torch.device:
+    """The device of a rank whose process group is there already."""
+    if torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: dict[str, Any]) -> torch.device:
+    deadline = time.monotonic() + seconds
+    board, met = open_board(launch, seconds, as_told=as_told)
+    meeting = _Meeting(board, launch, seconds, deadline)
+    try:
+        address, port = board.address
+        own, master = route(address, port)
+        machine = this_machine()
+        seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master), met)
+    except BaseException:
+        meeting.leave()
+        raise
+    finally:
+        met()
+    if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
+        _kept.append(board)  # or a rank that is early for the next one would find the store of this one about to end
+    backend = choose_backend(seats)
+    index = choose_gpus(seats)[launch.rank]
+    if index is not None:
+        torch.cuda.set_device(index)
+    names: dict[str, object] = {
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_RANK": local_ranks(seats)[launch.rank],
+        "LOCAL_WORLD_SIZE": launch.local_world_size or [seat.machine for seat in seats].count(machine),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (
+        interface := gloo_interface(launch.one_machine, own, [seat.master for seat in seats])
+    ):
+        names["GLOO_SOCKET_IFNAME"] = interface
+    before = {name: os.environ.get(name) for name in names}
+    values = {name: str(value) for name, value in names.items()}
+    os.environ.update(values)
+    try:
+        if backend == "mpi":
+            dist.init_process_group(backend, **options)  # MPI knows who is who, and where
+        else:
+            store = PrefixStore("group", board.store)
+            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **options)
+        meeting.wait_for_all(f"set up {backend}")  # gloo's own is no barrier, and rank 0 may keep the store
+    except BaseException as error:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if isinstance(error, DdpcheckError) or not isinstance(error, Exception):
+            meeting.leave()
+            raise
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        said = f"Rank {launch.rank} could not set up {backend}: {said}"
+        meeting.leave(said)
+        raise DdpcheckError(said) from error
+    _set.update({name: value for name, value in values.items() if before[name] != value})
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+
+def _visible_gpus(machine: str) -> tuple[str, ...]:
+    """A name for each GPU that this process sees, in order, by which to know it among those of all ranks."""
+    if not torch.cuda.is_available():
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = []
+    for index in range(torch.cuda.device_count()):
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not in every torch
+        names.append(str(uuid) if uuid else f"{machine} {visible} {index}")
+    return tuple(names)
+
+
+# --- Meeting ---------------------------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """What the ranks tell each other before there is a process group."""
+
+    def __init__(self, board: Board, launch: Launch, seconds: float, deadline: float) -> None:
+        self._board = board
+        self._launch = launch
+        self._seconds = seconds
+        self._deadline = deadline
+
+    def exchange(self, seat: Seat, met: Callable[[], None]) -> list[Seat]:
+        """Return what every rank has told, in order of rank; rank 0 collects it.
+
+        Args:
+            seat: Of this rank.
+            met: What rank 0 calls when all are there, before any of them can go on, and come back for another attempt.
+        """
+        own = [f"seat/{rank}" for rank in range(self._launch.world_size)]
+        with self._store_at_hand():
+            self._board.put(own[self._launch.rank], json.dumps(asdict(seat)).encode())
+            if self._launch.rank == 0:
+                self._wait(own, own, "come to init_dist")
+                met()
+                self._board.put("seats", b"\n".join(self._board.get(name) for name in own))
+            self._wait(["seats"], own, "come to init_dist")
+            lines = self._board.get("seats").splitlines()
+            self._read_by_all("seats")
+        told = [json.loads(line) for line in lines]
+        return [Seat(**{**one, "gpus": tuple(one["gpus"])}) for one in told]
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until every rank has called this."""
+        own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
+        with self._store_at_hand():
+            self._board.put(own[self._launch.rank], b"")
+            if self._board.next(what) == self._launch.world_size:
+                self._board.put(f"{what}/all", b"")
+            self._wait([f"{what}/all"], own, what)
+            self._read_by_all(what)
+
+    def leave(self, said: str = "") -> None:
+        """Go without a process group, having told the others why if they do not know; rank 0 goes last if it can.
+
+        It stays for a moment, also for those that have come a little late: they are to read it before the store ends.
+        """
+        with contextlib.suppress(StoreGoneError):
+            if said:
+                self._board.put(_GIVEN_UP, json.dumps([False, said]).encode())
+            if self._board.next("left") == self._launch.world_size:
+                self._board.put("left/all", b"")
+            last = time.monotonic() + _LAST_WORD
+            while self._launch.rank == 0 and time.monotonic() < last and not self._board.has("left/all"):
+                time.sleep(_PAUSE[1])
+
+    def _read_by_all(self, what: str) -> None:
+        """Let rank 0 wait for the others: it may keep the store that they read from, and end right after this."""
+        others = self._launch.world_size - 1
+        if self._launch.rank and self._board.next(f"{what}/read") == others:
+            self._board.put(f"{what}/over", b"")
+        if self._launch.rank == 0 and others:
+            self._linger(f"{what}/over")
+
+    def _linger(self, *names: str) -> bool:
+        """Wait until all of these are there, and return whether they are.
+
+        Raises:
+            HangError: Another rank has waited for too long.
+            DdpcheckError: Another rank could not set the group up.
+        """
+        pause = _PAUSE[0]
+        while not self._board.has(*names):
+            if self._board.has(_GIVEN_UP):
+                late, said = json.loads(self._board.get(_GIVEN_UP))
+                raise HangError(said) if late else DdpcheckError(said)
+            if time.monotonic() > self._deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE[1])
+        return True
+
+    def _wait(self, names: list[str], own: list[str], what: str) -> None:
+        if self._linger(*names):
+            return
+        missing = [rank for rank, name in enumerate(own) if not self._board.has(name)] or [0]
+        who = name_ranks(missing)
+        said = (
+            f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
+            f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
+        )
+        self._board.put(_GIVEN_UP, json.dumps([True, said]).encode())
+        raise HangError(said)
+
+    @contextlib.contextmanager
+    def _store_at_hand(self) -> Any:
+        try:
+            yield
+        except StoreGoneError as error:
+            raise DdpcheckError(
+                f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
+                "see what the output of rank 0 says."
+            ) from error

@@ -1,0 +1,433 @@
+"""A session of the ranks of a launcher: who is there, in step or not, and what each tells the others.
+
+Each rank runs the same tests by itself. They meet at the same points, one test an epoch: `begin`, any number of
+meetings, `end`. A rank that fails early skips meetings and goes to `end`; whoever waits for it in a meeting is told at
+once, and all are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
+
+This module is light: it imports torch only when a session is joined.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
+from ddpcheck.findings.wording import agreeing, name_ranks
+from ddpcheck.worlds.launchers.detection import BY_HAND, Launch
+from ddpcheck.worlds.launchers.interface import gloo_interface, route
+from ddpcheck.worlds.launchers.liveness import BEAT, Peer, Peers, how_it_ended, this_machine
+from ddpcheck.worlds.launchers.store import StoreGoneError, open_board
+from ddpcheck.worlds.wire import NO_LAUNCH
+
+_SOON = 0.001
+_LATER = 0.01
+_IDLE = 0.25  # seconds between looks of the watching thread when nothing runs
+_BUSY = 0.02  # and while something does
+_AFTERMATH = 0.5  # for the reason why the launcher ends us to show
+_FORSAKEN = 5.0  # to come to an end without a launcher
+
+
+class Session:
+    """This process as one of the ranks that a launcher has started; one a process.
+
+    Attributes:
+        launch: What the launcher said.
+        rank: Of this process.
+        world_size: How many there are.
+        local_rank: Among the ranks of this machine.
+        interface: Of the network, that gloo must be told of; empty where it finds one by itself.
+        broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
+    """
+
+    def __init__(self, launch: Launch, *, timeout: float = 120.0) -> None:
+        """Meet the other ranks.
+
+        Args:
+            launch: As detected.
+            timeout: Seconds to wait for them.
+
+        Raises:
+            UsageError: Nothing tells where the ranks could meet.
+            HangError: A rank did not come.
+            DdpcheckError: The ranks cannot reach each other.
+        """
+        self.launch = launch
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self.broken: str | None = None
+        self.gone: dict[int, tuple[str, int | None]] = {}
+        self.terminated: float | None = None
+        self._owner = os.getpid()
+        self._parent = os.getppid()
+        self._forsaken: float | None = None
+        self._label = "the start"
+        self._epoch = 0
+        self._step = 0
+        self._worlds = 0
+        self._spoiled: str | None = None
+        self._litter: list[list[Callable[[], None]]] = [[], []]
+        self._task: Callable[[], None] | None = None
+        self._busy = False
+        self._left = self._announced = False
+        self._peers: Peers | None = None
+        self._thread: threading.Thread | None = None
+        self._met: Callable[[], None] = _nothing
+        offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
+        try:
+            self.board, self._met = open_board(launch, timeout)
+            own, master = route(*self.board.address)
+            me = (Peer(this_machine(), os.getpid()), offered, master)
+            said = self.meet("the start of the session", pickle.dumps(me), timeout=timeout)
+        except BaseException:
+            shutil.rmtree(offered, ignore_errors=True)
+            raise
+        finally:
+            self._met()  # whoever is not there yet has no time left
+        peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(said)}
+        here = [rank for rank, (peer, *_) in peers.items() if peer.machine == me[0].machine]
+        self.one_machine = len(here) == self.world_size
+        self.interface = gloo_interface(self.one_machine, own, [one[2] for one in peers.values()])
+        self._first_here = min(here) == self.rank
+        self.local_rank = here.index(self.rank) if launch.local_rank is None else launch.local_rank
+        if not self._first_here:
+            os.rmdir(offered)
+        self.directory = Path(peers[min(here)][1])
+        self._peers = Peers(self.rank, {rank: peer for rank, (peer, *_) in peers.items()})
+        if not launch.agent and self.rank:
+            self.board.kept = self._peers.lookout(0)
+        self._stop = False
+        self._thread = threading.Thread(target=self._watch, name="ddpcheck-ranks", daemon=True)
+        self._thread.start()
+        self._handled = signal.getsignal(signal.SIGTERM)
+        if self._handled == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_terminate)
+        os.environ[NO_LAUNCH] = str(self._owner)
+        atexit.register(self._at_exit)
+
+    # --- Meeting -------------------------------------------------------------------------------------------------
+
+    def begin(self, label: str) -> None:
+        """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
+        self._next_epoch(label)
+        with contextlib.suppress(StoreGoneError):
+            self.board.put(f"at/{self.rank}", label.encode())
+
+    def agree(self, what: str, value: str, *, timeout: float) -> list[str]:
+        """Tell every rank a value, and return that of each, in order of rank.
+
+        Args:
+            what: The point at which every rank does so, in words that are the same on all of them.
+            value: Of this rank.
+            timeout: Seconds to wait for the others.
+
+        Raises:
+            HangError: A rank did not get there in time.
+            RankError: A rank has ended, has left, or is at another point.
+        """
+        return [data.decode() for data in self.meet(what, value.encode(), timeout=timeout)]
+
+    def end(self, value: str, *, timeout: float) -> list[str]:
+        """End the epoch that `begin` has begun: `agree`, for ranks that have missed meetings in it too.
+
+        A rank that does not come in time is lost: the session is broken.
+        """
+        return [data.decode() for data in self.end_with(value.encode(), timeout=timeout)]
+
+    def end_with(self, data: bytes, *, timeout: float) -> list[bytes]:
+        """Do as `end`, with bytes."""
+        self._check()
+        self._spoiled = None
+        try:
+            said = self._meet(f"{self._epoch}/end", "the end", data, timeout)
+        except HangError as error:
+            self._break(str(error))
+            raise
+        self._next_epoch(f"what follows {self._label}")
+        return said
+
+    def _next_epoch(self, label: str) -> None:
+        self._epoch += 1
+        self._step = self._worlds = 0
+        self._label = label
+        self._spoiled = None
+
+    def meet(self, what: str, data: bytes, *, timeout: float) -> list[bytes]:
+        """Do as `agree`, with bytes."""
+        self._check()
+        if self._spoiled is not None:
+            raise RankError(self._spoiled)
+        self._step += 1
+        try:
+            return self._meet(f"{self._epoch}/{self._step}", what, data, timeout)
+        except (RankError, HangError) as error:
+            self._spoiled = str(error)
+            raise
+
+    @property
+    def missed(self) -> bool:
+        """Whether this rank has been told in this epoch that others would not come to a meeting with it."""
+        return self._spoiled is not None
+
+    def name_world(self) -> str:
+        """A name for one more world: the same on every rank as long as they are in step."""
+        self._worlds += 1
+        return f"world{self._epoch}-{self._worlds}"
+
+    def lose(self, rank: int) -> None:
+        """Take note that a rank is stuck for good."""
+        self._break(f"rank {rank} is stuck, and could not be freed.")
+
+    @property
+    def point(self) -> str:
+        """A name for where this rank is, the same for ranks in step, and never the same again."""
+        return f"{self._epoch}/{self._step}"
+
+    def _meet(self, name: str, what: str, data: bytes, timeout: float) -> list[bytes]:
+        def record(rank: int) -> str:
+            return f"meet/{name}/{rank}"
+
+        self._busy = True
+        try:
+            self.board.put(record(self.rank), pickle.dumps((what, data)))
+            self._await(what, {rank: record(rank) for rank in range(self.world_size)}, timeout)
+            found = [pickle.loads(self.board.get(record(rank))) for rank in range(self.world_size)]
+        except StoreGoneError as error:
+            raise self.lost_store(error) from error
+        finally:
+            self._busy = False
+        self._clean([record(self.rank)])
+        if len({one for one, _ in found}) > 1:
+            said = "; ".join(f"rank {rank} is at {one}" for rank, (one, _) in enumerate(found))
+            raise RankError(
+                f"The ranks are not in step in {self._label}: {said}; "
+                "every rank must do the same things in the same order."
+            )
+        return [value for _, value in found]
+
+    def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
+        """Wait until all of these are there."""
+        deadline = time.monotonic() + timeout
+        pause = _SOON
+        while not self.board.has(*names.values()):
+            now = time.monotonic()
+            missing = [rank for rank, name in names.items() if not self.board.has(name)]
+            if missing and (said := self._why_not(missing)):
+                raise RankError(said)
+            ended = [rank for rank in missing if self.board.has(f"meet/{self._epoch}/end/{rank}")]
+            if ended and not what == "the end":
+                # It may have been here before it ended.
+                if ended := [rank for rank in ended if not self.board.has(names[rank])]:
+                    raise RankError(
+                        f"{_Name(ended)} {agreeing('has', ended)} left {self._label} already, "
+                        f"while rank {self.rank} waits in {what}."
+                    )
+            if missing and now >= deadline:
+                raise HangError(
+                    f"{_Name(missing)} did not reach {what} of {self._label} within {timeout:g} s{self._last(missing)}."
+                )
+            time.sleep(pause)
+            pause = min(_LATER, pause * 1.5)
+
+    def _last(self, ranks: Sequence[int]) -> str:
+        said = []
+        for rank in ranks:
+            if self.board.has(f"at/{rank}"):
+                said.append(f"rank {rank} was last in {self.board.get(f'at/{rank}').decode()}")
+        return "; " + ", ".join(said) if said else ""
+
+    def _clean(self, names: list[str]) -> None:
+        """Forget what was told in the meeting before the last one: who came to a later one has read it."""
+        for tidy in self._litter.pop(0):
+            with contextlib.suppress(OSError, StoreGoneError):
+                tidy()
+        self._litter.append([lambda: self.board.remove(names)])
+
+    def later(self, tidy: Callable[[], None]) -> None:
+        """Do something as soon as every rank has come to two more meetings, or at the end."""
+        self._litter[-1].append(tidy)
+
+    # --- Others that are not there any more ------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._owner != os.getpid():
+            raise DdpcheckError("The session of a launcher's ranks belongs to the process that joined it.")
+        if self._left:
+            raise DdpcheckError("This rank has left the session.")
+        if self.broken is not None:
+            raise RankError(self.broken)
+
+    def _break(self, sentence: str) -> str:
+        if self.broken is None:
+            self.broken = f"The ranks cannot work together any more, since {self._label}: {sentence}"
+        return self.broken
+
+    def _why_not(self, ranks: Sequence[int]) -> str | None:
+        """Why some of these will never come; breaks the session."""
+        gone = [rank for rank in ranks if rank in self.gone]
+        if gone:
+            return self._break("; ".join(self.gone[rank][0] for rank in gone) + ".")
+        left = [rank for rank in ranks if self.board.has(f"left/{rank}")]
+        if left:
+            said = [f"rank {rank} has left ({self.board.get(f'left/{rank}').decode()})" for rank in left]
+            return self._break("; ".join(said) + ".")
+        if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:
+            return self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
+        return None
+
+    def lost_store(self, error: StoreGoneError) -> RankError:
+        """What to raise where the store does not answer: its keeper has ended, and most of the time that shows."""
+        deadline = time.monotonic() + _AFTERMATH
+        while self._peers is not None and not self.gone and time.monotonic() < deadline:
+            time.sleep(_LATER)
+        if self.gone:
+            return RankError(self._break("; ".join(said for said, _ in self.gone.values()) + "."))
+        keeper = self.launch.launcher if self.launch.agent else "rank 0"
+        return RankError(self._break(f"the store that {keeper} keeps does not answer any more."))
+
+    def _watch(self) -> None:
+        assert self._peers is not None
+        count, beat = 0, 0.0
+        while not self._stop:
+            self._mind_launcher()
+            try:
+                for rank, code in self._peers.wait(_IDLE if self._task is None else _BUSY).items():
+                    if self.gone.get(rank) is None and not self._said_farewell(rank):
+                        self.gone[rank] = (how_it_ended(rank, code), code)
+                if not self.one_machine and time.monotonic() > beat + BEAT:
+                    beat, count = time.monotonic(), count + 1
+                    self.board.put(f"beat/{self.rank}", b"%d" % count)
+                    for rank in self._peers.silent(self._beat):
+                        self.gone[rank] = (f"rank {rank} has given no sign of life for a minute", None)
+                if (task := self._task) is not None:
+                    task()
+            except StoreGoneError:
+                time.sleep(_BUSY)  # the main thread finds that out by itself, and says so
+            except Exception as error:  # a bug of ddpcheck: nobody could be freed any more, so say it
+                self._break(f"the thread that watches them failed on rank {self.rank}: {error!r}.")
+                raise
+
+    def _mind_launcher(self) -> None:
+        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
+        if self.launch.launcher == BY_HAND or os.getppid() == self._parent:
+            return
+        if self._forsaken is None:
+            self._forsaken = self.terminated = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif time.monotonic() > self._forsaken + _FORSAKEN:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os._exit(128 + signal.SIGTERM)
+
+    def _beat(self, rank: int) -> int:
+        return int(self.board.get(f"beat/{rank}")) if self.board.has(f"beat/{rank}") else 0
+
+    def _said_farewell(self, rank: int) -> bool:
+        if rank == 0 and not self.launch.agent:
+            return False  # and with it went the store: do not ask
+        try:
+            return self.board.has(f"left/{rank}")
+        except StoreGoneError:
+            return False
+
+    @contextlib.contextmanager
+    def attended(self, task: Callable[[], None]) -> Any:
+        """Have the watching thread call `task` many times a second."""
+        assert self._peers is not None
+        self._task, self._busy = task, True
+        self._peers.wake()
+        try:
+            yield
+        finally:
+            self._task, self._busy = None, False
+
+    # --- Leaving ---------------------------------------------------------------------------------------------------
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        """Survive long enough to say what happened: launchers end all ranks as soon as one of them has died."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who means it asks twice
+        self.terminated = time.monotonic()
+        if not self._busy and self.broken is None:
+            self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
+            raise KeyboardInterrupt(self.broken)
+
+    def announce(self, reason: str) -> None:
+        """Say that this rank comes to no more meetings, with what completes "rank 1 has left (...)"; it may linger."""
+        if not self._announced and self._owner == os.getpid():
+            self._announced = True
+            with contextlib.suppress(StoreGoneError):
+                self.board.put(f"left/{self.rank}", reason.encode())
+
+    def leave(self, reason: str = "it has finished", *, timeout: float = 60.0) -> None:
+        """Say that this rank is going, so that no other waits for it; may be called again.
+
+        Rank 0 goes first, for its words are those that people read, and launchers end all ranks as soon as one has
+        ended with an error: the others wait until it has left, or until the deadline.
+
+        Args:
+            reason: Completes "rank 1 has left (...)".
+            timeout: Seconds to wait for rank 0.
+        """
+        if self._left or self._owner != os.getpid():
+            return
+        self._left = True
+        try:
+            self.announce(reason)
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            if self.rank:
+                self._linger([0], "left", timeout)
+                self.board.put(f"seen/{self.rank}", b"")
+            elif not self.launch.agent:
+                self._linger([rank for rank in others if self.board.has(f"left/{rank}")], "seen", min(timeout, 5.0))
+        except StoreGoneError:
+            pass
+        finally:
+            self._release()
+
+    def _linger(self, ranks: Sequence[int], name: str, timeout: float) -> None:
+        """Wait for these to have written this, as far as they still exist."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.terminated is None:
+            if all(rank in self.gone or self.board.has(f"{name}/{rank}") for rank in ranks):
+                return
+            time.sleep(_LATER)
+
+    def _release(self) -> None:
+        self._stop = True
+        if self._thread is not None and self._peers is not None:
+            self._peers.wake()
+            self._thread.join(5.0)
+            if not self._thread.is_alive():
+                self._peers.close()
+        with contextlib.suppress(ValueError):  # not in the main thread
+            if signal.getsignal(signal.SIGTERM) == self._on_terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.pop(NO_LAUNCH, None)
+        atexit.unregister(self._at_exit)
+        if self._first_here or self.broken:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _at_exit(self) -> None:
+        self.leave("its process ended", timeout=1.0)
+
+
+class _Name(str):
+    """Ranks at the beginning of a sentence."""
+
+    def __new__(cls, ranks: Sequence[int]) -> _Name:
+        text = name_ranks(ranks)
+        return super().__new__(cls, text[0].upper() + text[1:])
+
+
+def _nothing() -> None:
+    pass

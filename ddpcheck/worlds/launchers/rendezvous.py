@@ -1,0 +1,283 @@
+"""The processes that a launcher has started find each other: one connection from rank 0, who leads, to each other one.
+
+On one machine a file tells where; on several, a store of torch at the address that the launcher tells. Both sides prove
+that they know a secret before anything is unpickled.
+
+This module is light: it imports torch only where the ranks are on several machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ddpcheck.findings.errors import DdpcheckError, HangError
+from ddpcheck.findings.wording import name_ranks
+from ddpcheck.worlds import starting as processes
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers.detection import BY_HAND, Launch
+from ddpcheck.worlds.launchers.liveness import this_machine
+from ddpcheck.worlds.launchers.store import StoreGoneError, open_board
+
+PATIENCE = 120.0
+"""Seconds that processes wait for each other, which a launcher starts at about the same time."""
+_HANDSHAKE = 10.0  # seconds for one
+_ANSWER = 5.0  # from the leader; somebody else may listen at its port by now, and say nothing
+_HALF = 32  # characters of the token: the first half proves that one may join, the second that one may lead
+_PAUSE = 0.02
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a process tells of itself.
+
+    Attributes:
+        rank: Its number.
+        world_size: Of how many.
+        machine: The same for processes that see each other's ids, files and loopback interface.
+        local_rank: Its number on its machine; `None` where the launcher does not say.
+        local_world_size: How many there are; `None` where the launcher does not say.
+        temporary: The folder for scratch directories.
+        surroundings: What its rank takes over.
+        clock: `time.monotonic()` when this was sent.
+    """
+
+    rank: int
+    world_size: int
+    machine: str
+    local_rank: int | None
+    local_world_size: int | None
+    temporary: str
+    surroundings: wire.Surroundings
+    clock: float
+
+    @classmethod
+    def of(cls, launch: Launch) -> Hello:
+        """That of this process."""
+        around = wire.Surroundings(
+            environment=processes.inherited_environment(),
+            explicit=frozenset(),
+            cwd=os.getcwd(),
+            path=processes.import_path(),
+            argv=tuple(sys.argv),
+        )
+        local = launch.local_rank, launch.local_world_size
+        folder = tempfile.gettempdir()
+        return cls(launch.rank, launch.world_size, _machine(), *local, folder, around, time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What the leader tells a process.
+
+    Attributes:
+        shared: Whether it is on the leader's machine.
+        offset: What its clock has to be put forward by, in seconds, to be the leader's.
+    """
+
+    shared: bool
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The leader's side of a connection."""
+
+    sock: socket.socket
+    hello: Hello
+    welcome: Welcome
+
+
+def _said_by(launch: Launch) -> str:
+    """Who says that there are several ranks."""
+    if launch.launcher == BY_HAND:
+        return "RANK and WORLD_SIZE are set"
+    return f"{launch.launcher} has started this one"
+
+
+def _machine() -> str:
+    try:
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "mnt")]
+    except OSError:
+        spaces = []
+    return " ".join([this_machine(), *spaces])
+
+
+def _file(launch: Launch) -> Path | None:
+    """Where the processes of one machine meet; `None` where they may be on several, or nothing tells jobs apart."""
+    if not launch.one_machine or not (launch.job or launch.address):
+        return None
+    return loopback.meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
+
+
+# --- The leader's side -----------------------------------------------------------------------------------------------
+
+
+def gather(launch: Launch, timeout: float = PATIENCE) -> tuple[Hello, list[Joined]]:
+    """As rank 0: wait for all other processes.
+
+    Returns:
+        What there is to tell of this process, and a connection to each other one, in order of rank.
+
+    Raises:
+        UsageError: Nothing tells where to meet.
+        HangError: Some did not come.
+    """
+    deadline = time.monotonic() + timeout
+    token = secrets.token_hex(_HALF)
+    path = _file(launch)
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+            loopback.publish(path, server.getsockname()[1], token)
+            stack.callback(path.unlink, missing_ok=True)
+        else:
+            board, met = open_board(launch, timeout)
+            server = stack.enter_context(_listen_everywhere())
+            board.put("hosts", f"{server.getsockname()[1]} {token}".encode())
+            stack.callback(met)
+        return _accept(server, launch, token.encode(), deadline, timeout)
+
+
+def _listen_everywhere() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=128)
+
+
+def _accept(
+    server: socket.socket, launch: Launch, token: bytes, deadline: float, timeout: float
+) -> tuple[Hello, list[Joined]]:
+    mine = Hello.of(launch)
+    found: dict[int, Joined] = {}
+    with contextlib.ExitStack() as stack:
+        while len(found) < launch.world_size - 1:
+            server.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
+            try:
+                sock, _ = server.accept()
+            except TimeoutError:
+                missing = [rank for rank in range(1, launch.world_size) if rank not in found]
+                raise HangError(
+                    f"{name_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} s, "
+                    f"although {_said_by(launch)}; start every rank with the same command, or use --launcher off."
+                ) from None
+            joined = _admitted(sock, token, mine)
+            if joined is None or joined.hello.rank in found or not 0 < joined.hello.rank < launch.world_size:
+                sock.close()
+                continue
+            found[joined.hello.rank] = joined
+            stack.callback(sock.close)
+        for joined in found.values():
+            joined.sock.sendall(wire.pack(joined.welcome))
+            joined.sock.settimeout(None)
+        stack.pop_all()
+    return mine, [found[rank] for rank in sorted(found)]
+
+
+def _admitted(sock: socket.socket, token: bytes, mine: Hello) -> Joined | None:
+    sock.settimeout(_HANDSHAKE)
+    try:
+        if not hmac.compare_digest(_read(sock), token[:_HALF]):
+            return None
+        sock.sendall(token[_HALF:])
+        hello = wire.receive(sock)
+    except OSError:
+        return None
+    if not isinstance(hello, Hello) or hello.world_size != mine.world_size:
+        return None
+    _stay_connected(sock)
+    shared = hello.machine == mine.machine
+    return Joined(sock, hello, Welcome(shared, 0.0 if shared else time.monotonic() - hello.clock))
+
+
+# --- The others' side ------------------------------------------------------------------------------------------------
+
+
+def join(launch: Launch, timeout: float = PATIENCE) -> tuple[socket.socket, Welcome]:
+    """As another rank than 0: find the leader.
+
+    Raises:
+        UsageError: Nothing tells where to meet.
+        DdpcheckError: The leader did not show up.
+    """
+    deadline = time.monotonic() + timeout
+    path = _file(launch)
+    look = partial(loopback.look_up, path) if path is not None else _read_board(launch, timeout)
+    address = "127.0.0.1" if path is not None else launch.address
+    while time.monotonic() < deadline:
+        port, token = look()
+        if port and (sock := _introduced(address, port, token.encode(), launch)) is not None:
+            sock.settimeout(max(1.0, deadline - time.monotonic()))
+            with contextlib.suppress(OSError):
+                welcome = wire.receive(sock)
+                if isinstance(welcome, Welcome):
+                    sock.settimeout(None)
+                    _stay_connected(sock)
+                    return sock, welcome
+            sock.close()
+        time.sleep(_PAUSE)
+    where = f"at {path}" if path is not None else f"on {address}"
+    raise DdpcheckError(
+        f"Rank {launch.rank} waited {timeout:g} s for rank 0 to show up {where}; start every rank with the same "
+        "command, or use --launcher off."
+    )
+
+
+def _read_board(launch: Launch, timeout: float) -> Callable[[], tuple[int, str]]:
+    board, _ = open_board(launch, timeout)
+
+    def look() -> tuple[int, str]:
+        try:
+            if not board.has("hosts"):
+                return 0, ""
+            port, _, token = board.get("hosts").decode().partition(" ")
+        except StoreGoneError as error:
+            raise DdpcheckError("Rank 0 has ended before all ranks were there.") from error
+        return int(port), token
+
+    return look
+
+
+def _introduced(address: str, port: int, token: bytes, launch: Launch) -> socket.socket | None:
+    try:
+        sock = socket.create_connection((address, port), _HANDSHAKE)
+    except OSError:
+        return None
+    try:
+        sock.settimeout(_ANSWER)
+        sock.sendall(token[:_HALF])
+        if hmac.compare_digest(_read(sock), token[_HALF:]):
+            sock.sendall(wire.pack(Hello.of(launch)))
+            return sock
+    except OSError:
+        pass
+    sock.close()
+    return None
+
+
+def _read(sock: socket.socket) -> bytes:
+    data = b""
+    while len(data) < _HALF and (more := sock.recv(_HALF - len(data))):
+        data += more
+    return data
+
+
+def _stay_connected(sock: socket.socket) -> None:
+    """Notice within half a minute where the other machine is not there any more."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        with contextlib.suppress(AttributeError, OSError):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,254 @@
+"""What the ranks of a launcher tell each other: small values under names, on a store that never makes anyone wait.
+
+The store is torch's: that of torchrun's agent, or one that rank 0 keeps. Nothing here blocks: who waits asks again, so
+that two threads may use one board, and whoever waits can look around for those that will never answer.
+
+This module is light: it imports torch only when a board is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers import slurm
+from ddpcheck.worlds.launchers.detection import Launch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_PART = 4 << 20  # bytes; torch's store hangs up on a value of more than 8 MiB
+_PAUSE = 0.02
+
+_joined: set[str] = set()  # tokens of the stores of rank 0 that this process has been on, one an attempt
+
+
+class StoreGoneError(Exception):
+    """The store does not answer any more: whoever kept it has ended."""
+
+
+class Board:
+    """Values under names, the same for all ranks.
+
+    Attributes:
+        store: Of torch; also what process groups meet on.
+        reopen: Makes another connection to it.
+        kept: Whether whoever keeps it is still there.
+    """
+
+    def __init__(self, store: Store, prefix: str, reopen: Callable[[], Store]) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        self.reopen = reopen
+        self.prefix = prefix
+        self.store = PrefixStore(prefix, store)
+        self.kept: Callable[[], bool] = _always
+        self._over = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the store: host and port."""
+        store: Any = self.store
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return store.host, store.port
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a value of any size; it is there as a whole or not at all."""
+        parts = [data[start : start + _PART] for start in range(0, len(data), _PART)]
+        if len(parts) > 1:
+            for number, part in enumerate(parts):
+                self._ask("set", f"{name}#{number}", part)
+            self._ask("set", name, b"#%d" % len(parts))
+        else:
+            self._ask("set", name, b"=" + data)
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these are there."""
+        return bool(self._ask("check", list(names)))
+
+    def get(self, name: str) -> bytes:
+        """The value of a name that is there."""
+        found = bytes(self._ask("get", name))
+        if found[:1] == b"=":
+            return found[1:]
+        return b"".join(bytes(self._ask("get", f"{name}#{number}")) for number in range(int(found[1:])))
+
+    def claim(self, name: str, data: bytes) -> None:
+        """Write a value that several may want to write: the first one stays; read it with `claimed`."""
+        who = secrets.token_hex(8)  # of its own for each attempt: what was claimed is never written again
+        self.put(f"{name}/{who}", data)
+        self._ask("compare_set", name, "", who)
+
+    def claimed(self, name: str) -> bytes:
+        """The value of the first who claimed a name that is claimed."""
+        return self.get(f"{name}/{bytes(self._ask('get', name)).decode()}")
+
+    def next(self, name: str) -> int:
+        """Count: 1 for the first rank that asks, 2 for the next."""
+        return int(self._ask("add", name, 1))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Forget values written by `put`."""
+        for name in names:
+            if self.has(name):
+                found = bytes(self._ask("get", name))
+                parts = int(found[1:]) if found[:1] == b"#" else 0
+                for key in [name, *(f"{name}#{number}" for number in range(parts))]:
+                    self._ask("delete_key", key)
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        if self._over or not self.kept():  # torch writes a page to stderr each time
+            raise StoreGoneError("the store has ended")
+        try:
+            return getattr(self.store, method)(*arguments)
+        except Exception as error:  # the stores raise classes of their own
+            self._over = True
+            raise StoreGoneError(str(error)) from error
+
+
+def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tuple[Board, Callable[[], None]]:
+    """Meet the other ranks of a launch.
+
+    Args:
+        launch: As detected.
+        timeout: Seconds to wait for the store to be there.
+        as_told: Meet at the port of the launch, where ranks of one machine could agree on one by themselves too.
+
+    Returns:
+        The board, and what to call as soon as all ranks have it.
+
+    Raises:
+        UsageError: Nothing tells where the ranks could meet.
+        DdpcheckError: The store cannot be reached, or not be made.
+    """
+    deadline = time.monotonic() + timeout
+    met: Callable[[], None] = _nothing
+    launch = _placed(launch, as_told)
+    if launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told:
+        path = loopback.meeting_point(launch.job)
+        if launch.rank == 0:
+            store, reopen = _keep_on_loopback(path, timeout)
+            met = lambda: path.unlink(missing_ok=True)  # noqa: E731
+        else:
+            store, reopen = _find_on_loopback(path, launch, deadline)
+    elif launch.address:
+        store, reopen = _at_address(launch, timeout)
+    elif launch.one_machine:
+        raise UsageError(
+            f"{launch.launcher} does not say which job this is, so two jobs could meet; "
+            "export MASTER_ADDR=127.0.0.1 and MASTER_PORT with a port that is free."
+        )
+    else:
+        where = "on several machines" if launch.local_world_size else "on machines that it does not tell apart"
+        raise UsageError(
+            f"{launch.launcher} has started {launch.world_size} ranks {where}; export MASTER_ADDR (the machine of "
+            "rank 0) and MASTER_PORT (a port that is free there) to all of them, so that they can meet."
+        )
+    job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
+    try:
+        number = Board(store, f"ddpcheck/{job}", reopen).next(
+            f"joined/{launch.rank}"
+        )  # pytest may run again in one job
+    except StoreGoneError as error:
+        raise DdpcheckError(
+            f"The store of rank 0 has ended just as rank {launch.rank} came; see what the output of rank 0 says."
+        ) from error
+    return Board(store, f"ddpcheck/{job}/{number}", reopen), met
+
+
+def _placed(launch: Launch, as_told: bool) -> Launch:
+    """The launch with an address and a port, where they can be had."""
+    if as_told and launch.one_machine and not launch.address:
+        return replace(launch, address="127.0.0.1")
+    if launch.launcher != "srun" or launch.one_machine:
+        return launch
+    address = launch.address
+    if not address and launch.nodes:
+        address = slurm.first_host(launch.nodes)
+        if launch.rank == 0 and launch.node not in ("", address):
+            raise UsageError(
+                f"Rank 0 is on {launch.node}, which is not the first machine of {launch.nodes}; "
+                f"export MASTER_ADDR={launch.node} to all ranks."
+            )
+    return replace(launch, address=address, port=launch.port or slurm.port_of(launch.job))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _always() -> bool:
+    return True
+
+
+def _connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
+    from torch._C._distributed_c10d import TCPStore
+
+    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
+    return TCPStore(
+        address,
+        port,
+        None,
+        keep,
+        timedelta(seconds=max(1.0, timeout)),
+        wait_for_workers=False,
+        multi_tenant=listener is None,  # the tests may well call init_process_group() with the same address
+        **options,
+    )
+
+
+def _at_address(launch: Launch, timeout: float) -> tuple[Store, Callable[[], Store]]:
+    address, port = launch.address, launch.port
+    keep = launch.rank == 0 and not launch.agent
+    try:
+        return _connect(address, port, timeout, keep), lambda: _connect(address, port, timeout)
+    except Exception as error:
+        what = "keep a store" if keep else "reach the store of rank 0"
+        raise DdpcheckError(
+            f"Rank {launch.rank} could not {what} at {address}:{port} within {timeout:g} s "
+            f"({str(error).splitlines()[0][:200]}); see whether MASTER_ADDR and MASTER_PORT are right."
+        ) from error
+
+
+# --- On one machine --------------------------------------------------------------------------------------------------
+
+
+def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], Store]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = _connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
+    token = secrets.token_hex(16)
+    store.set("ddpcheck/token", token)
+    loopback.publish(path, port, token)
+    return store, lambda: _connect("127.0.0.1", port, timeout)
+
+
+def _find_on_loopback(path: Path, launch: Launch, deadline: float) -> tuple[Store, Callable[[], Store]]:
+    from torch.distributed import DistError
+
+    while (left := deadline - time.monotonic()) > 0:
+        port, token = loopback.look_up(path)
+        # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
+        if port and token not in _joined and loopback.answers(port):
+            with contextlib.suppress(DistError):  # it has ended between two of these lines
+                store = _connect("127.0.0.1", port, min(left, 10.0))
+                if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
+                    _joined.add(token)
+                    return store, partial(_connect, "127.0.0.1", port, 10.0)
+        time.sleep(_PAUSE)
+    raise DdpcheckError(
+        f"Rank 0 of {launch.launcher} did not show up at {path} in time; does every rank run the same command, "
+        "with the same temporary directory?"
+    )

@@ -1,0 +1,512 @@
+"""One rank of a world: sets itself up, does what the parent sends, reports, and leaves without a trace.
+
+What runs in a rank finds itself through `current`, keeps values between runs in `state`, and says where it is
+with `set_place` and `set_collective`. Both write to a small file in shared memory, so that the parent can read
+them when this process is stuck in C++ or dead.
+
+This module imports torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import mmap
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.exception_origin import for_target
+from ddpcheck.worlds import compilation as compiling
+from ddpcheck.worlds import failures, wire
+from ddpcheck.worlds.assert_rewriting import rewrite_on_import
+from ddpcheck.worlds.preloading import import_named
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank knows about itself.
+
+    Attributes:
+        rank: Its number.
+        world_size: Of how many.
+        backend: Of the default process group.
+        device: `cpu`, or `cuda:<index>`.
+        directory: The world's scratch directory; removed when the world closes.
+        shared_gpu: Whether more ranks than one use this rank's GPU.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    directory: Path
+    shared_gpu: bool
+
+
+state: dict[str, Any] = {}
+"""Survives from one run to the next on the same world."""
+
+_context: RankContext | None = None
+_slots: mmap.mmap | None = None
+
+
+def current() -> RankContext:
+    """Return what this rank knows about itself.
+
+    Raises:
+        DdpcheckError: When this process is not a rank.
+    """
+    if _context is None:
+        raise DdpcheckError(
+            "ddpcheck.rank.current() was called outside a rank; call it in a function given to World.run."
+        )
+    return _context
+
+
+@contextlib.contextmanager
+def standing_in(context: RankContext) -> Iterator[None]:
+    """Let a process that is no rank of a `World`, one that a launcher has started, be one for a while."""
+    global _context, _slots
+    before = _context, _slots
+    _context, _slots = context, (own := _open_slots(context.directory / f"rank{context.rank}.slots"))
+    try:
+        yield
+    finally:
+        own.close()
+        _context, _slots = before
+
+
+# --- Slots: what the parent can read when nothing else works ---------------------------------------------------
+
+_SLOT = 2048
+_LENGTH = struct.Struct("=H")
+_COMPILING = struct.Struct("=dd")
+
+
+def set_place(text: str) -> None:
+    """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
+    if _slots is not None:
+        _write_slot(_slots, 0, text)
+
+
+def set_collective(text: str) -> None:
+    """Say which collective this rank is about to wait in, `""` when it is in none."""
+    if _slots is not None:
+        _write_slot(_slots, _SLOT, text)
+
+
+def set_compiling(seconds: float, since: float) -> None:
+    """Say how long this rank has compiled in this run, and since when, by `time.monotonic()`, it does; 0: not now."""
+    if _slots is not None:
+        _COMPILING.pack_into(_slots, 2 * _SLOT, seconds, since)
+
+
+def read_compiling(directory: Path, rank: int, now: float) -> float:
+    """Return the seconds that a rank has compiled in its last run until `now`."""
+    try:
+        data = (directory / f"rank{rank}.slots").read_bytes()
+        seconds, since = _COMPILING.unpack_from(data, 2 * _SLOT)
+    except (OSError, struct.error):
+        return 0.0
+    return float(seconds + max(0.0, now - since if since else 0.0))
+
+
+def _write_slot(slots: mmap.mmap, offset: int, text: str) -> None:
+    data = text.encode("utf-8", "replace")[: _SLOT - _LENGTH.size]
+    slots[offset : offset + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+
+
+def read_slots(directory: Path, rank: int) -> tuple[str, str]:
+    """Return the place and the collective of a rank as it last set them; both empty where it never did."""
+    try:
+        data = (directory / f"rank{rank}.slots").read_bytes()
+    except OSError:
+        return "", ""
+    return _read_slot(data, 0), _read_slot(data, _SLOT)
+
+
+def own_slots() -> tuple[str, str]:
+    """Return what this rank last said with `set_place` and `set_collective`."""
+    if _slots is None:
+        return "", ""
+    data = _slots[:]
+    return _read_slot(data, 0), _read_slot(data, _SLOT)
+
+
+def _read_slot(data: bytes, offset: int) -> str:
+    if len(data) < 2 * _SLOT:
+        return ""
+    start = offset + _LENGTH.size
+    length = min(_LENGTH.unpack_from(data, offset)[0], _SLOT - _LENGTH.size)
+    return data[start : start + length].decode("utf-8", "replace")
+
+
+# --- The life of a rank ------------------------------------------------------------------------------------------
+
+
+def main(sock: socket.socket) -> NoReturn:
+    """Be a rank on `sock` until the parent says that it is over; never returns."""
+    code = 0
+    try:
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a file to dump the stack to
+        _live(sock)
+    except BaseException:  # a bug of ddpcheck: leave a trace where `World.output` finds it
+        traceback.print_exc()
+        code = 70
+    finally:
+        _flush()
+        os._exit(code)  # after a fork from a process that had imported torch, a normal exit may never end
+
+
+def main_spawned(fd: int, parent: int) -> NoReturn:
+    """Be a rank that was started by exec: watch the parent, which nobody else does, and go on as `main`."""
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    main(sock)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.3)
+    if _context is not None:
+        import shutil
+
+        shutil.rmtree(_context.directory, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _live(sock: socket.socket) -> None:
+    message = wire.receive(sock)
+    if message is None or message[0] != "config":
+        return
+    config: wire.RankConfig = message[1]
+    renewals = 0
+    try:
+        _set_up(config)
+        sock.sendall(wire.pack(("ready", time.monotonic(), renewals)))
+        while (message := wire.receive(sock)) is not None:
+            if message[0] == "task":
+                rewrite_on_import(message[3])
+                sock.sendall(_answer(sock, message[1], message[2]))
+            elif message[0] == "adopt":
+                set_place("starting up")
+                _adopt(config, message[1])
+            elif message[0] == "renew":
+                renewals += 1
+                _renew(config, renewals)
+                sock.sendall(wire.pack(("ready", time.monotonic(), renewals)))
+            else:
+                return
+    except BaseException as error:
+        sock.sendall(wire.pack(("failure", 0, describe(error))))
+        wire.receive(sock)
+
+
+def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
+    """Do one task and return the reply, whatever happens."""
+    global _task
+    set_place("")
+    set_collective("")
+    compiling.forget_time()
+    _task = _Task(sock, run)
+    own = os.getpid()
+    try:
+        data = _perform(payload)
+    except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
+        announced = _task.failure
+        reply = wire.pack(("failure", run, announced[1] if announced and announced[0] is error else describe(error)))
+    else:
+        reply = wire.pack(("result", run, data))
+    finally:
+        _task = None
+    _flush()
+    if os.getpid() != own:  # a process that the user's code has forked, and that does not speak for the rank
+        os._exit(0)
+    return reply
+
+
+def announce(error: BaseException) -> None:
+    """Tell the parent that this run fails with `error`, before anything is done about it that takes time.
+
+    So it is known when that happened, and what this rank is about, should another rank's failure end the run meanwhile.
+    Nothing happens in a process that is no rank of a `World`.
+    """
+    if _task is not None and _task.pid == os.getpid():
+        _task.failure = (error, describe(error))
+        _task.sock.sendall(wire.pack(("failing", _task.run, _task.failure[1])))
+
+
+@dataclass
+class _Task:
+    """What this rank is asked to do."""
+
+    sock: socket.socket
+    run: int
+    pid: int = field(default_factory=os.getpid)
+    failure: tuple[BaseException, dict[str, Any]] | None = None  # announced
+
+
+_task: _Task | None = None
+
+
+@for_target
+def _perform(payload: bytes) -> bytes:
+    function, args, kwargs = unpacked_task(payload)
+    return packed_result(function(*args, **kwargs))
+
+
+def unpacked_task(payload: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Undo `worlds.allowed.pack_task`.
+
+    Raises:
+        DdpcheckError: Something in it cannot be had here.
+    """
+    try:
+        function, args, kwargs = wire.loads(payload)
+    except Exception as error:
+        raise DdpcheckError(
+            f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
+            "what they refer to must be importable there."
+        ) from error
+    return function, args, kwargs
+
+
+def packed_result(result: object) -> bytes:
+    """Pickle what a function has returned.
+
+    Raises:
+        DdpcheckError: It cannot be.
+    """
+    try:
+        return wire.dumps(result)
+    except Exception as error:
+        raise DdpcheckError(
+            f"The function returned a {type(result).__qualname__} that cannot be pickled "
+            f"({type(error).__name__}: {error}); return plain values or tensors."
+        ) from error
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+
+
+# --- Setting up ----------------------------------------------------------------------------------------------------
+
+
+def _set_up(config: wire.RankConfig) -> None:
+    global _context, _slots
+    directory = Path(config.directory)
+    _redirect(directory / f"rank{config.rank}.out")
+    _slots = _open_slots(directory / f"rank{config.rank}.slots")
+    set_place("starting up")
+    stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack, all_threads=True)  # what a signal of its own kills says where it was
+
+    import torch
+
+    torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
+    _adopt(config, config.surroundings)
+    compiling.watch_compiling(set_compiling)
+    for name in config.preload:  # after a fork it is there already
+        if refusal := import_named(name):
+            raise UsageError(refusal)
+    device, shared = choose_device(config.device, config.backend, *(config.sharing or _place_on_machine(config)))
+    _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
+    if config.process_group:
+        _join(config, "store")
+    set_place("")
+
+
+def _redirect(path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+
+
+def _open_slots(path: Path) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
+        os.ftruncate(fd, 2 * _SLOT + _COMPILING.size)
+        return mmap.mmap(fd, 2 * _SLOT + _COMPILING.size)
+    finally:
+        os.close(fd)
+
+
+def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
+    """Take over the parent's environment, directory and import path, as a process that it started would."""
+    environment = dict(surroundings.environment)
+    local_rank, local_world_size = _place_on_machine(config)
+    environment.update(
+        RANK=str(config.rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+    )
+    environment[wire.NO_LAUNCH] = "0"
+    environment = {**compiling.ONE_THREAD, **environment}
+    if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    try:
+        os.chdir(surroundings.cwd)
+    except OSError as error:
+        raise DdpcheckError(
+            f"The rank could not enter the working directory {surroundings.cwd}: {error.strerror}."
+        ) from error
+    sys.path[:] = surroundings.path
+    sys.argv[:] = surroundings.argv
+    sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
+    tempfile.tempdir = None
+    seed()
+    if "TORCH_DISTRIBUTED_DEBUG" in surroundings.explicit:
+        import torch.distributed as dist
+
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
+
+
+def _place_on_machine(config: wire.RankConfig) -> tuple[int, int]:
+    """The number of a rank among those of its machine, and how many these are."""
+    here = config.rank if config.local_rank is None else config.local_rank
+    return here, config.local_world_size or config.world_size
+
+
+def seed() -> None:
+    """Seed every generator anew, or what a rank has from a fork, or torch's default, is the same on all of them."""
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    sys.modules["torch"].default_generator.seed()
+
+
+def loopback() -> str:
+    """Return the name of the interface that leads to this machine only, `""` where there is none."""
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return ""
+    return next((name for name in names if name == "lo" or name == "lo0"), "")
+
+
+def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
+    """Return the device of a rank among those that see the same GPUs, and whether it is shared, and make it current.
+
+    Raises:
+        UsageError: There is no GPU, or not one a rank where the backend needs that.
+    """
+    if device == "cpu":
+        return "cpu", False
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError(
+            "device 'cuda' was asked for, but torch finds no GPU; use device='cpu', or see torch.cuda.is_available()."
+        )
+    if backend == "nccl" and world_size > count:
+        raise UsageError(
+            f"backend 'nccl' needs a GPU for every rank: {world_size} ranks, {count} GPU{'s' * (count > 1)}; "
+            "use backend='gloo' to share, or fewer ranks."
+        )
+    index = rank % count
+    torch.cuda.set_device(index)
+    return f"cuda:{index}", world_size > count
+
+
+def _join(config: wire.RankConfig, store: str) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+    meeting: Store
+    if config.store is None:
+        meeting = FileStore(os.path.join(config.directory, store), config.world_size)
+    else:
+        meeting = PrefixStore(store, TCPStore(*config.store, None, False, timedelta(minutes=2), False))
+    dist.init_process_group(
+        config.backend,
+        store=meeting,
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=timedelta(days=1),  # the parent's clock is the one that counts
+    )
+
+
+def _renew(config: wire.RankConfig, number: int) -> None:
+    """Leave every process group and what refers to them, and join the next default one."""
+    import torch
+    import torch.distributed as dist
+
+    set_place("leaving the process group")
+    set_collective("")
+    state.clear()
+    gc.collect()  # a DDP object in a cycle keeps its process group, with its threads and sockets
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_num_threads(config.threads)
+    set_place("starting up")
+    _join(config, f"store{number}")
+    set_place("")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return what the parent needs to make a `RankFailure` of `error`."""
+    return failures.described(error, *own_slots())
+
+
+# --- Things that the parent keeps ----------------------------------------------------------------------------------
+
+
+def leave(data: bytes) -> None:
+    """Leave `data` for the parent, which finds it with `World.luggage` even when this rank dies; the last one counts.
+
+    Raises:
+        DdpcheckError: When this process is not a rank.
+    """
+    context = current()
+    path = context.directory / f"rank{context.rank}.luggage"
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)  # whole or not at all
+
+
+def left() -> bytes:
+    """Return what this rank has left so far, `b""` when it has left nothing.
+
+    Raises:
+        DdpcheckError: When this process is not a rank.
+    """
+    context = current()
+    try:
+        return (context.directory / f"rank{context.rank}.luggage").read_bytes()
+    except OSError:
+        return b""

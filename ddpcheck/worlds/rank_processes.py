@@ -1,0 +1,333 @@
+"""The ranks of one world as processes: started, spoken to, listened to, killed. Judges nothing.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.worlds import starting as processes
+from ddpcheck.worlds import wire
+
+_LAST_WORDS = 0.5  # for a stack to be dumped
+_FROM_AFAR = 2.0  # and to come here from another machine
+_DEATH = 2.0  # for processes to end, told or killed
+_POLL = 0.01  # where processes have to be asked whether they have ended
+
+
+@dataclass(slots=True)
+class Rank:
+    """What the parent knows about one rank."""
+
+    number: int
+    sock: socket.socket
+    inbox: wire.Inbox = field(default_factory=wire.Inbox)
+    outbox: deque[memoryview] = field(default_factory=deque)
+    pid: int | None = None
+    ready: float | None = None
+    connected: bool = True
+    ended: tuple[int | None, float] | None = None  # exit code where it is known, when
+    answer: tuple[str, Any] | None = None  # to the run under way
+    failing: Any = None  # what it has told of its failure before its answer
+
+
+class Crew:
+    """The ranks of one world.
+
+    Attributes:
+        ranks: What is known about each.
+        run: Number of the run under way; replies to an earlier one are dropped.
+        renewals: How often the ranks have been asked for another process group.
+        born: When they were asked to become ready, by `time.monotonic()`.
+        trouble: Why no rank can go on, empty while they can.
+        refused: Whether that is because of what the world was asked to be.
+        one_machine: Whether the processes of the ranks can be seen from here.
+    """
+
+    def __init__(self, directory: Path, *, one_machine: bool = True) -> None:
+        self.ranks: list[Rank] = []
+        self.run = 0
+        self.renewals = 0
+        self.born = time.monotonic()
+        self.trouble = ""
+        self.refused = False
+        self.one_machine = one_machine
+        self._directory = directory
+        self._launches: list[processes.Launch] = []  # one for each hash seed and way of starting
+        self._launch_of: dict[int, processes.Launch] = {}  # by rank
+        self._selector = selectors.DefaultSelector()
+        self._sent_off = False
+        self._asked = False
+
+    def start(
+        self,
+        configs: Sequence[wire.RankConfig],
+        starters: Sequence[processes.Starter],
+        hash_seeds: Sequence[str],
+        ahead: bool,
+    ) -> None:
+        """Start the processes, each in its way with its hash seed, and tell each what it is, without waiting for them.
+
+        Where they are made `ahead` of their use, they may start later than others that are not.
+
+        Raises:
+            OSError: When the system has no room for them.
+        """
+        theirs = []
+        try:
+            for config in configs:
+                ours, other = socket.socketpair()
+                theirs.append(other)
+                ours.setblocking(False)
+                rank = Rank(config.rank, ours)
+                self.ranks.append(rank)
+                self._selector.register(ours, selectors.EVENT_READ, rank)
+            ways = list(zip(starters, hash_seeds, strict=True))
+            for start, seed in dict.fromkeys(ways):
+                fds = {rank: end.fileno() for rank, end in enumerate(theirs) if ways[rank] == (start, seed)}
+                self._launches.append(start(str(self._directory), fds, seed, configs[0].preload, ahead))
+                self._launch_of.update(dict.fromkeys(fds, self._launches[-1]))
+        finally:
+            for other in theirs:
+                other.close()
+        for started in self._launches:
+            if started.channel is not None:
+                self._selector.register(started.channel, selectors.EVENT_READ, None)
+        for rank, config in zip(self.ranks, configs, strict=True):
+            self.post(rank, wire.pack(("config", config)))
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank is known to have its process group."""
+        return all(rank.ready is not None for rank in self.ranks)
+
+    @property
+    def troubled(self) -> bool:
+        """Whether something is known to have gone wrong."""
+        bad = any(
+            rank.ended is not None or (rank.answer is not None and rank.answer[0] == "failure") for rank in self.ranks
+        )
+        return bool(self.trouble) or bad
+
+    @property
+    def gone(self) -> bool:
+        """Whether every rank is known to have ended."""
+        return all(rank.ended is not None for rank in self.ranks)
+
+    def adopt(self, surroundings: wire.Surroundings) -> None:
+        """Tell the ranks what is around them from now on."""
+        self._post_all(wire.pack(("adopt", surroundings)))
+        if not self.ready:
+            self.born = time.monotonic()
+
+    def renew(self) -> None:
+        """Ask the ranks for another process group, without waiting for it."""
+        self.renewals += 1
+        self.born = time.monotonic()
+        for rank in self.ranks:
+            rank.ready = None
+        self._post_all(wire.pack(("renew",)))
+
+    # --- Sending and receiving ---------------------------------------------------------------------------------
+
+    def _post_all(self, data: bytes) -> None:
+        for rank in self.ranks:
+            self.post(rank, data)
+
+    def post(self, rank: Rank, data: bytes) -> None:
+        """Send a packed message to a rank; what does not fit its socket now goes with the next `pump`."""
+        if not rank.connected:
+            return
+        rank.outbox.append(memoryview(data))
+        if len(rank.outbox) == 1:
+            self._send(rank)
+            if rank.outbox:
+                self._selector.modify(rank.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
+
+    def _send(self, rank: Rank) -> None:
+        try:
+            while rank.outbox:
+                head = rank.outbox[0]
+                count = rank.sock.send(head)
+                if count < len(head):
+                    rank.outbox[0] = head[count:]
+                else:
+                    rank.outbox.popleft()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:  # it is gone; its exit will be told
+            rank.outbox.clear()
+
+    def pump(self, seconds: float) -> None:
+        """Wait for something to happen, and take note of it."""
+        if any(launch.channel is None for launch in self._launches):
+            seconds = min(seconds, _POLL)
+        for key, mask in self._selector.select(max(0.0, seconds)):
+            rank = key.data
+            if rank is None:
+                continue  # the launch, below
+            if mask & selectors.EVENT_WRITE:
+                self._send(rank)
+                if not rank.outbox:
+                    self._selector.modify(rank.sock, selectors.EVENT_READ, rank)
+            if mask & selectors.EVENT_READ:
+                self._read_rank(rank)
+        for launch in self._launches:
+            for event in launch.events():
+                self._note(event)
+            channel = launch.channel
+            if launch.over and channel is not None and channel in self._selector.get_map():
+                self._selector.unregister(channel)
+
+    def _read_rank(self, rank: Rank) -> None:
+        if not rank.connected:
+            return
+        messages, alive = rank.inbox.drain(rank.sock)
+        for kind, *rest in messages:
+            if kind == "ready":
+                if rest[1] == self.renewals:
+                    rank.ready = rest[0]
+            elif kind == "failing":
+                rank.failing = rest[1] if rest[0] == self.run else None
+            elif rest[0] in (0, self.run):  # 0: it failed while starting up
+                rank.answer = (kind, rest[1])
+        if not alive:
+            rank.connected = False
+            rank.outbox.clear()
+            self._selector.unregister(rank.sock)
+
+    def _note(self, event: processes.Event) -> None:
+        if event[0] == "forked":
+            for number, pid in event[1]:
+                self.ranks[number].pid = pid
+        elif event[0] == "exit":
+            rank = self.ranks[event[1]]
+            self._read_rank(rank)  # its last words come before its death
+            rank.ended = (event[2], event[3])
+        else:
+            self.trouble = event[1]
+            self.refused = event[0] == "refused"
+
+    # --- Ending ------------------------------------------------------------------------------------------------
+
+    def dump_stacks(self, everyone: bool = False) -> dict[int, str]:
+        """Have every rank that is still at work write its stack, and return what they wrote.
+
+        Args:
+            everyone: Also those that have answered.
+        """
+        self.pump(0)
+        busy = [
+            rank.number
+            for rank in self.ranks
+            if (everyone or rank.answer is None) and rank.ended is None and rank.pid is not None
+        ]
+        for number in busy:
+            if _size(path := self.path(number, "stack")):
+                os.truncate(path, 0)
+        if not busy or not hasattr(signal, "SIGUSR1"):
+            return dict.fromkeys(busy, "")
+        self._signal(busy, signal.SIGUSR1)
+        deadline = time.monotonic() + (_LAST_WORDS if self.one_machine else _FROM_AFAR)
+        sizes: dict[int, int] = {}
+        steady: set[int] = set()
+        while len(steady) < len(busy) and time.monotonic() < deadline:
+            time.sleep(0.004)
+            for number in busy:
+                size = _size(self.path(number, "stack"))
+                if size and sizes.get(number) == size:
+                    steady.add(number)
+                sizes[number] = size
+        self.pump(0)  # one may have finished after all
+        return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
+
+    def kill(self) -> None:
+        """Kill every rank and wait until they are dead."""
+        self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+        self._await_ends(_DEATH)
+
+    def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        for launch in self._launches:
+            if theirs := [rank for rank in ranks if self._launch_of.get(rank) is launch]:
+                launch.signal(theirs, number)
+
+    def _await_ends(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while awaited := [self._launch_of.get(rank.number) for rank in self.ranks if rank.ended is None]:
+            left = deadline - time.monotonic()
+            heard = any(launch is not None and not (launch.over and launch.channel is not None) for launch in awaited)
+            if left <= 0 or not heard:
+                return False
+            self.pump(left)
+        return True
+
+    def send_off(self, idle: bool) -> None:
+        """Tell every rank that it is over, without waiting: those that are idle are asked to go, others are killed."""
+        if self._sent_off:
+            return
+        self._sent_off = True
+        self.pump(0)
+        self._asked = idle and self.ready
+        if self._asked:
+            self._post_all(wire.pack(("close",)))
+        else:
+            self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+
+    def dismiss(self, idle: bool) -> None:
+        """End every rank, and wait until that is so."""
+        self.send_off(idle)
+        if not self._await_ends(_DEATH) and self._asked:
+            self.kill()
+
+    def release(self, ours: bool) -> None:
+        """Let go of every descriptor; in a fork of our process (`ours` false) touch nothing but those."""
+        for rank in self.ranks:
+            rank.sock.close()
+        self._selector.close()
+        if ours:
+            for launch in self._launches:
+                launch.close()
+
+    # --- Files -------------------------------------------------------------------------------------------------
+
+    def path(self, rank: int, kind: str) -> Path:
+        """Return the file of a rank: `out`, `stack`, `slots` or `luggage`."""
+        return self._directory / f"rank{rank}.{kind}"
+
+    def read(self, rank: int, kind: str) -> str:
+        """Return the text in a file of a rank, `""` when there is none."""
+        return self.read_bytes(rank, kind).decode("utf-8", "replace")
+
+    def read_bytes(self, rank: int, kind: str) -> bytes:
+        """Return what is in a file of a rank, `b""` when there is none."""
+        try:
+            return self.path(rank, kind).read_bytes()
+        except OSError:
+            return b""
+
+    def forget_files(self) -> None:
+        """Empty what the ranks have written for the parent so far; they go on at the beginning."""
+        for rank in self.ranks:
+            for kind in ("out", "stack"):
+                if _size(path := self.path(rank.number, kind)):
+                    os.truncate(path, 0)
+            self.path(rank.number, "luggage").unlink(missing_ok=True)
+        if self.renewals > 1:  # the group before the one before this is over everywhere
+            (self._directory / f"store{self.renewals - 2 or ''}").unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

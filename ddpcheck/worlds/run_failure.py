@@ -1,0 +1,66 @@
+"""What has come of a run that went wrong: ends the ranks, and turns their state into the exception for the caller.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ddpcheck.findings.errors import RankError, UsageError
+from ddpcheck.findings.wording import name_ranks
+from ddpcheck.worlds import failures, wire
+from ddpcheck.worlds.rank import read_slots
+from ddpcheck.worlds.rank_processes import Crew
+
+
+def end_of(crew: Crew, directory: Path, headline: str | None) -> BaseException:
+    """End every rank and return the exception that says what happened; a hang when there is a headline."""
+    error = _described(crew, directory, headline)
+    if isinstance(error, RankError):
+        for rank in crew.ranks:
+            if rank.answer is not None and rank.answer[0] == "result":
+                with contextlib.suppress(Exception):  # what cannot be read back is no reason to lose the error
+                    error.results[rank.number] = wire.loads(rank.answer[1])
+    return error
+
+
+def _described(crew: Crew, directory: Path, headline: str | None) -> BaseException:
+    if crew.refused:
+        crew.kill()
+        return UsageError(crew.trouble)
+    dumps = crew.dump_stacks()
+    now = time.monotonic()
+    failing = {rank.number: rank.failing for rank in crew.ranks if rank.answer is None and rank.failing is not None}
+    crew.kill()
+    found = []
+    for rank in crew.ranks:
+        place, collective = read_slots(directory, rank.number)
+        output = failures.tail(crew.path(rank.number, "out"))
+        # What a stuck rank says once others are being killed is about that: they are not all killed at once.
+        if rank.answer is not None and rank.number not in dumps:
+            kind, reply = rank.answer
+            if kind == "result":
+                continue
+            if reply["usage"] and headline is None and reply["place"] == "starting up":
+                return UsageError(reply["text"])
+            failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
+        elif rank.ended is not None and rank.number not in dumps:
+            last_words = failures.died(rank.number, *rank.ended, output, crew.read(rank.number, "stack"))
+            failure = replace(last_words, place=place, collective=collective)
+        elif (reply := failing.get(rank.number)) is not None:
+            failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
+        else:
+            failure = failures.stuck(rank.number, now, dumps.get(rank.number, ""), place, collective)
+        found.append(replace(failure, output=output))
+    if headline is not None:
+        late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in crew.ranks]
+        return failures.hang(found, headline.replace("{ranks}", name_ranks(late)))
+    if not found or (crew.trouble and all(one.kind == "stuck" for one in found)):
+        return RankError(
+            f"The ranks could not go on: {crew.trouble or 'they ended while they were being asked'}.", found
+        )
+    return failures.error(found)

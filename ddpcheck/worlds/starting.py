@@ -1,0 +1,425 @@
+"""Starting ranks: through the fork server, or each by exec. The parent's side; light, never imports torch.
+
+Both ways give the same thing, a `Launch`: events to read, ranks to signal. Which way is taken makes no
+difference to anything else, except that a fork costs milliseconds and an exec costs an import of torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.wire import MAX_FDS
+
+_SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way of counting GPUs forbids a fork afterwards
+}
+_UNLESS_SET = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
+}
+_IN_TESTS = (  # what ranks of a test import, where this process has imported it: tens of milliseconds in each of them
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "_pytest.assertion.util",
+    "_pytest.logging",
+    "coverage",
+    "ddpcheck.testing.rank_side",
+)
+_FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own to every one of the user's
+
+# Under a launcher every rank has a hash seed of its own, so that an order taken from a set of strings differs from rank
+# to rank. Two fixed seeds, since a verdict must not change from run to run: of all pairs below 400 the one under which
+# most pairs of names that are common in models ("query" and "value", "encoder" and "decoder") change places.
+_HASH_SEEDS = ("230", "391")
+
+_SERVER_CODE = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
+    "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
+)
+_RANK_CODE = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
+    "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+Event = tuple[Any, ...]
+"""`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
+
+The code of an exit is `None` where the process that had started the rank was lost with it.
+"""
+
+
+class Launch(Protocol):
+    """Ranks that have been started with one hash seed."""
+
+    channel: socket.socket | None
+    """Readable when there may be events; `None` when one has to ask from time to time."""
+
+    @property
+    def over(self) -> bool:
+        """Whether there will be no more events."""
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call; does not wait."""
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal; SIGKILL reaches the processes that a rank has started, too."""
+
+    def close(self) -> None:
+        """Let go of descriptors; the ranks must be dead."""
+
+
+class Starter(Protocol):
+    """Starts ranks: each finds its end of a socket pair at a descriptor, and its files in the directory."""
+
+    def __call__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+    ) -> Launch: ...
+
+
+class Hosts(Protocol):
+    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one.
+
+    Attributes:
+        world_size: How many there are.
+        launcher: Who started them.
+        one_machine: Whether all are on this machine.
+        sharing: How many see the GPUs that this one sees.
+    """
+
+    world_size: int
+    launcher: str
+    one_machine: bool
+    sharing: int
+
+    def settle(self, config: wire.RankConfig) -> wire.RankConfig:
+        """What the rank is told where it is, given what it would be told here."""
+
+    def starter(self, rank: int, own: Starter) -> Starter:
+        """What starts a rank; `own` is how that is done here."""
+
+
+def import_path() -> tuple[str, ...]:
+    """Our `sys.path` in a form that means the same in another directory, with ddpcheck itself on it."""
+    paths = [os.path.abspath(entry) for entry in sys.path]
+    home = str(Path(__file__).resolve().parents[2])
+    return (*paths, *([] if home in paths else [home]))
+
+
+def inherited_environment() -> dict[str, str]:
+    """Our environment as the ranks get it."""
+    return {key: value for key, value in os.environ.items() if key not in _FORGOTTEN}
+
+
+def hash_seeds(world_size: int, *, own: bool) -> list[str]:
+    """The `PYTHONHASHSEED` of each rank: one for all, or one for even and one for odd ranks; the user's own wins."""
+    given = os.environ.get("PYTHONHASHSEED", "random")
+    if given not in ("", "random"):
+        return [given] * world_size
+    return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if own else 0] for rank in range(world_size)]
+
+
+def _interpreter() -> list[str]:
+    if not sys.executable:
+        raise UsageError(
+            "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
+        )
+    flags = ["-O"] * sys.flags.optimize + ["-B"] * bool(sys.flags.dont_write_bytecode)
+    return [sys.executable, *flags]
+
+
+# --- By fork -------------------------------------------------------------------------------------------------------
+
+
+class _ForkServer:
+    """The parent's handle on a fork server."""
+
+    def __init__(self, hash_seed: str) -> None:
+        self.pid = os.getpid()
+        self._lock = threading.Lock()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # lives as long as the server
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock = ours
+        more = [name for name in _IN_TESTS if name in sys.modules]
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *_interpreter(),
+                    "-c",
+                    _SERVER_CODE,
+                    str(theirs.fileno()),
+                    str(self.pid),
+                    json.dumps(import_path()),
+                    json.dumps(more),
+                ],
+                env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C is for the parent alone
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
+        """Send a request.
+
+        Raises:
+            OSError: When the server is gone.
+        """
+        with self._lock:
+            self._sock.settimeout(timeout)
+            socket.send_fds(self._sock, [pickle.dumps(request)], fds)
+
+    def log(self) -> str:
+        """What the server had to say, the last lines of it."""
+        try:
+            data = os.pread(self._log.fileno(), 1 << 20, 0)
+        except (OSError, ValueError):
+            return ""
+        return "\n".join(data.decode("utf-8", "replace").splitlines()[-20:])
+
+    def close(self) -> None:
+        self._sock.close()
+        self._log.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """After a fork of the parent: this is the other process's server."""
+        self._sock.close()
+        self._log.close()
+        self._process.returncode = 0  # not our child
+
+
+_servers: dict[str, _ForkServer] = {}  # by hash seed
+_server_lock = threading.Lock()
+_numbers = itertools.count(1)
+
+
+def _fork_server(hash_seed: str) -> _ForkServer:
+    with _server_lock:
+        server = _servers.get(hash_seed)
+        if server is not None and not server.alive:
+            server.close()
+            server = None
+        if server is None:
+            server = _servers[hash_seed] = _ForkServer(hash_seed)
+        return server
+
+
+def _discard(server: _ForkServer) -> None:
+    with _server_lock:
+        for hash_seed, known in list(_servers.items()):
+            if known is server:
+                del _servers[hash_seed]
+                server.close()
+
+
+def server_pids() -> list[int]:
+    """The process ids of this process's fork servers."""
+    return [server.process_id for server in _servers.values() if server.alive]
+
+
+def shut_down() -> None:
+    """End the fork servers, and with them every rank that they have forked; the next world starts others."""
+    with _server_lock:
+        servers = list(_servers.values())
+        _servers.clear()
+    for server in servers:
+        if server.pid == os.getpid():
+            server.close()
+
+
+def _after_fork() -> None:
+    global _server_lock
+    _server_lock = threading.Lock()
+    for server in _servers.values():
+        server.forget()
+    _servers.clear()
+
+
+atexit.register(shut_down)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class ForkLaunch:
+    """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before.
+
+    `ahead` says that nobody is waiting for them, so that the server may first do what it has put off.
+    """
+
+    def __init__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+    ) -> None:
+        self._inbox = wire.Inbox()
+        self._over = False
+        self._ranks = list(fds)  # the server counts from 0
+        self._pids: dict[int, int] = {}  # of the ranks that live
+        self._awaited = len(fds)
+        for attempt in (1, 2):
+            self._server = _fork_server(hash_seed)
+            self._number = next(_numbers)
+            self._socket, theirs = socket.socketpair()
+            self._socket.setblocking(False)
+            try:
+                with theirs:
+                    self._open(directory, theirs.fileno(), list(fds.values()), preload, ahead)
+                break
+            except OSError as error:  # it has died since we last looked: once more, with another
+                self._socket.close()
+                if attempt == 2:
+                    raise DdpcheckError("The fork server does not stay alive.", detail=self._server.log()) from error
+                _discard(self._server)
+        self.channel: socket.socket | None = self._socket
+
+    def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str], ahead: bool) -> None:
+        more = {"operation": "more", "world": self._number, "preload": tuple(preload), "ahead": ahead}
+        request = {**more, "operation": "open", "directory": directory, "size": len(fds)}
+        self._server.send(request, [notify, *fds[:MAX_FDS]])
+        for first in range(MAX_FDS, len(fds), MAX_FDS):
+            self._server.send(more, fds[first : first + MAX_FDS])
+
+    def events(self) -> list[Event]:
+        if self._over:
+            return []
+        told, alive = self._inbox.drain(self._socket)
+        events: list[Event] = []
+        for event in told:
+            if event[0] == "forked":
+                forked = [(self._ranks[index], pid) for index, pid in event[1]]
+                self._pids.update(forked)
+                events.append(("forked", forked))
+            elif event[0] == "exit":
+                rank = self._ranks[event[1]]
+                self._pids.pop(rank, None)
+                self._awaited -= 1
+                events.append(("exit", rank, *event[2:]))
+            else:
+                self._awaited = 0  # it says itself what is wrong
+                events.append(event)
+                if event[0] == "refused" and event[2]:
+                    _discard(self._server)
+        if not alive:
+            self._over = True
+            if self._awaited:  # the ranks have died with it, but not what they had started
+                for pid in self._pids.values():
+                    _kill_group(pid)
+                log = self._server.log()
+                events.append(("error", "the fork server has died" + (f", saying {log!r}" if log else "")))
+        return events
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        indices = [self._ranks.index(rank) for rank in ranks]
+        try:
+            self._server.send(
+                {"operation": "signal", "world": self._number, "ranks": indices, "signal": int(number)}, timeout=2.0
+            )
+        except OSError:
+            pass  # no server, no rank: they die with it
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+# --- By exec -------------------------------------------------------------------------------------------------------
+
+
+class SpawnLaunch:
+    """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
+
+    def __init__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+    ) -> None:
+        self.channel: socket.socket | None = None
+        self.over = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._news: list[Event] = []
+        path = json.dumps(import_path())
+        for rank, fd in fds.items():
+            with open(os.path.join(directory, f"rank{rank}.out"), "ab") as output:
+                self._processes[rank] = subprocess.Popen(
+                    [*_interpreter(), "-c", _RANK_CODE, str(fd), str(os.getpid()), path],
+                    env={**inherited_environment(), "PYTHONHASHSEED": hash_seed},
+                    pass_fds=(fd,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        self._news.append(("forked", [(rank, process.pid) for rank, process in self._processes.items()]))
+
+    def events(self) -> list[Event]:
+        news, self._news = self._news, []
+        for rank, process in list(self._processes.items()):
+            if not _has_ended(process):
+                continue
+            _kill_group(process.pid)  # what the rank has started; the zombie keeps the number ours
+            code = process.wait()
+            del self._processes[rank]
+            news.append(("exit", rank, code, time.monotonic()))
+        return news
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        for rank in ranks:
+            process = self._processes.get(rank)
+            if process is None:
+                continue
+            if number == signal.SIGKILL:
+                _kill_group(process.pid)
+            process.send_signal(number)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            _kill_group(process.pid)
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    if hasattr(os, "waitid"):
+        try:
+            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            pass
+    return process.poll() is not None
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        pass

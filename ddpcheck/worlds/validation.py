@@ -1,0 +1,134 @@
+"""What may be passed to a `World`: everything else is refused here, in one sentence, before a process starts.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from ddpcheck.findings.errors import ChoiceError, UsageError, WrongTypeError
+from ddpcheck.worlds import wire
+
+MAX_WORLD_SIZE = 1024
+BACKENDS = ("gloo", "nccl")
+DEVICES = ("cpu", "cuda")
+
+
+def check_count(name: str, value: object, most: int) -> None:
+    """Refuse all but a whole number from 1 to `most`."""
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, int) or not number or not 1 <= value <= most:
+        kind = UsageError if number else WrongTypeError
+        raise kind(f"{name} must be a whole number from 1 to {most}, got {value!r}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is not among the choices."""
+    if value not in choices:
+        raise ChoiceError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuse all but a finite number above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, (int, float)) or not number or not value > 0 or math.isinf(value):
+        kind = UsageError if number else WrongTypeError
+        raise kind(f"{name} must be a number of seconds above 0, got {value!r}.")
+
+
+def check_world(world_size: object, backend: object, device: object, timeout: object, startup_timeout: object) -> None:
+    """Refuse what no world can be."""
+    check_count("world_size", world_size, MAX_WORLD_SIZE)
+    check_choice("backend", backend, BACKENDS)
+    check_choice("device", device, DEVICES)
+    check_seconds("timeout", timeout)
+    check_seconds("startup_timeout", startup_timeout)
+    if backend == "nccl" and device == "cpu":
+        raise UsageError("backend 'nccl' works on GPUs only; pass device='cuda', or backend='gloo'.")
+
+
+def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of `env`, having refused all but strings."""
+    env = dict(env or {})
+    for key, value in env.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise WrongTypeError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
+    return env
+
+
+def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of modules, having refused all that cannot be one."""
+    if isinstance(modules, str) or not isinstance(modules, Sequence):
+        raise WrongTypeError(f"{name} must be a list of names of modules, got {modules!r}.")
+    for module in modules:
+        if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+            raise UsageError(f"{name} must hold names of modules such as 'transformers', got {module!r}.")
+    return tuple(modules)
+
+
+def choose_start_method(method: object) -> Literal["fork", "spawn"]:
+    """Return how ranks start on this system; `None` leaves it to us."""
+    if sys.platform == "win32":
+        raise UsageError("ddpcheck cannot start ranks on Windows; run it on Linux or macOS, or under WSL.")
+    if method is None:
+        return "fork" if sys.platform == "linux" else "spawn"
+    check_choice("start_method", method, ("fork", "spawn"))
+    if method == "fork" and sys.platform != "linux":
+        raise UsageError("start_method 'fork' works on Linux only; use 'spawn' here.")
+    return "fork" if method == "fork" else "spawn"
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads(world_size: int) -> int:
+    """Return a rank's share of the cores, of which other workers of pytest-xdist use theirs at the same time."""
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    return max(1, cores() // (world_size * max(1, int(workers) if workers.isdecimal() else 1)))
+
+
+def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
+    """Pickle a task; when it cannot be, name the argument of `whose` that is to blame."""
+    if not callable(fn):
+        raise WrongTypeError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
+    try:
+        return wire.dumps((fn, args, kwargs))
+    except Exception as error:
+        named = [("The function", fn)]
+        named += [(f"Argument {index}", value) for index, value in enumerate(args)]
+        named += [(f"Argument {key!r}", value) for key, value in kwargs.items()]
+        for name, value in named:
+            try:
+                wire.dumps(value)
+            except Exception as own:
+                what = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
+                raise UsageError(
+                    f"{what} cannot be sent to the ranks "
+                    f"({type(own).__name__}: {own}); make it inside the function that runs there."
+                ) from error
+        raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
+
+
+def _part_that_stays(value: object) -> str:
+    """Which field of a dataclass, such as a recipe, cannot be pickled, also as an argument of a partial; else empty."""
+    if isinstance(value, partial):
+        return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
+    if not dataclasses.is_dataclass(value):
+        return ""
+    for field in dataclasses.fields(value):
+        try:
+            wire.dumps(getattr(value, field.name))
+        except Exception:
+            return f"{field.name} of the {type(value).__qualname__}"
+    return ""
