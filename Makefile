@@ -12,7 +12,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test test-all test-frameworks test-launchers test-gpu lint types format faults steady models bench pictures clean
+.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady models bench pictures clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,8 +32,12 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	@echo '== its broken twin: $(BROKEN)'
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
-test: lint types ## what protects a change: lint, types, each door and each rule; under 5 minutes, needs no GPU
+# Types are checked on one core while the tests begin on the other.
+test: $(READY) ## what protects a change: lint, types, each door and each rule; under 5 minutes, needs no GPU
 	$(BIN)/python -m compileall -q ddpcheck tests examples
+	$(MAKE) --no-print-directory -j 2 lint types tests-of-a-change
+
+tests-of-a-change: $(READY)
 	$(PYTEST)
 
 # `make test` runs what has no mark, or `smoke`; this runs the rest. tests/tiers.py says what the marks mean.

@@ -17,7 +17,6 @@ from ddpcheck.harness import World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.worlds import starting as processes
-from tests.tiers import share
 
 METHODS: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
 
@@ -48,6 +47,7 @@ def is_there(name: str) -> bool:
     return name in sys.modules
 
 
+@pytest.mark.slow
 def test_a_module_is_imported_once_and_is_there_in_every_rank(module) -> None:
     name = module("ddpcheck_preloaded_once", "import os\nPID = os.getpid()\n")
     with World(2, preload=[name], hash_seeds=True) as world:
@@ -66,7 +66,8 @@ def test_a_rank_that_is_started_by_spawn_imports_it_for_itself(module) -> None:
         assert world.run(is_there, name) == [True]
 
 
-@pytest.mark.parametrize("method", share(METHODS, ["fork"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("source", "reason"),
     [(None, "ModuleNotFoundError: No module named"), ("1 / 0", "ZeroDivisionError: division by zero")],
@@ -79,6 +80,7 @@ def test_a_module_that_cannot_be_imported_is_one_sentence(module, method, source
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_module_that_starts_a_thread_is_refused_and_the_next_world_is_none_the_worse(module) -> None:
     threaded = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     name = module("ddpcheck_threaded", threaded)

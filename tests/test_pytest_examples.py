@@ -9,6 +9,8 @@ import pytest
 from tests import innerpytest
 from tests.innerpytest import ROOT, Session
 
+pytestmark = pytest.mark.slow  # a session in a process of its own
+
 EXAMPLES = ROOT / "examples" / "pytest"
 
 
@@ -19,7 +21,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return innerpytest.run(root, "examples/pytest")
 
 
-@pytest.mark.slow
 def test_every_example_is_run(session: Session) -> None:
     failing = ["test_a_mean_of_means", "test_a_rank_that_fails_alone", "test_a_rank_that_stays_away"]
     assert innerpytest.names(session, "failed") == failing

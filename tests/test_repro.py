@@ -254,6 +254,7 @@ def test_the_command_line_writes_a_script_that_torchrun_fails_on(
     assert (ran.codes, ran.text.count("no gradient: none; DDP says: nothing")) == ([0, 0], 2), ran.text
 
 
+@pytest.mark.slow
 def test_modules_of_the_project_come_along_and_a_stand_in_for_syncbn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
 ) -> None:

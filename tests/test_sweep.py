@@ -88,6 +88,7 @@ def test_a_buffer_that_broadcasts_overwrite_needs_them_off() -> None:
     assert said(matrix, "needs") == f"It needs {without.title}."
 
 
+@pytest.mark.slow
 def test_buffers_that_drift_without_broadcasts_are_told_from_those_that_are_overwritten() -> None:
     matrix = matrix_of(broken("ranks/moving_average_overwritten"))
     codes = {row.title: {finding.code for finding in row.findings} for row in matrix.rows if row.verdict == "right"}
@@ -207,11 +208,13 @@ def test_the_recipes_own_row_says_what_a_check_says(name: str) -> None:
     assert matrix.exit_code() == report.exit_code()
 
 
+@pytest.mark.slow
 def test_rules_that_are_ignored_decide_nothing() -> None:
     matrix = matrix_of(broken("gradients/summed_loss"), ignore=("DDP305",))
     assert matrix.ok and {row.verdict for row in matrix.rows} == {"incomplete", "skipped"}
 
 
+@pytest.mark.slow
 def test_step_times_are_measured_against_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)
     seen: list[str] = []

@@ -18,7 +18,7 @@ import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
 
 # Ranks are shared: what a test wraps and watches is its own. They import what they test once.
-pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.wrapper"])
+pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.monitor.wrapper"])
 
 
 class Net(nn.Module):
@@ -1183,6 +1183,7 @@ def test_a_comparison_does_not_wait_for_a_rank_that_has_stopped(rank, failing):
         assert watch.compare() == []
 
 
+@pytest.mark.ddp(world_size=2, reuse="test")  # on ranks on which no watch of another test may still be alive
 def test_watch_attaches_to_a_plain_wrapper_and_leaves_it_as_it_was():
     model = nn.parallel.DistributedDataParallel(Net())
     hooks = (len(model._forward_hooks), len(model._forward_pre_hooks))
@@ -1231,6 +1232,7 @@ def test_a_module_that_is_trained_alone_after_the_watch_was_closed_is_left_in_pe
     assert told == [] and pickle.loads(pickle.dumps(model)) and "watches" not in str(vars(model))
 
 
+@pytest.mark.ddp(world_size=2, reuse="test")
 def test_a_watched_module_and_its_watch_are_freed_and_leave_no_hook():
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 

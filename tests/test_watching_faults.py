@@ -90,11 +90,11 @@ def expected(path: Path) -> dict:
 
 
 NAMES = [*(f"parameters/{case}" for case in CASES), *(f"training/{case}" for case in OF_THE_LOOP)]
-# `make test` has the fastest of each code, as of the whole checks.
-QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])]
+# `make test` has the fastest of every second code, as of the whole checks.
+QUICK = [str(case) for case in fastest_of_each_code([case for case in all_cases() if str(case) in NAMES])][::2]
 
 
-@pytest.mark.ddp(preload=["ddpcheck.wrapper"])  # imported once, and not on each rank
+@pytest.mark.ddp(preload=["ddpcheck.monitor.wrapper"])  # imported once, and not on each rank
 @pytest.mark.parametrize("name", share(NAMES, QUICK))
 def test_a_fault_is_found_while_the_loop_runs_and_its_twin_is_silent(ddp_world, name):
     path = FAULTS / f"{name}.py"

@@ -13,7 +13,7 @@ import ddpcheck
 from ddpcheck import CheckedDistributedDataParallel, FindingsError
 
 # Ranks are shared: what a test wraps and watches is its own. They import what they test once.
-pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.wrapper"])
+pytestmark = pytest.mark.ddp(world_size=2, reuse="module", preload=["ddpcheck.monitor.wrapper"])
 
 DDP = nn.parallel.DistributedDataParallel
 
