@@ -509,7 +509,9 @@ def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
     ("arguments", "code", "check"),
     [
         (["nowhere.py"], 2, lambda done: done.stdout == "" and done.stderr.count("\n") == 1),
-        (["recipe.py"], 3, lambda done: "stopped: " in done.stdout and done.stderr == ""),
+        pytest.param(
+            *(["recipe.py"], 3, lambda done: "stopped: " in done.stdout and done.stderr == ""), marks=pytest.mark.slow
+        ),
     ],
     ids=["usage", "target"],
 )

@@ -160,6 +160,7 @@ def test_a_check_fails_the_test_with_the_report(inner, pytester: pytest.Pytester
     )
 
 
+@pytest.mark.slow
 def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) -> None:
     done = inner(
         """
