@@ -250,7 +250,7 @@ def test_the_checked_example_under_torchrun_says_what_the_page_shows(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
-    said = re.search(r"^(\[rank\d\]: )(ddpcheck\.errors\.FindingsError: .*\n(?:\1 .*\n)*)", done.stderr, re.MULTILINE)
+    said = re.search(r"^(\[rank\d\]: )(ddpcheck\.FindingsError: .*\n(?:\1 .*\n)*)", done.stderr, re.MULTILINE)
     assert said is not None, done.stderr
     page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     assert said[2].replace(said[1], "") in page
