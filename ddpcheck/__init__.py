@@ -130,18 +130,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This module's class: keeps `ddpcheck.check` the function.
-
-    Importing the module `ddpcheck.check` would otherwise put that module into the function's place.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOMES and isinstance(value, ModuleType):
-            return
-        super().__setattr__(name, value)
+    """This module's class: functions that speak of the package travel to ranks by value, and it with them, by name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Functions that speak of this package travel to ranks by value, and it with them, by name."""
         return importlib.import_module, (self.__name__,)
 
 

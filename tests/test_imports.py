@@ -163,14 +163,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ddpcheck.Recipes  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "first",
-    ["import ddpcheck.report.checking.check", "from ddpcheck.report.checking.check import check", "import ddpcheck"],
-)
-def test_check_stays_the_function_whoever_imports_its_module(first: str) -> None:
-    code = f"{first}; import sys, types, ddpcheck; sys.exit(10 + isinstance(ddpcheck.check, types.FunctionType))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 11, done.stderr
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    assert not {module for module in modules() if module in ddpcheck.__all__}
 
 
 def test_the_version_is_the_one_that_is_installed() -> None:

@@ -45,7 +45,8 @@ class _Compiling:
 
 
 _state = _Compiling()
-_for_good = contextlib.ExitStack()
+_kept = contextlib.ExitStack()
+"""Contexts that last as long as the process; one that nobody holds would end at once."""
 
 
 def is_asked_for() -> bool:
@@ -94,11 +95,8 @@ def run_as_written() -> None:
 
     TorchScript as well: it profiles a function in its first calls, and then runs other code, which rounds otherwise.
     """
-    import torch.jit as torchscript
-
-    jit: Any = torchscript
     if not _state.eager:
-        _for_good.enter_context(jit.optimized_execution(False))
+        _kept.enter_context(sys.modules["torch"].jit.optimized_execution(False))
     _state.eager = True
     if "torch._dynamo" in sys.modules:  # a preloaded module may hold compiled functions
         backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})  # private to torch
