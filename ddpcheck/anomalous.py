@@ -62,14 +62,14 @@ def detect_anomalous_params(
     from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.gather.autograd.gradient_paths import Explainer
     from ddpcheck.gather.phases.local_step import unregistered_leaves
-    from ddpcheck.recipe.pytree import iter_tensors
+    from ddpcheck.recipe.pytree import tree_tensors
     from ddpcheck.recipe.recipe import kind_of
 
     if not isinstance(model, nn.Module):
         raise WrongTypeError(f"detect_anomalous_params takes the loss and an nn.Module, not {kind_of(model)}")
     if hasattr(model, "reducer") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
-    losses = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]
+    losses = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
     if not losses:
         raise UsageError("detect_anomalous_params: the loss has no tensor that requires grad; call it before backward")
     total = losses[0].sum() if len(losses) == 1 else sum((item.sum() for item in losses[1:]), losses[0].sum())
@@ -80,7 +80,7 @@ def detect_anomalous_params(
     leaves = unregistered_leaves(walk.leaves, model)
     if missing and replay is not None:
         forward = replay
-        ends = Explainer(model, lambda: list(iter_tensors(forward()))).explain({n: parameters[n] for n in missing})
+        ends = Explainer(model, lambda: list(tree_tensors(forward()))).explain({n: parameters[n] for n in missing})
     else:
         ends = dict.fromkeys(missing, PathEnd("unused"))
     evidence = StepEvidence(

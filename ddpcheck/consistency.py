@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import HangError, UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import spelled
-from ddpcheck.gather.collectives.store_exchange import SilentRanksError, StoreExchange
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
 from ddpcheck.judge.replicas import judge_descriptions, judge_values_after_wrapping
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def check_consistency(
         if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
             return []
         everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
-    except SilentRanksError as error:
+    except RanksTimedOutError as error:
         raise HangError(
-            f"{spelled(error.ranks)} did not take part in check_consistency within {timeout:g} s; "
+            f"{format_ranks(error.ranks)} did not take part in check_consistency within {timeout:g} s; "
             "every rank must call it, the same number of times"
         ) from None
     findings = judge_descriptions([description for description, _ in everyone])

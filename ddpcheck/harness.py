@@ -30,11 +30,11 @@ from ddpcheck.worlds import starting as processes
 from ddpcheck.worlds import validation as allowed
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
-from ddpcheck.worlds.rank_processes import Crew
-from ddpcheck.worlds.run_future import Pending
-from ddpcheck.worlds.starting import Hosts
+from ddpcheck.worlds.rank_processes import RankProcesses
+from ddpcheck.worlds.run_future import RunFuture
+from ddpcheck.worlds.starting import RankHosts
 
-__all__ = ["Hosts", "Pending", "Watch", "World"]
+__all__ = ["RankHosts", "RunFuture", "Watch", "World"]
 
 Result = TypeVar("Result")
 Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
@@ -71,7 +71,7 @@ class World:
         hash_seeds: bool = False,
         watch: Watch | None = None,
         ahead: bool = False,
-        hosts: Hosts | None = None,
+        hosts: RankHosts | None = None,
     ) -> None:
         """Start the ranks, without waiting for them.
 
@@ -124,23 +124,23 @@ class World:
         self._preload = allowed.check_modules("preload", preload)
         self._watch = watch
         self._owner = os.getpid()
-        self._pending: Pending[Any] | None = None
+        self._pending: RunFuture[Any] | None = None
         self._retired = False
         self._outputs: dict[int, str] = {}
-        self._luggage: dict[int, bytes] = {}
+        self._attachments: dict[int, bytes] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
-        self._crew = Crew(self.directory, one_machine=hosts is None or hosts.one_machine)
+        self._processes = RankProcesses(self.directory, one_machine=hosts is None or hosts.one_machine)
         self.closed = False
         _open_worlds.add(self)
         try:
             seeds = processes.hash_seeds(world_size, own=hash_seeds)
             configs = [self._config(rank) for rank in range(world_size)]
-            own: processes.Starter = processes.ForkLaunch if self.start_method == "fork" else processes.SpawnLaunch
+            own: processes.Starter = processes.ForkedRanks if self.start_method == "fork" else processes.SpawnedRanks
             starters = [own] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
                 starters = [hosts.starter(rank, own) for rank in range(world_size)]
-            self._crew.start(configs, starters, seeds, ahead)
+            self._processes.start(configs, starters, seeds, ahead)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -184,7 +184,7 @@ class World:
 
     def start(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> Pending[Result]:
+    ) -> RunFuture[Result]:
         """Do as `run`, but return at once; several worlds can work at the same time."""
         self._check_open()
         payload = allowed.pack_task(fn, args, kwargs)
@@ -206,33 +206,33 @@ class World:
         self._check_rank(rank)
         if self.closed:
             return self._outputs.get(rank, "")
-        return self._crew.read(rank, "out")
+        return self._processes.read(rank, "out")
 
-    def luggage(self, rank: int) -> bytes:
-        """Return what a rank has left with `ddpcheck.rank.leave`, `b""` when it has left nothing."""
+    def attachment(self, rank: int) -> bytes:
+        """Return what a rank has saved with `ddpcheck.rank.save_attachment`, `b""` when there is none."""
         self._check_rank(rank)
         if self.closed:
-            return self._luggage.get(rank, b"")
-        return self._crew.read_bytes(rank, "luggage")
+            return self._attachments.get(rank, b"")
+        return self._processes.read_bytes(rank, "attachment")
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
 
-    def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> Pending[Any]:
+    def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
         if timeout is not None:
             allowed.check_seconds("timeout", timeout)
-        self._crew.run += 1
-        for rank in self._crew.ranks:
+        self._processes.run += 1
+        for rank in self._processes.ranks:
             rank.answer = rank.failing = None
         rewritten = rewritten_modules()
         last: tuple[bytes, bytes] | None = None
-        for rank, payload in zip(self._crew.ranks, payloads, strict=True):
+        for rank, payload in zip(self._processes.ranks, payloads, strict=True):
             if last is None or last[0] is not payload:
-                last = (payload, wire.pack(("task", self._crew.run, payload, rewritten)))
-            self._crew.post(rank, last[1])
+                last = (payload, wire.pack(("task", self._processes.run, payload, rewritten)))
+            self._processes.post(rank, last[1])
         watch = partial(self._watch, self) if self._watch is not None else None
-        self._pending = Pending(self, self._crew, self.timeout if timeout is None else timeout, watch)
+        self._pending = RunFuture(self, self._processes, self.timeout if timeout is None else timeout, watch)
         return self._pending
 
     def _check_open(self) -> None:
@@ -260,8 +260,8 @@ class World:
             preload=self._preload,
         )
 
-    def _surroundings(self) -> wire.Surroundings:
-        return wire.Surroundings(
+    def _surroundings(self) -> wire.ProcessContext:
+        return wire.ProcessContext(
             environment={**processes.inherited_environment(), **self._env},
             explicit=frozenset(self._env),
             cwd=os.getcwd(),
@@ -301,8 +301,8 @@ class World:
         self.timeout = timeout
         self.startup_timeout = startup_timeout
         self._watch = watch
-        self._crew.forget_files()
-        self._crew.adopt(self._surroundings())
+        self._processes.forget_files()
+        self._processes.adopt(self._surroundings())
 
     def renew(self) -> None:
         """Give the ranks a new default process group, without waiting for it; the old one and all its subgroups go.
@@ -316,7 +316,7 @@ class World:
         self._check_open()
         if not self._process_group:
             raise UsageError("A world that was made with process_group=False has no process group to renew.")
-        self._crew.renew()
+        self._processes.renew()
 
     @property
     def usable(self) -> bool:
@@ -325,15 +325,15 @@ class World:
             return False
         if self._pending is not None and not self._pending.succeeded:
             return False
-        self._crew.pump(0)
-        return not self._crew.troubled
+        self._processes.pump(0)
+        return not self._processes.troubled
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until every rank has its process group, for some seconds at most; returns whether that is so."""
         deadline = time.monotonic() + seconds
-        while (usable := self.usable) and not self._crew.ready and (left := deadline - time.monotonic()) > 0:
-            self._crew.pump(left)
-        return usable and self._crew.ready
+        while (usable := self.usable) and not self._processes.ready and (left := deadline - time.monotonic()) > 0:
+            self._processes.pump(left)
+        return usable and self._processes.ready
 
     # --- Ending ------------------------------------------------------------------------------------------------
 
@@ -343,14 +343,14 @@ class World:
             return
         self._retired = True
         if not self.failed:  # after a failure they are dead
-            self._crew.send_off(idle=self._pending is None or self._pending.succeeded)
+            self._processes.request_exit(idle=self._pending is None or self._pending.succeeded)
 
     @property
     def gone(self) -> bool:
         """Whether all ranks have ended, so that `close` would not wait."""
         if not self.closed and self._owner == os.getpid():
-            self._crew.pump(0)
-            return self._crew.gone
+            self._processes.pump(0)
+            return self._processes.gone
         return True
 
     def close(self) -> None:
@@ -363,12 +363,12 @@ class World:
         try:
             if ours:
                 if not self.failed:
-                    self._crew.dismiss(idle=self._pending is None or self._pending.succeeded)
+                    self._processes.dismiss(idle=self._pending is None or self._pending.succeeded)
                 ranks = range(self.world_size)
-                self._outputs = {number: self._crew.read(number, "out") for number in ranks}
-                self._luggage = {number: self._crew.read_bytes(number, "luggage") for number in ranks}
+                self._outputs = {number: self._processes.read(number, "out") for number in ranks}
+                self._attachments = {number: self._processes.read_bytes(number, "attachment") for number in ranks}
         finally:
-            self._crew.release(ours)
+            self._processes.release(ours)
             if ours:
                 shutil.rmtree(self.directory, ignore_errors=True)
 

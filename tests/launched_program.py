@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import RankError
 from ddpcheck.worlds import rank as ranks
-from ddpcheck.worlds.launchers import LaunchedWorld, Session, require
+from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, require
 
 FOLDER = Path(sys.argv[1])
 
@@ -49,7 +49,7 @@ def skip() -> None:
 
 
 def sleep() -> None:
-    ranks.set_place("step 3: loading")
+    ranks.set_status("step 3: loading")
     time.sleep(60)
 
 
@@ -102,9 +102,9 @@ def unpicklable() -> Any:
     return (line for line in "ab") if ranks.current().rank == 1 else 1
 
 
-def leave_luggage() -> None:
+def save_attachment() -> None:
     mine = ranks.current()
-    (mine.directory / f"rank{mine.rank}.luggage").write_bytes(b"of %d" % mine.rank)
+    (mine.directory / f"rank{mine.rank}.attachment").write_bytes(b"of %d" % mine.rank)
 
 
 def big() -> bytes:
@@ -115,7 +115,7 @@ class Program:
     """The scenarios, each of which writes what it is told."""
 
     def __init__(self) -> None:
-        self.session = Session(require(), timeout=60)
+        self.session = RankGroup(require(), timeout=60)
         self.file = (FOLDER / f"rank{self.session.rank}").open("w", buffering=1)
         self.write("pid", os.getpid(), str(self.session.directory))
 
@@ -149,8 +149,8 @@ class Program:
         with LaunchedWorld(session) as world:
             said = [world.run(context_and_environment) for _ in range(2)]
             self.write("context", said[0] == said[1], said[0], ranks.state, os.environ.get("GLOO_SOCKET_IFNAME"))
-            world.run(leave_luggage)
-            self.write("luggage", [world.luggage(rank).decode() for rank in range(2)])
+            world.run(save_attachment)
+            self.write("attachment", [world.attachment(rank).decode() for rank in range(2)])
             self.write("big", [(len(data), data[:1].decode()) for data in world.run(big)])
         with LaunchedWorld(session, 1) as world:
             self.write("one of two", world.run(lambda: ranks.current().world_size))

@@ -7,7 +7,7 @@ import pytest
 
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
-from ddpcheck.testing.assertions.messages import Anomaly, PartAccount, tell_anomalies, unmet
+from ddpcheck.testing.assertions.messages import Anomaly, PartAccount, parity_failure_message, tell_anomalies
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")
@@ -33,32 +33,37 @@ def finding(code: str, severity: Severity = Severity.ERROR, **more: Any) -> Find
 
 
 def test_a_clean_report_is_accepted() -> None:
-    assert unmet(report()) == ""
+    assert parity_failure_message(report()) == ""
 
 
 @pytest.mark.parametrize("code", ["DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP309", "DDP310"])
 @pytest.mark.parametrize("severity", list(Severity))
 def test_findings_on_gradients_are_not_accepted_whatever_their_severity(code: str, severity: Severity) -> None:
-    message = unmet(report(finding(code, severity, evidence=("a fact",))))
+    message = parity_failure_message(report(finding(code, severity, evidence=("a fact",))))
     assert message.startswith("Gradients are not close!") and f"{code} weight: This is {code}." in message
     assert "  a fact" in message and "  fix: " in message
-    assert unmet(report(finding(code, severity)), ignore=[code]) == ""
+    assert parity_failure_message(report(finding(code, severity)), ignore=[code]) == ""
     other = "DDP302" if code != "DDP302" else "DDP301"
-    assert unmet(report(finding(code, severity)), select=[other, "DDP305"][: 1 + (code != "DDP305")]) == ""
+    assert (
+        parity_failure_message(report(finding(code, severity)), select=[other, "DDP305"][: 1 + (code != "DDP305")])
+        == ""
+    )
 
 
 def test_other_errors_and_causes_of_other_gradients_are_not_accepted_and_other_warnings_are() -> None:
-    assert "DDP501" in unmet(report(finding("DDP501")))
+    assert "DDP501" in parity_failure_message(report(finding("DDP501")))
     cause = finding("DDP214", Severity.WARNING, evidence=("with it comes DDP304: Samples are coupled.",))
-    assert "DDP214" in unmet(report(cause))
-    assert unmet(report(finding("DDP215", Severity.WARNING, evidence=("with it comes DDP506: x",)))) == ""
-    assert unmet(report(finding("DDP109", Severity.NOTE))) == ""
+    assert "DDP214" in parity_failure_message(report(cause))
+    assert (
+        parity_failure_message(report(finding("DDP215", Severity.WARNING, evidence=("with it comes DDP506: x",)))) == ""
+    )
+    assert parity_failure_message(report(finding("DDP109", Severity.NOTE))) == ""
 
 
 @pytest.mark.parametrize("code", ["DDP307", "DDP308"])
 def test_where_nothing_could_be_compared_ignoring_it_does_not_help(code: str) -> None:
     for options in ({}, {"ignore": [code]}, {"select": ["DDP301"]}):
-        message = unmet(report(finding(code, Severity.WARNING)), **options)
+        message = parity_failure_message(report(finding(code, Severity.WARNING)), **options)
         assert message.startswith("Gradients could not be compared!") and code in message
 
 
@@ -70,38 +75,48 @@ def test_a_comparison_that_was_not_made_is_not_accepted(missing: str, words: str
     skipped = tuple(CheckResult(c.name, "skipped", detail="why") if c.name == name else c for c in CHECKS)
     there = tuple(item for item in BOTH if item.reference != missing)
     lacking = replace(report(parity=there), checks=skipped)
-    message = unmet(lacking)
+    message = parity_failure_message(lacking)
     assert message.startswith("Gradients could not be compared!") and words in message and message.endswith(": why")
     only_other = ["DDP303", "DDP304"] if missing == "local" else ["DDP301"]
-    assert unmet(lacking, select=only_other) == "", "it was not asked for"
-    assert unmet(lacking, ignore=["DDP304"]) != ""
+    assert parity_failure_message(lacking, select=only_other) == "", "it was not asked for"
+    assert parity_failure_message(lacking, ignore=["DDP304"]) != ""
     in_part = replace(report(), checks=skipped)
-    assert unmet(in_part).endswith(": why") and unmet(in_part, select=only_other) == "", "some steps are not all"
+    assert (
+        parity_failure_message(in_part).endswith(": why") and parity_failure_message(in_part, select=only_other) == ""
+    ), "some steps are not all"
 
 
 def test_a_check_that_was_not_finished_is_not_accepted() -> None:
-    message = unmet(report(error=ReportError("rank 1 raised ValueError", 3)))
+    message = parity_failure_message(report(error=ReportError("rank 1 raised ValueError", 3)))
     assert message.startswith("Gradients could not be compared!") and "rank 1 raised ValueError" in message
-    assert unmet(report(error=ReportError("rank 1 raised ValueError", 3)), ignore=["DDP"]) != ""
+    assert parity_failure_message(report(error=ReportError("rank 1 raised ValueError", 3)), ignore=["DDP"]) != ""
 
 
 def test_a_difference_of_which_nothing_is_said_is_not_accepted() -> None:
     far = (entry("local"), entry("single-process", relative_error=0.5))
-    message = unmet(report(parity=far))
+    message = parity_failure_message(report(parity=far))
     assert "1 of 2 comparisons" in message and "relative error 0.5, allowed 1e-06" in message
-    assert unmet(report(finding("DDP304", Severity.WARNING), parity=far), ignore=["DDP304"]) == ""
+    assert parity_failure_message(report(finding("DDP304", Severity.WARNING), parity=far), ignore=["DDP304"]) == ""
 
 
 def test_a_tolerance_takes_the_place_of_the_measured_one() -> None:
     far = (entry("local"), entry("single-process", relative_error=0.5, absolute_error=0.5))
     coupled = report(finding("DDP304", Severity.WARNING), parity=far)
-    assert unmet(coupled, tolerance=(0.5, 0.0)) == "" and unmet(coupled, tolerance=(0.0, 0.25)) == ""
-    message = unmet(coupled, tolerance=(0.4, 0.02))
+    assert (
+        parity_failure_message(coupled, tolerance=(0.5, 0.0)) == ""
+        and parity_failure_message(coupled, tolerance=(0.0, 0.25)) == ""
+    )
+    message = parity_failure_message(coupled, tolerance=(0.4, 0.02))
     assert "DDP304" in message and "norm of the difference 0.5, allowed 0.44 (0.02 * sqrt(4) + 0.4 * 1)" in message
-    assert unmet(report(), tolerance=(1e-8, 0.0)) != "", "also where it is the stricter one"
-    assert unmet(report(), tolerance=(0.0, 0.0)) != "" and unmet(report(), tolerance=(1e-6, 0.0)) == ""
-    assert "DDP301" in unmet(report(finding("DDP301")), tolerance=(1.0, 1.0)), "ranks are bit-identical"
-    assert "DDP306" in unmet(report(finding("DDP306")), tolerance=(1.0, 1.0))
+    assert parity_failure_message(report(), tolerance=(1e-8, 0.0)) != "", "also where it is the stricter one"
+    assert (
+        parity_failure_message(report(), tolerance=(0.0, 0.0)) != ""
+        and parity_failure_message(report(), tolerance=(1e-6, 0.0)) == ""
+    )
+    assert "DDP301" in parity_failure_message(report(finding("DDP301")), tolerance=(1.0, 1.0)), (
+        "ranks are bit-identical"
+    )
+    assert "DDP306" in parity_failure_message(report(finding("DDP306")), tolerance=(1.0, 1.0))
 
 
 @given(
@@ -124,7 +139,10 @@ def test_what_is_close_element_by_element_is_close_as_a_whole(
     other = entry("single-process", absolute_error=0.0)
     slack = 1e-12 * (1 + found.size)  # of the norms themselves
     assert (
-        unmet(report(parity=(replace(one, absolute_error=found.distance - slack), other)), tolerance=(rtol, atol)) == ""
+        parity_failure_message(
+            report(parity=(replace(one, absolute_error=found.distance - slack), other)), tolerance=(rtol, atol)
+        )
+        == ""
     )
 
 

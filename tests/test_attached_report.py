@@ -24,11 +24,11 @@ import pytest
 
 from ddpcheck import World
 from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
-from ddpcheck.worlds.launchers import BY_HAND, Ending, Launch, explain_exit
+from ddpcheck.worlds.launchers import BY_HAND, Ending, LauncherEnv, explain_exit
 from ddpcheck.worlds.launchers import port_file as loopback
 from ddpcheck.worlds.launchers.leader import Place, places
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
-from ddpcheck.worlds.wire import Surroundings
+from ddpcheck.worlds.wire import ProcessContext
 from tests.attached_program import run
 from tests.test_attached import FOREIGN
 
@@ -376,8 +376,8 @@ def test_a_launcher_that_is_told_to_end_ends_everything(
 
 # --- Meeting ---------------------------------------------------------------------------------------------------------
 
-ALONE = Launch("torchrun", 0, 2, 0, 2, "a job of this test", "127.0.0.1", 1)
-OTHER = Launch("torchrun", 1, 2, 1, 2, "a job of this test", "127.0.0.1", 1)
+ALONE = LauncherEnv("torchrun", 0, 2, 0, 2, "a job of this test", "127.0.0.1", 1)
+OTHER = LauncherEnv("torchrun", 1, 2, 1, 2, "a job of this test", "127.0.0.1", 1)
 
 
 @pytest.fixture
@@ -441,7 +441,7 @@ def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
     hellos = []
     for rank, (machine, gpus) in enumerate(zip(machines, visible, strict=True)):
         environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-        around = Surroundings(environment, frozenset(), "", (), ())
+        around = ProcessContext(environment, frozenset(), "", (), ())
         local = machines[:rank].count(machine)
         hellos.append(Hello(rank, len(machines), machine, local, None, "", around, 0.0))
     assert places(hellos) == [Place(*each) for each in expected]
@@ -475,7 +475,7 @@ def test_torchrun_is_told_what_an_exit_code_means_unless_it_is_0(
 @pytest.mark.smoke
 def test_sigterm_leaves_time_to_say_what_has_happened() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    launch = Launch(BY_HAND, 0, 2, 0, None, "", "", 0)
+    launch = LauncherEnv(BY_HAND, 0, 2, 0, None, "", "", 0)
     with Ending(launch, 60.0):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)

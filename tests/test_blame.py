@@ -9,7 +9,7 @@ from ddpcheck import FindingsError, check, check_matrix
 from ddpcheck.findings.errors import BugError, TargetError, UsageError
 from ddpcheck.findings.exception_origin import as_bug, is_misuse, is_ours
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.wording import listed
+from ddpcheck.findings.wording import join_names
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -29,18 +29,18 @@ def boom() -> None:
 
 def around_ours() -> None:
     try:
-        listed(3)
+        join_names(3)
     except TypeError as error:
         raise RuntimeError("forward failed") from error
 
 
 def with_hook_of_ours() -> None:
     weight = torch.ones(2, requires_grad=True)
-    weight.register_hook(lambda gradient: listed(3))
+    weight.register_hook(lambda gradient: join_names(3))
     weight.sum().backward()
 
 
-@pytest.mark.parametrize("function", [lambda: listed(3), around_ours, with_hook_of_ours])
+@pytest.mark.parametrize("function", [lambda: join_names(3), around_ours, with_hook_of_ours])
 def test_what_only_code_of_ddpcheck_has_raised_is_a_bug_of_ddpcheck(function) -> None:
     assert is_ours(raised(function))
 
@@ -105,11 +105,11 @@ def test_calling_the_target_keeps_our_own_exceptions_apart() -> None:
     with pytest.raises(TargetError, match="model\\(\\) raised ValueError"):
         call("model()", int, "a")  # no frame of the target's at all
     with pytest.raises(TypeError):
-        call("model()", lambda: listed(3))
+        call("model()", lambda: join_names(3))
 
 
 def test_a_bug_is_told_with_its_line_and_the_whole_traceback() -> None:
-    bug = as_bug(raised(lambda: listed(3)), "step 0: forward")
+    bug = as_bug(raised(lambda: join_names(3)), "step 0: forward")
     assert isinstance(bug, BugError) and bug.exit_code == 2
     assert str(bug).startswith("ddpcheck itself raised TypeError: ") and str(bug).endswith(SENTENCE)
     assert "(ddpcheck/findings/wording.py:" in str(bug) and "step 0: forward" in str(bug)
@@ -212,7 +212,7 @@ def test_a_judge_that_fails_gives_no_tick_and_the_others_go_on(
 ) -> None:
     from ddpcheck.report.checking import check_state as outcome
 
-    monkeypatch.setattr(outcome, judge, lambda *_args: listed(3))
+    monkeypatch.setattr(outcome, judge, lambda *_args: join_names(3))
     report = sabotaged("", reduce="sum")
     assert_bug(report)
     assert status(report, "reducer" if judge == "judge_reducer" else "parity") == "error"

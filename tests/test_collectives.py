@@ -21,7 +21,7 @@ from ddpcheck.judge.collective_order import (
     judge_failure,
     judge_packing,
 )
-from ddpcheck.report.checking.deadlock_watch import DeadlockWatch
+from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank
@@ -107,7 +107,7 @@ def test_the_calls_of_real_ranks_are_logged_with_payload_place_and_line(log: Cal
 
     from ddpcheck.gather.collectives.collective_log import unlogged
 
-    this_rank.set_place("step 7: forward")
+    this_rank.set_status("step 7: forward")
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.zeros(3, requires_grad=True).detach())
     dist.broadcast(torch.zeros(2, 2, dtype=torch.int64), src=1, group=group)
@@ -212,7 +212,7 @@ def record_and(what: str) -> None:
     from ddpcheck.worlds import rank
 
     record_collectives(rank.current().directory, rank.current().rank)
-    rank.set_place("step 0: forward")
+    rank.set_status("step 0: forward")
     if what == "skip on rank 1" and dist.get_rank() == 1:
         return
     if what == "come late" and dist.get_rank() == 1:
@@ -237,7 +237,7 @@ def skip_asynchronous() -> None:
 @pytest.fixture
 def watched(ddp_world: DdpWorld) -> DdpWorld:
     """Ranks that have started, and of which a hang is told long before the deadline."""
-    world = ddp_world(timeout=60, watch=DeadlockWatch(patience=0.5))
+    world = ddp_world(timeout=60, watch=CollectiveMismatchWatch(patience=0.5))
     world.run(int)
     return world
 

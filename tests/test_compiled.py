@@ -5,10 +5,10 @@ from dataclasses import replace
 from ddpcheck.findings.evidence import CompiledStep, Difference, WrapperFacts
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.compiled_step import judge_compiled, plain_name, tell_compiled
-from ddpcheck.judge.single_process import Circumstances
+from ddpcheck.judge.single_process import JudgeContext
 
 EQUAL = CompiledStep(0, 0, {"a": 1, "b": 2}, (Difference("a", 1e-6, 0.1), Difference("b", 1e-7, 0.1)))
-KNOWN = Circumstances(Names(), WrapperFacts(), world_size=2)
+KNOWN = JudgeContext(Names(), WrapperFacts(), world_size=2)
 
 
 def test_gradients_that_are_equal_on_all_ranks_and_near_are_no_finding() -> None:

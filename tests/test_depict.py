@@ -13,7 +13,7 @@ pytest.importorskip("torchviz", reason="torchviz, which draws operations, is not
 
 from ddpcheck import cli
 from ddpcheck.findings.report import Report
-from ddpcheck.report.graph import trace_graph as depict
+from ddpcheck.report.graph import trace_graph as trace_graph
 from ddpcheck.report.graph.dot import CAUSES
 from tests.dotsource import Dot, parse
 from tests.faultsuite.cases import FAULTS, ROOT
@@ -44,7 +44,7 @@ def reports() -> dict[object, Report]:
 @pytest.fixture
 def checked_once(reports: dict[object, Report], monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe that is drawn twice is checked once; what is drawn is made of fresh ranks all the same."""
-    check = depict.check
+    check = trace_graph.check
 
     def remembering(target: str, **options: Any) -> Report:
         key = (target, options["steps"])
@@ -52,7 +52,7 @@ def checked_once(reports: dict[object, Report], monkeypatch: pytest.MonkeyPatch)
             reports[key] = check(target, **options)
         return reports[key]
 
-    monkeypatch.setattr(depict, "check", remembering)
+    monkeypatch.setattr(trace_graph, "check", remembering)
 
 
 def broken(name: str) -> str:

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence import PathEnd
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.report.graph.drawing_data import Edge, Mark, ModuleFact, Node, ParameterFact, Picture
+from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, ModuleFact, Node, ParameterFact
 from ddpcheck.report.graph.layout import lay_out, picture_format
 from tests.dotsource import Dot, parse
 
@@ -25,10 +25,10 @@ needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's d
 CUT = PathEnd("cut", "detach()", Location("net.py", 17), "")
 
 
-def picture(*, name: str = "encoder", parameter: str = "weight", reason: str = "detach()") -> Picture:
+def picture(*, name: str = "encoder", parameter: str = "weight", reason: str = "detach()") -> GraphView:
     """encoder -> detach() -> head -> loss, with a module that is never called."""
     end = PathEnd("cut", reason, Location("net.py", 17), "")
-    return Picture(
+    return GraphView(
         detail="modules",
         nodes=(
             Node("batch", "input", name="batch"),
@@ -109,7 +109,7 @@ def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_there() -
 def test_a_tied_parameter_is_drawn_once_with_all_its_names() -> None:
     whole = picture()
     tied = ParameterFact(("idle.weight", "other.weight"), (1, 8))
-    whole = Picture(whole.detail, whole.nodes, whole.edges, whole.modules, {**whole.parameters, "idle.weight": tied})
+    whole = GraphView(whole.detail, whole.nodes, whole.edges, whole.modules, {**whole.parameters, "idle.weight": tied})
     marks = (Mark("idle.weight", "DDP101"), Mark("other.weight", "DDP101"))
     assert parse(draw(whole, marks, report("DDP101"))).node("idle.weight = other.weight")
     assert summary(whole, marks) == "2 modules drawn, 1 anomalous parameter (DDP101)"

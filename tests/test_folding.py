@@ -10,35 +10,35 @@ from ddpcheck.findings.report import Location
 from ddpcheck.report.graph.collapse import FOLD_FROM, MOST_NODES, fold
 from ddpcheck.report.graph.drawing_data import (
     Edge,
+    GraphView,
     Mark,
     ModuleFact,
     Node,
     ParameterFact,
-    Picture,
     module_of,
     path_parts,
 )
 
 
-def chain(*modules: tuple[str, str], loss: str = "loss") -> Picture:
+def chain(*modules: tuple[str, str], loss: str = "loss") -> GraphView:
     """A chain of modules, given by path and class, that ends in the loss."""
     nodes = [Node(path, "module", module=path, operations={"linear": 1}) for path, _ in modules]
     nodes.append(Node(loss, "loss", name=loss))
     edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(nodes)]
     facts = {path: ModuleFact(name, 9, 1) for path, name in modules}
     parameters = {f"{path}.w": ParameterFact((f"{path}.w",), (9,), (path,)) for path, _ in modules}
-    return Picture("modules", tuple(nodes), tuple(edges), facts, parameters)
+    return GraphView("modules", tuple(nodes), tuple(edges), facts, parameters)
 
 
 def stack(*names: str, depth: int = 12) -> list[tuple[str, str]]:
     return [(f"blocks.{number}.{name}", name.title()) for number in range(depth) for name in names]
 
 
-def shown(picture: Picture) -> list[str]:
+def shown(picture: GraphView) -> list[str]:
     return [node.module or node.key for node in picture.nodes]
 
 
-def arrows(picture: Picture) -> set[tuple[str, str]]:
+def arrows(picture: GraphView) -> set[tuple[str, str]]:
     return {(edge.source, edge.target) for edge in picture.edges}
 
 
@@ -89,16 +89,18 @@ def test_blocks_in_which_the_same_is_wrong_stand_once() -> None:
 def test_blocks_of_other_sizes_are_not_alike() -> None:
     picture = chain(*stack("norm", "linear", "gelu"))
     facts = {**picture.modules, "blocks.3.linear": ModuleFact("Linear", 10, 1)}
-    folded = fold(Picture("modules", picture.nodes, picture.edges, facts, picture.parameters), ())
+    folded = fold(GraphView("modules", picture.nodes, picture.edges, facts, picture.parameters), ())
     assert [len(paths) for paths in folded.stands_for.values()] == [3, 8]
 
 
-def nested(*, cut_in: str = "") -> Picture:
+def nested(*, cut_in: str = "") -> GraphView:
     """Modules three deep, none like its neighbour."""
     paths = [f"a{i}.b{j}.c{k}" for i in range(6) for j in range(5) for k in range(4)]
     whole = chain(*((path, f"Class{number}") for number, path in enumerate(paths)))
     stop = Node("stop", "stop", module=cut_in, end=PathEnd("cut", "detach()", Location("net.py", 1), cut_in))
-    return Picture("modules", (*whole.nodes, *([stop] if cut_in else [])), whole.edges, whole.modules, whole.parameters)
+    return GraphView(
+        "modules", (*whole.nodes, *([stop] if cut_in else [])), whole.edges, whole.modules, whole.parameters
+    )
 
 
 def test_deep_modules_fold_into_what_holds_them() -> None:
@@ -128,14 +130,14 @@ def test_neighbours_that_are_all_different_are_taken_together_but_not_what_is_ma
 def test_a_loop_in_a_module_s_own_forward_stands_once() -> None:
     adds = [Node(f"add {part}", "module", module="", operations={"add": 1}) for part in range(40)]
     edges = [Edge(one.key, other.key) for one, other in itertools.pairwise(adds)]
-    picture = fold(Picture("modules", (*adds, Node("loss", "loss")), (*edges, Edge("add 39", "loss")), {}, {}), ())
+    picture = fold(GraphView("modules", (*adds, Node("loss", "loss")), (*edges, Edge("add 39", "loss")), {}, {}), ())
     assert [node.key for node in picture.nodes] == ["add 0", "loss"]
     assert arrows(picture) == {("add 0", "loss")}
 
 
 def test_operations_are_never_folded() -> None:
     nodes = tuple(Node(f"operation {number}", "operation", name="Add") for number in range(1000))
-    picture = Picture("operations", nodes, (), {}, {})
+    picture = GraphView("operations", nodes, (), {}, {})
     assert fold(picture, ()) is picture
 
 

@@ -44,7 +44,7 @@ def wait_forever_on_rank_0() -> None:
 
     from ddpcheck.worlds import rank
 
-    rank.set_place(f"step {rank.current().rank}: backward")
+    rank.set_status(f"step {rank.current().rank}: backward")
     if rank.current().rank == 0:
         dist.all_reduce(torch.zeros(3))
     else:
@@ -271,19 +271,19 @@ def test_what_a_rank_leaves_is_kept() -> None:
         from ddpcheck.worlds import rank
 
         for part in parts:
-            rank.leave(part)
+            rank.save_attachment(part)
         if rank.current().rank == 1 and not parts[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     large = bytes(range(256)) * 4096
     with World(3) as world:
-        assert [world.luggage(rank) for rank in range(3)] == [b"", b"", b""]
+        assert [world.attachment(rank) for rank in range(3)] == [b"", b"", b""]
         world.run_each(leave, [(large,), (b"first", b"last"), (b"\0",)])
-        assert [world.luggage(rank) for rank in range(3)] == [large, b"last", b"\0"]
+        assert [world.attachment(rank) for rank in range(3)] == [large, b"last", b"\0"]
         fails(world, leave, b"", b"of one that dies")
-    assert world.luggage(1) == b"of one that dies"
+    assert world.attachment(1) == b"of one that dies"
     with pytest.raises(UsageError, match="no rank 3"):
-        world.luggage(3)
+        world.attachment(3)
     with pytest.raises(DdpcheckError, match="outside a rank"):
         leave(b"here")
 
@@ -335,7 +335,7 @@ def test_an_exception_is_the_headline() -> None:
 
         from ddpcheck.worlds import rank
 
-        rank.set_place("step 0: backward")
+        rank.set_status("step 0: backward")
         if rank.current().rank == 1:
             print("about to fail")
             raise ValueError("boom")

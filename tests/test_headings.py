@@ -14,7 +14,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_lines import HEADINGS, Comparison, Tally, Told, check_line, is_asked
-from ddpcheck.report.checking.check_state import Asked, Outcome
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from tests.reports import contradictions, shown
 from tests.tiers import first_of_each, share
 
@@ -472,7 +472,7 @@ def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
 
 
 def test_a_difference_without_an_analysis_is_no_tick() -> None:
-    outcome = Outcome(Asked("t", 2, "gloo", "cpu", 1, 0, 30.0))
+    outcome = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
     with outcome.phase("parity"):
         outcome.add_single_differences(0, (Difference("a", 0.5, 1e-6, distance=0.5, size=1.0),))
     outcome.judge({})

@@ -17,10 +17,10 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.worlds.launchers import Launch, detect, require
+from ddpcheck.worlds.launchers import LauncherEnv, detect, require
 from ddpcheck.worlds.launchers import port_file as loopback
 from ddpcheck.worlds.launchers.liveness import Peer, Peers
-from ddpcheck.worlds.launchers.store import open_board
+from ddpcheck.worlds.launchers.store import open_store
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.launchers
@@ -104,7 +104,7 @@ def test_code_under_test_finds_itself_as_on_a_rank_of_our_own(told: Answers) -> 
 
 
 def test_what_ranks_leave_reaches_every_rank(told: Answers) -> None:
-    assert both(told, "luggage") == [["of 0", "of 1"]]
+    assert both(told, "attachment") == [["of 0", "of 1"]]
 
 
 def test_a_rank_that_takes_no_part_learns_the_outcome(told: Answers) -> None:
@@ -315,21 +315,21 @@ PLAIN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        (TORCHRUN, Launch("torchrun", 1, 4, 1, 2, "abc 0", "node1", 29500, True)),
-        (OPEN_MPI, Launch("mpirun", 0, 2, 0, 2, "77", "", 0)),
-        (MPICH, Launch("mpiexec", 1, 2, 1, 2, "", "", 0)),
-        (SLURM, Launch("srun", 3, 4, 1, None, "5 0", "", 0)),
-        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, Launch("srun", 3, 4, 1, 4, "5 0", "", 0)),
-        (PLAIN, Launch("the environment", 0, 2, None, None, "", "localhost", 1234)),
+        (TORCHRUN, LauncherEnv("torchrun", 1, 4, 1, 2, "abc 0", "node1", 29500, True)),
+        (OPEN_MPI, LauncherEnv("mpirun", 0, 2, 0, 2, "77", "", 0)),
+        (MPICH, LauncherEnv("mpiexec", 1, 2, 1, 2, "", "", 0)),
+        (SLURM, LauncherEnv("srun", 3, 4, 1, None, "5 0", "", 0)),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, LauncherEnv("srun", 3, 4, 1, 4, "5 0", "", 0)),
+        (PLAIN, LauncherEnv("the environment", 0, 2, None, None, "", "localhost", 1234)),
         (
             {**SLURM, "SLURM_STEP_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1"}
             | {"SLURM_STEP_TASKS_PER_NODE": "1,3", "MASTER_PORT": "4000"},
-            Launch("srun", 3, 4, 1, 3, "5 0", "", 4000, nodes="n[1-2]", node="n2"),
+            LauncherEnv("srun", 3, 4, 1, 3, "5 0", "", 4000, nodes="n[1-2]", node="n2"),
         ),
-        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("srun", 3, 4, 1, None, "5 0", "", 0)),
-        ({**SLURM, "PMI_RANK": "7", "PMI_SIZE": "8"}, Launch("mpiexec", 7, 8, None, None, "", "", 0)),
-        ({**SLURM, **TORCHRUN}, Launch("torchrun", 1, 4, 1, 2, "abc 0", "node1", 29500, True)),
-        ({**SLURM, **OPEN_MPI}, Launch("mpirun", 0, 2, 0, 2, "77", "", 0)),
+        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, LauncherEnv("srun", 3, 4, 1, None, "5 0", "", 0)),
+        ({**SLURM, "PMI_RANK": "7", "PMI_SIZE": "8"}, LauncherEnv("mpiexec", 7, 8, None, None, "", "", 0)),
+        ({**SLURM, **TORCHRUN}, LauncherEnv("torchrun", 1, 4, 1, 2, "abc 0", "node1", 29500, True)),
+        ({**SLURM, **OPEN_MPI}, LauncherEnv("mpirun", 0, 2, 0, 2, "77", "", 0)),
     ],
     ids=[
         "torchrun",
@@ -345,7 +345,7 @@ PLAIN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
         "mpirun in srun",
     ],
 )
-def test_each_launcher_is_recognised(environ: dict[str, str], expected: Launch) -> None:
+def test_each_launcher_is_recognised(environ: dict[str, str], expected: LauncherEnv) -> None:
     assert detect(environ) == expected
     assert require(environ) == expected
 
@@ -425,7 +425,7 @@ def test_rank_0_on_another_node_than_the_first_is_told_what_to_export() -> None:
     with pytest.raises(
         UsageError, match=r"Rank 0 is on n2, which is not the first machine of .*; export MASTER_ADDR=n2"
     ):
-        open_board(require(environ), 1.0)
+        open_store(require(environ), 1.0)
 
 
 @pytest.mark.smoke
@@ -449,7 +449,7 @@ def test_one_process_is_no_launch_unless_it_is_asked_for() -> None:
 )
 def test_ranks_that_cannot_find_each_other_are_told_what_to_export(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        open_board(require(environ), 1.0)
+        open_store(require(environ), 1.0)
     assert words in str(caught.value)
 
 
@@ -488,7 +488,7 @@ def test_a_rank_of_another_machine_without_a_heartbeat_is_missed(monkeypatch: py
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Any]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return lambda environ: open_board(require(environ), 20.0)
+    return lambda environ: open_store(require(environ), 20.0)
 
 
 @pytest.mark.smoke

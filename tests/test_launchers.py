@@ -13,7 +13,7 @@ import ddpcheck
 from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
 from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params, average_over_ranks
 from ddpcheck.worlds.launchers import slurm
-from ddpcheck.worlds.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
+from ddpcheck.worlds.launchers.devices import RankDevices, choose_backend, choose_gpus, local_ranks
 from ddpcheck.worlds.launchers.dist_info import get_dist_info
 from ddpcheck.worlds.launchers.init_dist import init_dist
 
@@ -474,13 +474,13 @@ def test_an_incomplete_environment_is_one_sentence(monkeypatch: pytest.MonkeyPat
 # --- Devices -------------------------------------------------------------------------------------------------------
 
 
-def seats(*gpus: str, local: bool = True, backend: str = "") -> list[Seat]:
+def seats(*gpus: str, local: bool = True, backend: str = "") -> list[RankDevices]:
     """Ranks in order: each with its machine and the GPUs that it sees, as `a:01`."""
-    made: list[Seat] = []
+    made: list[RankDevices] = []
     for one in gpus:
         machine, _, seen = one.partition(":")
         number = [seat.machine for seat in made].count(machine)
-        made.append(Seat(machine, number if local else None, tuple(machine + gpu for gpu in seen), backend))
+        made.append(RankDevices(machine, number if local else None, tuple(machine + gpu for gpu in seen), backend))
     return made
 
 
@@ -500,7 +500,7 @@ def seats(*gpus: str, local: bool = True, backend: str = "") -> list[Seat]:
     ],
 )
 def test_a_rank_gets_the_gpu_of_its_local_rank_and_all_of_them_one_backend(
-    given: list[Seat], expected: list[int | None], backend: str
+    given: list[RankDevices], expected: list[int | None], backend: str
 ) -> None:
     """Seed 4 (mmcv dist_utils): `rank % num_gpus` instead of the local rank. Seed 5: nccl on GPUs, else gloo."""
     assert choose_gpus(given) == expected and choose_backend(given) == backend

@@ -18,8 +18,8 @@ from ddpcheck.report.matrix.option_sets import (
     DEFAULTS,
     FIND_UNUSED,
     STATIC_GRAPH,
+    DdpOptions,
     ModelFacts,
-    Options,
     first_trials,
     further_trials,
 )
@@ -74,7 +74,7 @@ def said(advice: tuple[Advice, ...], kind: str) -> str:
 # Which options are tried
 
 
-def titles(facts: ModelFacts, base: Options = DEFAULTS, graphs: tuple[Options, ...] = ()) -> list[str]:
+def titles(facts: ModelFacts, base: DdpOptions = DEFAULTS, graphs: tuple[DdpOptions, ...] = ()) -> list[str]:
     return [str(trial.options) for trial in further_trials(facts, base, graphs) if not trial.pointless]
 
 

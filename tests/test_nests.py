@@ -17,7 +17,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from ddpcheck.recipe.pytree import batch_size, iter_tensors, map_nest, shard_batch, shard_bounds, to_device, upcast  # noqa: E402
+from ddpcheck.recipe.pytree import batch_size, shard_batch, shard_bounds, to_device, tree_map, tree_tensors, upcast  # noqa: E402
 
 quickly = settings(deadline=None, max_examples=60)
 
@@ -97,8 +97,8 @@ def test_the_shards_of_any_nest_put_together_are_the_whole(data: st.DataObject, 
         return
     shards = [shard_batch(batch, rank, world_size) for rank in range(world_size)]
     assert all(shape_of(shard) == shape_of(batch) for shard in shards)
-    parts = [list(iter_tensors(shard)) for shard in shards]
-    for index, whole in enumerate(iter_tensors(batch)):
+    parts = [list(tree_tensors(shard)) for shard in shards]
+    for index, whole in enumerate(tree_tensors(batch)):
         pieces = [part[index] for part in parts]
         if whole.ndim == 0:
             assert all(torch.equal(piece, whole) for piece in pieces)
@@ -111,9 +111,9 @@ def test_the_shards_of_any_nest_put_together_are_the_whole(data: st.DataObject, 
 @given(nest=nests(st.integers()))
 def test_a_mapped_nest_keeps_its_types_and_shares_nothing_that_can_change(nest: Any) -> None:
     before = repr(nest)
-    copied = map_nest(lambda leaf: leaf + 1, nest)
+    copied = tree_map(lambda leaf: leaf + 1, nest)
     assert shape_of(copied) == shape_of(nest) and repr(nest) == before
-    assert repr(map_nest(lambda leaf: leaf - 1, copied)) == before
+    assert repr(tree_map(lambda leaf: leaf - 1, copied)) == before
 
 
 def test_dicts_with_something_of_their_own_keep_it() -> None:
@@ -179,11 +179,11 @@ class Growing(list):
 def test_subclasses_of_tuples_and_lists_keep_their_type_and_what_they_carry() -> None:
     track = Track(1, 2)
     track.note = "kept"
-    again = map_nest(lambda leaf: leaf + 1, track)
+    again = tree_map(lambda leaf: leaf + 1, track)
     assert (type(again), again, again.note) == (Track, Track(2, 3), "kept")
-    grown = map_nest(lambda leaf: leaf + 1, Growing(3))
+    grown = tree_map(lambda leaf: leaf + 1, Growing(3))
     assert (type(grown), grown, grown.size) == (Growing, [1, 2, 3], 3)
-    largest = map_nest(lambda leaf: leaf + 1, torch.max(torch.zeros(3, 2), 0))
+    largest = tree_map(lambda leaf: leaf + 1, torch.max(torch.zeros(3, 2), 0))
     assert largest.values.tolist() == [1.0, 1.0] and largest.indices.tolist() == [1, 1]
 
 

@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence import (
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.circumstances import Circumstances
+from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
 from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
@@ -30,7 +30,7 @@ from ddpcheck.judge.single_process import (
     judge_single_process,
 )
 
-KNOWN = Circumstances(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))
+KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))
 NAMES = ("a", "b", "c")
 TOLERANCE = 1e-6
 
@@ -160,7 +160,7 @@ def analysis(*terms: LossTerm, **more: Any) -> ShardAnalysis:
 
 def judge_single(
     *differences: Difference,
-    known: Circumstances = KNOWN,
+    known: JudgeContext = KNOWN,
     steps: int = 1,
     terms: tuple[LossTerm, ...] = (),
     **more: Any,

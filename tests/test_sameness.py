@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ddpcheck.testing.assertions.replica_values import (
-    Account,
-    Leaf,
-    Measured,
-    Options,
+    CompareOptions,
+    Entry,
+    RankValues,
+    ValueDiff,
     differences,
     holds_nothing,
     tell,
@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-def leaves_of(draw_shape: tuple[int, ...], fingerprint: int) -> Leaf:
-    return Leaf("", "tensor", "float32", draw_shape, "strided", "cpu", fingerprint=fingerprint)
+def leaves_of(draw_shape: tuple[int, ...], fingerprint: int) -> Entry:
+    return Entry("", "tensor", "float32", draw_shape, "strided", "cpu", fingerprint=fingerprint)
 
 
 LEAVES = st.builds(
-    Leaf,
+    Entry,
     path=st.just(""),
     kind=st.just("tensor"),
     dtype=st.sampled_from(["float32", "float64"]),
@@ -35,11 +35,11 @@ LEAVES = st.builds(
     layout=st.just("strided"),
     device=st.sampled_from(["cpu", "cuda"]),
     fingerprint=st.integers(0, 2),
-) | st.builds(Leaf, path=st.just(""), kind=st.just("number"), value=st.integers(0, 2) | st.booleans())
+) | st.builds(Entry, path=st.just(""), kind=st.just("number"), value=st.integers(0, 2) | st.booleans())
 
 
 @st.composite
-def worlds(draw: Any) -> list[Account]:
+def worlds(draw: Any) -> list[RankValues]:
     """What two to five ranks say that they hold: a few items, mostly the same."""
     size, names = draw(st.integers(2, 5)), draw(st.lists(st.sampled_from("abcde"), unique=True, min_size=1))
     common = {name: draw(LEAVES) for name in names}
@@ -47,7 +47,9 @@ def worlds(draw: Any) -> list[Account]:
     for _ in range(size):
         own = {name: draw(LEAVES) if draw(st.integers(0, 5)) == 0 else leaf for name, leaf in common.items()}
         own = {name: leaf for name, leaf in own.items() if draw(st.integers(0, 8)) > 0}
-        accounts.append(Account(Options(), tuple(replace(leaf, path=f"[{name!r}]") for name, leaf in own.items())))
+        accounts.append(
+            RankValues(CompareOptions(), tuple(replace(leaf, path=f"[{name!r}]") for name, leaf in own.items()))
+        )
     return accounts
 
 
@@ -81,9 +83,11 @@ def test_whatever_the_ranks_hold_the_message_names_the_items_and_the_ranks(accou
 )
 @settings(deadline=None)
 def test_numbers_are_told_of_the_ranks_on_which_elements_differ(mismatched: list[int], values: float) -> None:
-    accounts = [Account(Options(1e-3, 1e-3), (leaves_of((3, 4), place),)) for place in range(len(mismatched) + 1)]
+    accounts = [
+        RankValues(CompareOptions(1e-3, 1e-3), (leaves_of((3, 4), place),)) for place in range(len(mismatched) + 1)
+    ]
     measured = [None] + [
-        Measured(
+        ValueDiff(
             12, count, 0, (0, 0), abs(values) if count else -1.0, (1, 2), values, 0.0, 1.0 if count else -1.0, (2, 3)
         )
         for count in mismatched
@@ -99,7 +103,12 @@ def test_numbers_are_told_of_the_ranks_on_which_elements_differ(mismatched: list
 
 
 def test_what_cannot_be_compared_comes_before_what_differs() -> None:
-    accounts = [Account(Options(), (leaves_of((1,), 1),)), Account(Options(), trouble="it is no tensor")]
+    accounts = [
+        RankValues(CompareOptions(), (leaves_of((1,), 1),)),
+        RankValues(CompareOptions(), trouble="it is no tensor"),
+    ]
     assert trouble_of(accounts, [3, 5]) == "it is no tensor (rank 5)"
     assert trouble_of(accounts[:1] * 2, [3, 5]) == ""
-    assert not holds_nothing(accounts[0]) and holds_nothing(Account(Options(), (Leaf("", "value", value="None"),)))
+    assert not holds_nothing(accounts[0]) and holds_nothing(
+        RankValues(CompareOptions(), (Entry("", "value", value="None"),))
+    )

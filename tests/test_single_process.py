@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import CheckRun, ask
-from ddpcheck.report.checking.check_state import Outcome
+from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.worlds import validation as allowed
 
 
-def outcome_of(recipe: Recipe) -> Outcome:
+def outcome_of(recipe: Recipe) -> CheckState:
     asked = ask(recipe, world_size=2, backend=None, device="cpu", steps=1, timeout=30, seed=0, preload=())
     return CheckRun(recipe, asked, progress=lambda _text: None).run()
 

@@ -18,13 +18,13 @@ import pytest
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.harness import World
-from ddpcheck.testing.world_pool import Supply
+from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.worlds.starting import server_pids
 
 
 @pytest.fixture
-def supply() -> Iterator[Supply]:
-    one = Supply()
+def supply() -> Iterator[WorldPool]:
+    one = WorldPool()
     try:
         yield one
     finally:
@@ -48,15 +48,15 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def spare(supply: Supply) -> World | None:
+def spare(supply: WorldPool) -> World | None:
     return supply._spares[-1].world if supply._spares else None
 
 
-def sizes(supply: Supply) -> list[int]:
+def sizes(supply: WorldPool) -> list[int]:
     return sorted(spare.world.world_size for spare in supply._spares)
 
 
-def use(supply: Supply, **options: Any) -> list[int]:
+def use(supply: WorldPool, **options: Any) -> list[int]:
     world = supply.lease(**options)
     try:
         return pids(world)
@@ -67,7 +67,7 @@ def use(supply: Supply, **options: Any) -> list[int]:
 # --- Fresh ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_the_next_world_is_there_before_it_is_asked_for(supply: Supply) -> None:
+def test_the_next_world_is_there_before_it_is_asked_for(supply: WorldPool) -> None:
     first = supply.lease(world_size=2)
     prepared = spare(supply)
     assert prepared is not None and prepared.wait_ready(60)
@@ -79,7 +79,7 @@ def test_the_next_world_is_there_before_it_is_asked_for(supply: Supply) -> None:
     assert second.run(summed) == [3.0, 3.0]
 
 
-def test_no_state_travels_from_lease_to_lease(supply: Supply) -> None:
+def test_no_state_travels_from_lease_to_lease(supply: WorldPool) -> None:
     def remember() -> bool:
         import builtins
 
@@ -103,7 +103,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
-    supply: Supply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supply: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OLD", "at first")
     supply.give_back(supply.lease(world_size=2, env={"OWN": "at first"}))
@@ -130,7 +130,7 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONUTF8"])
 @pytest.mark.parametrize("how", ["environment", "env"])
 def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
-    supply: Supply, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+    supply: WorldPool, monkeypatch: pytest.MonkeyPatch, name: str, how: str
 ) -> None:
     value = "lo" if name == "GLOO_SOCKET_IFNAME" else "1"
     monkeypatch.delenv(name, raising=False)
@@ -153,7 +153,7 @@ def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
         pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_world_of_another_kind_is_not_what_was_prepared(supply: Supply, options: dict[str, Any]) -> None:
+def test_a_world_of_another_kind_is_not_what_was_prepared(supply: WorldPool, options: dict[str, Any]) -> None:
     supply.give_back(supply.lease(world_size=2))
     prepared = spare(supply)
     other = supply.lease(**{"world_size": 2, **options}, last=True)
@@ -161,11 +161,11 @@ def test_a_world_of_another_kind_is_not_what_was_prepared(supply: Supply, option
     assert len(pids(other)) == other.world_size
 
 
-def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(supply: Supply) -> None:
+def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(supply: WorldPool) -> None:
     supply.give_back(supply.lease(world_size=2))
     prepared = spare(supply)
     assert prepared is not None and prepared.wait_ready(60)
-    victim = prepared._crew.ranks[1].pid
+    victim = prepared._processes.ranks[1].pid
     assert victim is not None
     os.kill(victim, 9)
     psutil.wait_procs([psutil.Process(victim)] if psutil.pid_exists(victim) else [], timeout=5)
@@ -175,14 +175,14 @@ def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(supply: Supply) 
     assert supply.lease(world_size=2, last=True).run(summed) == [3.0, 3.0]
 
 
-def test_nothing_is_prepared_after_the_last_test(supply: Supply) -> None:
+def test_nothing_is_prepared_after_the_last_test(supply: WorldPool) -> None:
     supply.give_back(supply.lease(world_size=1))
     assert sizes(supply) == [1]
     supply.give_back(supply.lease(world_size=1, last=True))
     assert sizes(supply) == []
 
 
-def prepared_of(supply: Supply, *order: int) -> int:
+def prepared_of(supply: WorldPool, *order: int) -> int:
     """How many of the leases of these sizes found their world prepared."""
     found = 0
     for size in order:
@@ -193,16 +193,16 @@ def prepared_of(supply: Supply, *order: int) -> int:
     return found
 
 
-def test_sizes_that_take_turns_are_prepared_in_turn(supply: Supply) -> None:
+def test_sizes_that_take_turns_are_prepared_in_turn(supply: WorldPool) -> None:
     assert prepared_of(supply, *[1, 2, 3] * 3) >= 5
     assert len(sizes(supply)) <= 2
 
 
-def test_sizes_in_blocks_are_prepared(supply: Supply) -> None:
+def test_sizes_in_blocks_are_prepared(supply: WorldPool) -> None:
     assert prepared_of(supply, 1, 1, 1, 2, 2, 2) >= 4
 
 
-def test_sizes_that_never_recur_are_not_prepared_for_long(supply: Supply, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_never_recur_are_not_prepared_for_long(supply: WorldPool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     real = World.__init__
 
@@ -217,7 +217,7 @@ def test_sizes_that_never_recur_are_not_prepared_for_long(supply: Supply, monkey
     assert sizes(supply) == []
 
 
-def test_options_that_make_no_sense_are_refused_as_by_a_world(supply: Supply) -> None:
+def test_options_that_make_no_sense_are_refused_as_by_a_world(supply: WorldPool) -> None:
     for options in ({"world_size": 0}, {"backend": ["gloo"]}, {"env": {"A": 1}}, {"preload": 3}, {"world_size": "2"}):
         with pytest.raises((UsageError, TypeError)) as expected:
             World(**options)
@@ -237,7 +237,7 @@ def test_options_that_make_no_sense_are_refused_as_by_a_world(supply: Supply) ->
 # --- Shared ranks --------------------------------------------------------------------------------------------------
 
 
-def test_shared_ranks_are_the_same_with_another_process_group(supply: Supply) -> None:
+def test_shared_ranks_are_the_same_with_another_process_group(supply: WorldPool) -> None:
     def seen(key: str) -> tuple[int, str | None]:
         import torch.distributed as dist
 
@@ -258,7 +258,7 @@ def test_shared_ranks_are_the_same_with_another_process_group(supply: Supply) ->
     assert all(known is None for each in found for _, known in each)
 
 
-def test_shared_ranks_are_another_owners_own(supply: Supply) -> None:
+def test_shared_ranks_are_another_owners_own(supply: WorldPool) -> None:
     def of(owner: str, **options: Any) -> list[int]:
         world = supply.lease_shared(owner, world_size=1, **options)
         try:
@@ -272,7 +272,7 @@ def test_shared_ranks_are_another_owners_own(supply: Supply) -> None:
     assert of("a") != a
 
 
-def test_two_leases_at_a_time_are_two_worlds(supply: Supply) -> None:
+def test_two_leases_at_a_time_are_two_worlds(supply: WorldPool) -> None:
     one, two = (supply.lease_shared("module", world_size=1) for _ in range(2))
     both = [pids(one), pids(two)]
     assert both[0] != both[1]
@@ -282,7 +282,7 @@ def test_two_leases_at_a_time_are_two_worlds(supply: Supply) -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "broken", "closed", "ended", "busy"])
-def test_ranks_after_a_failure_are_fresh_ones(supply: Supply, how: str) -> None:
+def test_ranks_after_a_failure_are_fresh_ones(supply: WorldPool, how: str) -> None:
     world = supply.lease_shared("module", world_size=2)
     before = pids(world)
     if how == "failed":
@@ -326,7 +326,7 @@ def break_group(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["pending", "dropped", "subgroups", "module", "destroyed", "uneven"])
-def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(supply: Supply, how: str) -> None:
+def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(supply: WorldPool, how: str) -> None:
     for _ in range(3):
         world = supply.lease_shared("module", world_size=2)
         assert world.run(summed) == [3.0, 3.0]
@@ -336,21 +336,21 @@ def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(supply: Supply, ho
     assert world.run(summed) == [3.0, 3.0]
 
 
-def test_what_ranks_printed_and_left_is_that_of_the_lease(supply: Supply) -> None:
+def test_what_ranks_printed_and_left_is_that_of_the_lease(supply: WorldPool) -> None:
     def speak(text: str) -> None:
         from ddpcheck.worlds import rank
 
         print(text)
-        rank.leave(text.encode())
+        rank.save_attachment(text.encode())
 
     world = supply.lease_shared("module", world_size=1)
     world.run(speak, "first")
     supply.give_back(world)
-    assert (world.output(0), world.luggage(0)) == ("first\n", b"first")  # until the next lease
+    assert (world.output(0), world.attachment(0)) == ("first\n", b"first")  # until the next lease
     world = supply.lease_shared("module", world_size=1)
-    assert (world.output(0), world.luggage(0)) == ("", b"")
+    assert (world.output(0), world.attachment(0)) == ("", b"")
     world.run(speak, "second")
-    assert (world.output(0), world.luggage(0)) == ("second\n", b"second")
+    assert (world.output(0), world.attachment(0)) == ("second\n", b"second")
 
 
 def held(pid: int) -> tuple[int, int, int]:
@@ -360,7 +360,7 @@ def held(pid: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-def test_nothing_accumulates_over_renewals(supply: Supply) -> None:
+def test_nothing_accumulates_over_renewals(supply: WorldPool) -> None:
     def cycle(count: int) -> World:
         for number in range(count):
             world = supply.lease_shared("module", world_size=2)
@@ -371,7 +371,7 @@ def test_nothing_accumulates_over_renewals(supply: Supply) -> None:
         return world
 
     world = cycle(8)
-    ranks = [rank.pid for rank in world._crew.ranks if rank.pid is not None]
+    ranks = [rank.pid for rank in world._processes.ranks if rank.pid is not None]
     before = [held(pid) for pid in ranks]
     assert cycle(32) is world
     after = [held(pid) for pid in ranks]
@@ -391,7 +391,7 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     servers = [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()]
-    supply = Supply()
+    supply = WorldPool()
     seen = [use(supply, world_size=size) for size in (1, 2, 1, 2, 2, 2)]
     shared = supply.lease_shared("module", world_size=2)
     seen.append(pids(shared))
@@ -408,7 +408,7 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     supply.close()
 
 
-def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(supply: Supply) -> None:
+def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(supply: WorldPool) -> None:
     world = supply.lease(world_size=1, last=True)
     (pid,) = pids(world)
     supply.give_back(world)
@@ -443,7 +443,7 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: flo
     assert not any(map(psutil.pid_exists, left)) and os.listdir(tmp_path) == []
 
 
-def test_a_fork_of_the_process_has_worlds_of_its_own(supply: Supply) -> None:
+def test_a_fork_of_the_process_has_worlds_of_its_own(supply: WorldPool) -> None:
     world = supply.lease_shared("module", world_size=1)
     mine = pids(world)
     supply.give_back(world)

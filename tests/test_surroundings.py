@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.gather.state.external_state import Surroundings, put_back
+from ddpcheck.gather.state.external_state import ExternalState, put_back
 
 COUNT = 0
 SEEN: list[int] = []
@@ -73,7 +73,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_gives_the_same_again_and_again(name: str) -> None:
     function = FUNCTIONS[name]
-    state = Surroundings([function], nn.Module(), ()).capture()
+    state = ExternalState([function], nn.Module(), ()).capture()
     first = function()
     second = function()
     assert first != second
@@ -89,7 +89,7 @@ def test_parameters_and_what_is_ignored_stay() -> None:
         weight.data += 1
         kept.add_(1)
 
-    state = Surroundings([step], nn.Module(), [id(kept)]).capture()
+    state = ExternalState([step], nn.Module(), [id(kept)]).capture()
     step()
     put_back(state)
     assert weight.tolist() == kept.tolist() == [1.0, 1.0]
@@ -104,7 +104,7 @@ def test_the_methods_of_a_module_count_too() -> None:
             return count() + Net.steps
 
     net = Net()
-    state = Surroundings([None], net, ()).capture()
+    state = ExternalState([None], net, ()).capture()
     first = net()
     put_back(state)
     assert net() == first
@@ -120,5 +120,5 @@ def test_a_mapping_that_gives_something_else_than_it_holds_stays_as_it_is() -> N
     def function() -> Any:
         return table["gelu"]
 
-    put_back(Surroundings([function], nn.Module(), ()).capture())
+    put_back(ExternalState([function], nn.Module(), ()).capture())
     assert isinstance(function(), nn.GELU)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 from tests.faultsuite.cases import all_cases
 from tests.faultsuite.selection import fastest_of_each_code
 from tests.tiers import share
@@ -69,7 +69,7 @@ def run(path: Path, which: str) -> list[tuple[str, str, tuple[str, ...]]]:
                 batch = recipe.local_batch(recipe.batch(step), rank, world_size)
                 torch.manual_seed(100 * step + rank)
                 optimizer.zero_grad()
-                sum(part.sum() for part in iter_tensors(recipe.loss(model, batch))).backward()
+                sum(part.sum() for part in tree_tensors(recipe.loss(model, batch))).backward()
                 optimizer.step()
         except RuntimeError as error:  # DDP's own, after we have spoken
             if not told:

@@ -16,8 +16,8 @@ from torch import nn
 
 import ddpcheck
 from benchmarks.wrapper.cases import Case
-from ddpcheck.monitor.module_hooks import StaysBehind, around_each_step
-from ddpcheck.monitor.step_tracker import Rounds
+from ddpcheck.monitor.module_hooks import UnpickledHook, around_each_step
+from ddpcheck.monitor.step_tracker import StepTracker
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
 FIRST_ROUNDS = 32
@@ -212,7 +212,11 @@ def _own(step: Callable[[], None], hooks: Switch, count: int) -> list[Sample]:
 
         return call
 
-    doors = [(StaysBehind, "__call__"), (Rounds, "_at_end"), (Rounds, "_after_reduction")]  # all that torch calls
+    doors = [
+        (UnpickledHook, "__call__"),
+        (StepTracker, "_at_end"),
+        (StepTracker, "_after_reduction"),
+    ]  # all that torch calls
     originals = [getattr(owner, name) for owner, name in doors]
     for (owner, name), original in zip(doors, originals, strict=True):
         setattr(owner, name, clocked(original))

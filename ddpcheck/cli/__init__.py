@@ -32,8 +32,8 @@ from ddpcheck.report.repro import command_for, demonstration_for, prepare, write
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
 if TYPE_CHECKING:
-    from ddpcheck.harness import Hosts
-    from ddpcheck.worlds.launchers import Launch
+    from ddpcheck.harness import RankHosts
+    from ddpcheck.worlds.launchers import LauncherEnv
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -179,7 +179,7 @@ _RUN = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload"
 _ASKED = (*_RUN, "select", "ignore")
 
 
-def _settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Hosts | None) -> Settings:
+def _settings(arguments: argparse.Namespace, names: Sequence[str], hosts: RankHosts | None) -> Settings:
     """Those that matter for a command, with the number of ranks that there are."""
     settings = load_settings({name: getattr(arguments, name) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
@@ -194,7 +194,7 @@ def _settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Hosts 
     return replace(settings, world_size=hosts.world_size)
 
 
-def _report(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
+def _report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     if arguments.matrix:
         return _matrix(arguments, hosts)
     settings = _settings(arguments, (*_ASKED, "fail_on"), hosts)
@@ -213,7 +213,7 @@ def _report(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
     return report.exit_code(settings.fail_on)
 
 
-def _matrix(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
+def _matrix(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     if arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
     settings = _settings(arguments, (*_ASKED, "fail_on"), hosts)
@@ -227,16 +227,16 @@ def _matrix(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
     return matrix.exit_code(settings.fail_on)
 
 
-def _graph(arguments: argparse.Namespace, hosts: Hosts | None) -> int:
+def _graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     settings = _settings(arguments, _RUN, hosts)
     path = None if arguments.output in (None, "-") else arguments.output
     form = picture_format(path)
     with _File(path) as file, _Progress(sys.stderr) as progress:
         from ddpcheck.report.graph.collapse import fold
         from ddpcheck.report.graph.dot import draw, summary
-        from ddpcheck.report.graph.trace_graph import depict
+        from ddpcheck.report.graph.trace_graph import trace_graph
 
-        report, picture, marks = depict(
+        report, picture, marks = trace_graph(
             arguments.target,
             detail=arguments.detail,
             progress=progress,
@@ -265,7 +265,7 @@ _LAST_WORDS = 2.0  # seconds that rank 0 has for a report after SIGTERM; the oth
 _WITHOUT_LEADER = 3.0
 
 
-def _on_ranks(run: Callable[[argparse.Namespace, Hosts | None], int]) -> Callable[[argparse.Namespace], int]:
+def _on_ranks(run: Callable[[argparse.Namespace, RankHosts | None], int]) -> Callable[[argparse.Namespace], int]:
     """The command on the ranks that a launcher has started, if one has: rank 0 runs it, and the others follow."""
 
     def command(arguments: argparse.Namespace) -> int:
@@ -291,7 +291,7 @@ def _on_ranks(run: Callable[[argparse.Namespace, Hosts | None], int]) -> Callabl
     return command
 
 
-def _launch(arguments: argparse.Namespace) -> Launch | None:
+def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
     """What the launcher has said, `None` for ranks of our own."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
@@ -304,7 +304,7 @@ def _launch(arguments: argparse.Namespace) -> Launch | None:
     return require() if launcher == "on" else detect()
 
 
-def _follow(launch: Launch) -> int:
+def _follow(launch: LauncherEnv) -> int:
     """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
     from ddpcheck.worlds.launchers import Ending, follow
 

@@ -67,7 +67,7 @@ def as_bug(error: BaseException, place: str = "") -> BugError:
 
     Args:
         error: Whatever was raised.
-        place: What was being done, in the words of `ddpcheck.rank.set_place`.
+        place: What was being done, in the words of `ddpcheck.rank.set_status`.
     """
     if isinstance(error, BugError):
         return error

@@ -16,7 +16,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
 
-def spelled(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 5"."""
     ranks = sorted(ranks)
     if len(ranks) == 1:
@@ -26,30 +26,30 @@ def spelled(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
+def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
     """The ranks whose value is not the most common one (of equally common ones: not the one seen first)."""
     common = Counter(values).most_common(1)[0][0]
     return tuple(rank for rank, value in enumerate(values) if value != common)
 
 
-def spelled_steps(steps: Sequence[int]) -> str:
+def format_steps(steps: Sequence[int]) -> str:
     """Steps in words: "step 1", "steps 0 and 2"."""
-    return spelled(steps).replace("rank", "step")
+    return format_ranks(steps).replace("rank", "step")
 
 
-def listed(names: Sequence[str], *, most: int = 3) -> str:
+def join_names(names: Sequence[str], *, most: int = 3) -> str:
     """Names in a sentence, shortened."""
     if len(names) > most:
         return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def who_says_what(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
+def group_by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
     """The values of all ranks, equal ones together: "rank 0: a", "ranks 1 and 2: b"."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(say(value), []).append(rank)
-    return tuple(f"{spelled(ranks)}: {text}" for text, ranks in groups.items())
+    return tuple(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def counted(number: int, noun: str) -> str:
@@ -57,7 +57,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
+def plural_verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
     """The form of a verb that goes with so many subjects."""
     return of_one if len(subjects) == 1 else of_several
 
@@ -116,8 +116,8 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
     """What happened to each of `ranks`, said of all of them: "was killed by SIGSEGV" becomes "were killed by ..."."""
     if len(ranks) == 1:
         return phrase
-    verb, space, rest = phrase.partition(" ")
-    return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
+    plural_verb, space, rest = phrase.partition(" ")
+    return _OF_SEVERAL.get(plural_verb, plural_verb) + space + rest.replace("before its work", "before their work")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

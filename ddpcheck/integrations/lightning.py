@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
-from ddpcheck.monitor.reporting import OnFinding, Teller, check_numbers, checked_choice
+from ddpcheck.monitor.reporting import FindingReporter, OnFinding, check_numbers, checked_choice
 from ddpcheck.monitor.watch import Watch, find_wrapper
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ class DdpCheckCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the model is wrapped: compare modules."""
         if stage == "fit":
-            teller = Teller(self._on_finding, speaks=trainer.is_global_zero, ignore=self._ignore)
-            self._told = teller.findings
+            reporter = FindingReporter(self._on_finding, speaks=trainer.is_global_zero, ignore=self._ignore)
+            self._told = reporter.findings
             if self._compares and isinstance(trainer.strategy, pl.strategies.DDPStrategy) and dist.is_initialized():
-                teller.tell(compare_modules(pl_module, timeout=self._timeout))
+                reporter.tell(compare_modules(pl_module, timeout=self._timeout))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model has just been wrapped: attach."""

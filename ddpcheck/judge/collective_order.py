@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.findings.wording import agreeing, odd_ranks, phrase, spelled, verb
+from ddpcheck.findings.wording import agreeing, format_ranks, minority_ranks, phrase, plural_verb
 
 
 def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
@@ -41,9 +41,9 @@ def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] =
         if absent:
             odd = tuple(absent)
             there = [rank for rank in ranks if rank not in absent]
-            message = f"{spelled(there).capitalize()} called {calls[0]}, and {spelled(absent)} never did."
+            message = f"{format_ranks(there).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
         else:
-            odd = tuple(ranks[index] for index in odd_ranks([_signature(call) for call in calls]))
+            odd = tuple(ranks[index] for index in minority_ranks([_signature(call) for call in calls]))
             message = f"Collective number {place} of the ranks does not match."
         findings.append(
             Finding(
@@ -94,7 +94,7 @@ def judge_packing(sent: Sequence[Sequence[Packed]]) -> list[Finding]:
         values = [call.values for call in calls]
         if not _is_reordered(values):
             continue
-        odd = odd_ranks(values)
+        odd = minority_ranks(values)
         usual = next(of_rank for rank, of_rank in enumerate(values) if rank not in odd)
         place = next(i for i, value in enumerate(values[odd[0]]) if value != usual[i])
         call = calls[odd[0]]
@@ -104,7 +104,8 @@ def judge_packing(sent: Sequence[Sequence[Packed]]) -> list[Finding]:
                 code="DDP407",
                 subjects=(call.operation,),
                 message=(
-                    f"{spelled(odd).capitalize()} {verb('puts', 'put', odd)} what goes into {call.operation}"
+                    f"{format_ranks(odd).capitalize()} {plural_verb('puts', 'put', odd)} what goes into "
+                    f"{call.operation}"
                     f"{f' at {call.location}' if call.location else ''} together in another order than the rest."
                 ),
                 severity=RULES["DDP407"].severity,
@@ -112,8 +113,8 @@ def judge_packing(sent: Sequence[Sequence[Packed]]) -> list[Finding]:
                 location=_parse_location(call.location),
                 evidence=(
                     "given the same samples and random numbers, every rank sends the same "
-                    f"{len(usual)} numbers, and {spelled(odd)} in another order",
-                    f"element {place}: {usual[place]:.6g}; on {spelled(odd[:1])}: {values[odd[0]][place]:.6g}, "
+                    f"{len(usual)} numbers, and {format_ranks(odd)} in another order",
+                    f"element {place}: {usual[place]:.6g}; on {format_ranks(odd[:1])}: {values[odd[0]][place]:.6g}, "
                     f"which is element {usual.index(values[odd[0]][place])} elsewhere",
                 ),
             ),
@@ -150,7 +151,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
     stuck = [failure for failure in error.failures if failure.kind == "stuck"]
     evidence = _told_once(error.failures)
     if error.results:
-        evidence += (f"{spelled(list(error.results))}: had finished",)
+        evidence += (f"{format_ranks(list(error.results))}: had finished",)
     mismatch = judge_collectives(logs, at_work={failure.rank for failure in stuck if not failure.collective})
     first = blamed[0] if blamed else None
     if mismatch and (first is None or _is_of_communication(first.message)):
@@ -165,7 +166,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
             Finding(
                 code="DDP402",
                 subjects=(lead.place or "run",),
-                message=f"{spelled(ranks).capitalize()} did not finish {lead.place or 'the run'}: {_tell(lead)}.",
+                message=f"{format_ranks(ranks).capitalize()} did not finish {lead.place or 'the run'}: {_tell(lead)}.",
                 severity=RULES["DDP402"].severity,
                 ranks=at_fault if len(at_fault) < world_size else (),
                 location=_parse_location(lead.location),
@@ -179,7 +180,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
     if not ranks and world_size > 1:
         said = f"Every rank {phrase(first)}"
     else:
-        said = f"{spelled(same).capitalize()} {agreeing(phrase(first), same)}"
+        said = f"{format_ranks(same).capitalize()} {agreeing(phrase(first), same)}"
     return [
         Finding(
             code=code,
@@ -227,7 +228,8 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     if len(busy) == len(stuck):
         return f"No rank waits for another: end the loop or the wait at that place, or, if it is only slow, {longer}."
     return (
-        f"The others wait for {spelled(busy)}: end the loop or the wait at that place, and come to the collective that "
+        f"The others wait for {format_ranks(busy)}: end the loop or the wait at that place, and come to "
+        "the collective that "
         f"the others are in; if it is only slow, {longer}."
     )
 
@@ -238,7 +240,7 @@ def _told_once(failures: Sequence[RankFailure]) -> tuple[str, ...]:
     for failure in failures:
         alone = failure.rank if failure.kind == "stuck" else None
         groups.setdefault((_tell(failure), alone), []).append(failure.rank)
-    return tuple(f"{spelled(ranks)}: {agreeing(said, ranks)}" for (said, _), ranks in groups.items())
+    return tuple(f"{format_ranks(ranks)}: {agreeing(said, ranks)}" for (said, _), ranks in groups.items())
 
 
 def _with_evidence(finding: Finding, more: tuple[str, ...]) -> Finding:
@@ -257,9 +259,11 @@ def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
             code="DDP405",
             subjects=(f"step {step}",),
             message=(
-                f"{spelled(ranks).capitalize()} {verb('has', 'have', ranks)} no samples in step {step}, and the others "
-                f"have: in a training loop {verb('it leaves', 'they leave', ranks)}, and the others wait in backward "
-                f"for {verb('its', 'their', ranks)} gradients."
+                f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} no samples in "
+                f"step {step}, and the others "
+                f"have: in a training loop {plural_verb('it leaves', 'they leave', ranks)}, and the others "
+                "wait in backward "
+                f"for {plural_verb('its', 'their', ranks)} gradients."
             ),
             severity=RULES["DDP405"].severity,
             ranks=ranks,

@@ -9,13 +9,13 @@ from dataclasses import replace
 from ddpcheck.findings.evidence import CompiledStep, Difference
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.circumstances import Circumstances
+from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.replicas import differing_names
 
 _PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
 
 
-def judge_compiled(evidence: Sequence[CompiledStep], known: Circumstances) -> list[Finding]:
+def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
     """DDP301 and 302 of gradients that are right without compilation, which has been judged before."""
     for step in dict.fromkeys(item.step for item in evidence):
         items = [item for item in evidence if item.step == step]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence import Changed, StepEvidence, WrapperFacts
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import Names, listed, make_finding, spelled, spelled_steps, verb
+from ddpcheck.findings.wording import Names, format_ranks, format_steps, join_names, make_finding, plural_verb
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 
@@ -69,14 +69,14 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
     for (change, step), group in groups.items():
         subjects = names.subjects(list(group))
         ranks = tuple(sorted(set().union(*group.values())))
-        words = {"it": verb("the one", "those", subjects), "is_are": verb("is", "are", subjects)}
-        words |= {"its": verb("its", "their", subjects), "noun": verb("tensor", "tensors", subjects)}
-        what = f"{verb('was', 'were', subjects)} {change.what}{f' by {change.by}' if change.by else ''}"
+        words = {"it": plural_verb("the one", "those", subjects), "is_are": plural_verb("is", "are", subjects)}
+        words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
+        what = f"{plural_verb('was', 'were', subjects)} {change.what}{f' by {change.by}' if change.by else ''}"
         findings.append(
             make_finding(
                 "DDP503",
                 subjects,
-                f"{listed(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
+                f"{join_names(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
                 f"{_CHANGES[change.what].format(**words)}.",
                 ranks=ranks if len(ranks) < world_size else (),
                 location=change.location or names.location(list(group)),
@@ -86,7 +86,7 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
 
 
 @dataclass(frozen=True, slots=True)
-class _Absence:
+class _MissingOn:
     """Parameters that did not contribute on the same ranks, in the same steps."""
 
     names: tuple[str, ...]
@@ -94,7 +94,7 @@ class _Absence:
     steps: tuple[int, ...]
 
 
-def _absences(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -> list[_Absence]:
+def _absences(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -> list[_MissingOn]:
     places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name in group:
         by_step: dict[int, list[int]] = {}
@@ -105,7 +105,7 @@ def _absences(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) -
     together: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
     for (step, on_ranks), of_place in sorted(places.items()):
         together.setdefault((tuple(of_place), on_ranks), []).append(step)
-    return [_Absence(of_names, on_ranks, tuple(steps)) for (of_names, on_ranks), steps in together.items()]
+    return [_MissingOn(of_names, on_ranks, tuple(steps)) for (of_names, on_ranks), steps in together.items()]
 
 
 _MOST_ABSENCES = 6
@@ -145,8 +145,8 @@ def judge_sometimes(
         partial = [absence for absence in absences if len(absence.ranks) < world_size]
         subjects = names.subjects(group)
         facts = [
-            f"{spelled_steps(absence.steps)}: {listed(names.subjects(absence.names))} did not contribute on "
-            f"{spelled(absence.ranks) if len(absence.ranks) < world_size else 'any rank'}"
+            f"{format_steps(absence.steps)}: {join_names(names.subjects(absence.names))} did not contribute on "
+            f"{format_ranks(absence.ranks) if len(absence.ranks) < world_size else 'any rank'}"
             for absence in absences[:_MOST_ABSENCES]
         ]
         if len(absences) > _MOST_ABSENCES:
@@ -165,19 +165,20 @@ def judge_sometimes(
                     "what the loss is made of there depends on no parameter, as a constant for an empty batch does"
                 ]
                 message = (
-                    f"No parameter has a part in the loss of {spelled(partial[0].ranks)} in step {step}, while the "
+                    f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step "
+                    f"{step}, while the "
                     "other ranks wait for the gradients."
                 )
         else:
             code = "DDP513" if wrapper.static_graph else "DDP105"
-            message = f"{listed(subjects)} contributed in some steps only: not in {spelled_steps(absent_in)}."
+            message = f"{join_names(subjects)} contributed in some steps only: not in {format_steps(absent_in)}."
             if len({absence.steps for absence in absences}) > 1:
-                message = f"{listed(subjects)} contributed in some steps only, each in steps of its own."
+                message = f"{join_names(subjects)} contributed in some steps only, each in steps of its own."
             if wrapper.is_ddp and not wrapper.tolerates_unused:
                 facts.append(
-                    f"plain DDP says nothing here, because no forward follows {spelled_steps(absent_in)}"
+                    f"plain DDP says nothing here, because no forward follows {format_steps(absent_in)}"
                     if ends_here and absent_in[0] == steps[-1]
-                    else f"{AT_NEXT_FORWARD} after {spelled_steps(absent_in[:1])}"
+                    else f"{AT_NEXT_FORWARD} after {format_steps(absent_in[:1])}"
                 )
         sparse = [name for name in group if name in wrapper.sparse]
         if sparse and wrapper.find_unused_parameters:
@@ -200,9 +201,12 @@ def judge_sometimes(
     return findings
 
 
-def _told(absences: Sequence[_Absence], step: int, names: Names) -> str:
+def _told(absences: Sequence[_MissingOn], step: int, names: Names) -> str:
     """The first step in which ranks disagree, in a sentence."""
-    parts = [f"{listed(names.subjects(item.names))} did not contribute on {spelled(item.ranks)}" for item in absences]
+    parts = [
+        f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
+        for item in absences
+    ]
     if len(parts) == 1:
         return f"{parts[0]} in step {step}, while the other ranks wait for the gradient."
     more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""

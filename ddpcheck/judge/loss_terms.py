@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ddpcheck.findings.evidence import LossTerm
 from ddpcheck.findings.report import Finding
-from ddpcheck.judge.circumstances import SingleProcessFacts
+from ddpcheck.judge.judge_context import SingleProcessFacts
 
 
 def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:

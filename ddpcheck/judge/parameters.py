@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence import PathEnd, StepEvidence, Unregistered, Wrap
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, counted, listed
+from ddpcheck.findings.wording import Names, counted, join_names
 from ddpcheck.judge.conditional_use import (
     AT_NEXT_FORWARD,
     SPARSE_ADVICE,
@@ -111,18 +111,21 @@ def _judge_always(
         if facts and steps == 1 and ends_here:
             facts.append("after the last step there is no next forward, so that nothing is raised at all")
         if end.cause == "unused":
-            code, message = "DDP101", f"No operation of the forward pass reads {listed(subjects)}."
+            code, message = "DDP101", f"No operation of the forward pass reads {join_names(subjects)}."
         elif end.cause == "unknown":
             does = "does" if len(subjects) == 1 else "do"
-            code, message = "DDP102", f"{listed(subjects)} {does} not contribute to the loss; why could not be told."
+            code, message = (
+                "DDP102",
+                f"{join_names(subjects)} {does} not contribute to the loss; why could not be told.",
+            )
         elif end.cause == "cut":
             code = "DDP103"
-            message = f"The path from {listed(subjects)} to the loss is cut by {end.reason}{at}{inside}."
+            message = f"The path from {join_names(subjects)} to the loss is cut by {end.reason}{at}{inside}."
             if end.region not in (None, end.location):
                 facts.append(f"{end.reason} begins at {end.region}")
         else:
             code = "DDP102"
-            message = f"What {listed(subjects)} made{at}{inside} does not reach the loss."
+            message = f"What {join_names(subjects)} made{at}{inside} does not reach the loss."
             facts.append(f"the last operation on what depends on {them} is {end.reason}{at}")
         sparse = group[0] in wrapper.sparse
         refused = sparse and wrapper.find_unused_parameters
@@ -162,7 +165,7 @@ def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int)
             Finding(
                 code="DDP108",
                 subjects=names.subjects(group),
-                message=f"Backward reaches {listed(names.subjects(group))} and gives no gradient: {by}{at} returns "
+                message=f"Backward reaches {join_names(names.subjects(group))} and gives no gradient: {by}{at} returns "
                 "None.",
                 severity=RULES["DDP108"].severity,
                 ranks=ranks if len(ranks) < world_size else (),
@@ -191,7 +194,7 @@ def _judge_zero(
             Finding(
                 code="DDP107",
                 subjects=names.subjects(group),
-                message=f"The gradient of {listed(names.subjects(group))} is exactly zero in every step on every "
+                message=f"The gradient of {join_names(names.subjects(group))} is exactly zero in every step on every "
                 f"rank{where}.",
                 severity=RULES["DDP107"].severity,
                 location=names.location(group),
@@ -225,12 +228,12 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
         elements = sum(math.prod(found[name].shape) for name in group)
         kind = f"The {found[group[0]].kind} " if one and found[group[0]].kind else ""
         message = (
-            f"{kind}{listed(group)} {'receives' if one else 'receive'} gradient without being registered as a "
+            f"{kind}{join_names(group)} {'receives' if one else 'receive'} gradient without being registered as a "
             f"parameter of the model, so DDP never synchronises {'it' if one else 'them'}."
         )
         if late:
             message = (
-                f"{listed(group)} {'is' if one else 'are'} created in the forward pass, after DDP has been "
+                f"{join_names(group)} {'is' if one else 'are'} created in the forward pass, after DDP has been "
                 f"constructed, so DDP never synchronises {'it' if one else 'them'}."
             )
         findings.append(
@@ -285,7 +288,7 @@ def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, n
                 Finding(
                     code="DDP406",
                     subjects=names.subjects(invisible),
-                    message=f"DDP takes {listed(names.subjects(invisible))} for unused and marks them ready, "
+                    message=f"DDP takes {join_names(names.subjects(invisible))} for unused and marks them ready, "
                     "and then their gradients arrive.",
                     severity=RULES["DDP406"].severity,
                     location=names.location(invisible),
@@ -302,7 +305,7 @@ def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, n
             Finding(
                 code="DDP406",
                 subjects=names.subjects(group),
-                message=f"The gradient of {listed(names.subjects(group))} arrives {max(arrivals.values())} times "
+                message=f"The gradient of {join_names(names.subjects(group))} arrives {max(arrivals.values())} times "
                 "in one backward; DDP reduces it when it arrives first.",
                 severity=RULES["DDP406"].severity,
                 location=names.location(group),
@@ -325,8 +328,8 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
         Finding(
             code="DDP110",
             subjects=tuple(found),
-            message=f"{listed(found)} {'is lazy and has' if len(found) == 1 else 'are lazy and have'} no shape yet, "
-            "so DDP cannot wrap the model.",
+            message=f"{join_names(found)} {'is lazy and has' if len(found) == 1 else 'are lazy and have'} no shape "
+            "yet, so DDP cannot wrap the model.",
             severity=RULES["DDP110"].severity,
             ranks=ranks if len(ranks) < len(names) else (),
         )

@@ -13,7 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from ddpcheck.findings.ddp_options import are_harmless
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
+from ddpcheck.findings.wording import (
+    format_ranks,
+    group_by_value,
+    join_names,
+    make_finding,
+    minority_ranks,
+    plural_verb,
+)
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
@@ -32,8 +39,8 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
             code,
             differing,
             f"{what} is not the same on every rank: {', '.join(differing)}.",
-            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
-            evidence=[f"{name}: " + "; ".join(who_says_what(_told_apart(name, values[name]))) for name in differing],
+            ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
+            evidence=[f"{name}: " + "; ".join(group_by_value(_told_apart(name, values[name]))) for name in differing],
             severity=Severity.WARNING if harmless else None,
         )
     ]
@@ -53,7 +60,9 @@ def _told_apart(name: str, values: Sequence[str]) -> list[str]:
         place = next((i for i, at in enumerate(zip(*lists, strict=False)) if len(set(at)) > 1), 0)
         return [f"number {place} is {names[place]}" for names in lists]
     common = set.intersection(*map(set, lists))
-    return [listed([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists]
+    return [
+        join_names([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists
+    ]
 
 
 def judge_program_data(
@@ -80,11 +89,12 @@ def judge_program_data(
         return []
     away = f"the ranks compute gradients that are up to {far:.2g} (relative) away from those of the global batch"
     code = "DDP516"
-    message = f"{listed(differing)} {verb('is', 'are', differing)} not the same on every rank, and {away}."
+    message = f"{join_names(differing)} {plural_verb('is', 'are', differing)} not the same on every rank, and {away}."
     if state := [name for name in differing if name in changed]:
-        code, differing, it = "DDP216", state, verb("it", "them", state)
+        code, differing, it = "DDP216", state, plural_verb("it", "them", state)
         message = (
-            f"{listed(state)} {verb('changes', 'change', state)} in the steps, not alike on every rank, and nothing "
+            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, not alike on "
+            "every rank, and nothing "
             f"synchronises {it}: {away}."
         )
     return [
@@ -93,10 +103,10 @@ def judge_program_data(
             differing,
             message,
             severity=Severity.ERROR,
-            ranks=sorted({rank for name in differing for rank in odd_ranks(values[name])}),
+            ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
             steps=steps,
             evidence=[
-                *(f"{name}: " + "; ".join(who_says_what(_where_they_part(values[name]))) for name in differing),
+                *(f"{name}: " + "; ".join(group_by_value(_where_they_part(values[name]))) for name in differing),
                 *facts,
             ],
         )
@@ -110,12 +120,13 @@ def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding
         batches: Fingerprints of the tensors of the batch, by rank.
         step: Whose batch it is.
     """
-    ranks = odd_ranks(batches)
+    ranks = minority_ranks(batches)
     return [
         make_finding(
             "DDP516",
             (f"batch({step})",),
-            f"batch({step}) makes another global batch on {spelled(ranks)}, and the same one each time it is called, "
+            f"batch({step}) makes another global batch on {format_ranks(ranks)}, and the same one each "
+            "time it is called, "
             "so the ranks do not train on parts of one batch.",
             ranks=ranks,
             evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
@@ -146,7 +157,8 @@ def judge_programs(
         make_finding(
             "DDP516",
             ("loss",),
-            f"On {spelled(ranks)} the model or the loss computes something else from the same samples than a single "
+            f"On {format_ranks(ranks)} the model or the loss computes something else from the same samples "
+            "than a single "
             "process does, and than the other ranks do from theirs.",
             ranks=ranks,
             steps=steps,
@@ -191,12 +203,12 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
     if not by_what:
         return []
     ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
-    told = [f"{listed(names)} {verb('was', 'were', names)} {what}" for what, names in by_what.items()]
+    told = [f"{join_names(names)} {plural_verb('was', 'were', names)} {what}" for what, names in by_what.items()]
     return [
         make_finding(
             "DDP503",
             list(dict.fromkeys(name for names in by_what.values() for name in names)),
-            f"{listed(told)} after wrapping; the reducer keeps to what it saw then.",
+            f"{join_names(told)} after wrapping; the reducer keeps to what it saw then.",
             ranks=ranks if len(ranks) < len(changes) else (),
         )
     ]

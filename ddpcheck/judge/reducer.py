@@ -12,8 +12,8 @@ from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.evidence import LOOSEST_FIT, DdpStepEvidence, Difference
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, listed, make_finding, spelled, spelled_steps, verb
-from ddpcheck.judge.circumstances import Circumstances, some_steps, spelled_factor
+from ddpcheck.findings.wording import counted, format_ranks, format_steps, join_names, make_finding, plural_verb
+from ddpcheck.judge.judge_context import JudgeContext, format_factor, some_steps
 from ddpcheck.judge.replicas import differing_names
 from ddpcheck.judge.training_loop import judge_departure
 
@@ -21,7 +21,7 @@ RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers in which torch's normalisation layers keep what they have seen."""
 
 
-def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> list[Finding]:
+def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
     """DDP301, 302 and 303 (with DDP111 and 501 as their causes): what the wrapper made of the ranks' gradients."""
     by_step: dict[int, list[DdpStepEvidence]] = {}
     for item in evidence:
@@ -43,7 +43,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
             make_finding(
                 "DDP111",
                 known.names.subjects(ignored),
-                f"{listed(known.names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
+                f"{join_names(known.names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
                 "its gradients are not averaged and differ between the ranks.",
                 location=known.names.location(ignored),
             )
@@ -86,7 +86,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
                 known.names.subjects(names),
                 f"The gradients of {'all' if every else f'{len(names)} of'} "
                 f"{counted(len(evidence[0].gradients), 'parameter')} differ between ranks after backward, "
-                f"from {spelled_steps(steps[:1])} on.",
+                f"from {format_steps(steps[:1])} on.",
                 steps=some_steps(steps, len(by_step)),
                 location=known.names.location(names),
                 evidence=[*whose, *facts],
@@ -99,7 +99,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: Circumstances) -> 
     return findings
 
 
-def _said_to_the_wrapper(known: Circumstances, names: Sequence[str]) -> list[str]:
+def _said_to_the_wrapper(known: JudgeContext, names: Sequence[str]) -> list[str]:
     """What replaces or moves DDP's own reduction, and so may be what went wrong with the gradients of `names`."""
     facts = []
     if known.wrapper.comm_hook:
@@ -115,7 +115,7 @@ def _said_to_the_wrapper(known: Circumstances, names: Sequence[str]) -> list[str
 def _judge_mismatch(
     wrong: Mapping[str, Mapping[int, Difference]],
     by_step: Mapping[int, Sequence[DdpStepEvidence]],
-    known: Circumstances,
+    known: JudgeContext,
 ) -> Finding:
     names = list(wrong)
     steps = sorted({step for of_name in wrong.values() for step in of_name})
@@ -127,7 +127,7 @@ def _judge_mismatch(
         return make_finding(
             "DDP303",
             known.names.subjects(names),
-            f"Under the wrapper every one of these gradients is {spelled_factor(ratio, known.world_size)} times the "
+            f"Under the wrapper every one of these gradients is {format_factor(ratio, known.world_size)} times the "
             "average of the ranks' own gradients.",
             steps=some_steps(steps, len(by_step)),
             evidence=facts,
@@ -153,7 +153,8 @@ def _judge_mismatch(
         return make_finding(
             "DDP311",
             drifted,
-            f"DDP broadcasts {listed(drifted)} before each of {again} forwards, which overwrites what the backward of "
+            f"DDP broadcasts {join_names(drifted)} before each of {again} forwards, which overwrites what "
+            "the backward of "
             "the forwards before it needs.",
             steps=some_steps(steps, len(by_step)),
             location=known.names.location(drifted),
@@ -189,7 +190,7 @@ _DEPARTURES = {
 
 def judge_state(
     evidence: Sequence[DdpStepEvidence],
-    known: Circumstances,
+    known: JudgeContext,
     *,
     gradients_differ: bool,
     start: Sequence[Mapping[str, int]] = (),
@@ -232,9 +233,9 @@ def judge_state(
                 known.names.subjects(names),
                 _DEPARTURES[code].format(
                     count=counted(len(names), "parameter"),
-                    differ=verb("differs", "differ", names),
+                    differ=plural_verb("differs", "differ", names),
                     step=first,
-                    ranks=spelled(ranks) if ranks else "",
+                    ranks=format_ranks(ranks) if ranks else "",
                 ),
                 ranks=ranks,
                 steps=some_steps(range(first, len(by_step)), len(by_step)),
@@ -248,7 +249,7 @@ def judge_state(
     if drifted:
         names = list(drifted)
         code = "DDP215" if known.broadcasts_buffers else "DDP214"
-        them = verb("it", "them", names)
+        them = plural_verb("it", "them", names)
         consequence = (
             f"the next forward overwrites {them} with rank 0's, so what the other ranks computed is discarded"
             if known.broadcasts_buffers
@@ -258,7 +259,7 @@ def judge_state(
             make_finding(
                 code,
                 names,
-                f"{counted(len(names), 'buffer')} {verb('differs', 'differ', names)} between ranks after step "
+                f"{counted(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
                 f"{min(drifted.values())}: {consequence}.",
                 location=known.names.location(names),
                 severity=Severity.WARNING,
@@ -271,7 +272,8 @@ def judge_state(
             make_finding(
                 "DDP216",
                 late,
-                f"{listed(late)} is made in the forward pass, on each rank with other values, and kept without being "
+                f"{join_names(late)} is made in the forward pass, on each rank with other values, and kept "
+                "without being "
                 "registered; DDP never synchronises it.",
                 evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
                 severity=Severity.ERROR,
@@ -282,7 +284,8 @@ def judge_state(
             make_finding(
                 "DDP216",
                 list(state),
-                f"{listed(list(state))} is held by the model without being registered and drifts apart between ranks; "
+                f"{join_names(list(state))} is held by the model without being registered and drifts apart "
+                "between ranks; "
                 "DDP never synchronises it.",
                 location=known.names.location(list(state)),
             )
@@ -290,7 +293,7 @@ def judge_state(
     return findings
 
 
-def _why_buffers_differ(names: Sequence[str], known: Circumstances) -> list[str]:
+def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
     """What the wrapper does about buffers, and which of them are statistics of a rank's own samples."""
     facts = []
     if known.wrapper.is_ddp and not known.broadcasts_buffers:
@@ -298,12 +301,12 @@ def _why_buffers_differ(names: Sequence[str], known: Circumstances) -> list[str]
     split = [name.rpartition(".") for name in names]
     layers = list(dict.fromkeys(layer or "the module" for layer, _, last in split if last in RUNNING_STATISTICS))
     if layers:
-        takes = verb("takes its", "take their", layers)
-        facts.append(f"{listed(layers)} {takes} running statistics from each rank's own samples")
+        takes = plural_verb("takes its", "take their", layers)
+        facts.append(f"{join_names(layers)} {takes} running statistics from each rank's own samples")
     return facts
 
 
-def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], known: Circumstances) -> list[Finding]:
+def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], known: JudgeContext) -> list[Finding]:
     """DDP515: parameters that part between ranks before the optimizer's first step has touched them."""
     first = min(by_step)
     differing = differing_names([item.computed_with for item in by_step[first]])
@@ -314,7 +317,8 @@ def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], kno
         make_finding(
             "DDP515",
             known.names.subjects(names),
-            f"The forward or backward pass of step {first} sets {listed(known.names.subjects(names))}, on each rank to "
+            f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))}, "
+            "on each rank to "
             "a value of its own; DDP broadcasts parameters when it is constructed and never again.",
             steps=some_steps((first,), len(by_step)),
             location=known.names.location(names),
@@ -359,7 +363,7 @@ _WRAPPER_ERRORS = (
 )
 
 
-def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]:
+def judge_wrapper_error(error: RankError, known: JudgeContext) -> list[Finding]:
     """DDP302, 311, 406, 501 and 513 from how the wrapper fails in a step that the unwrapped module has just done."""
     first = error.first
     finished = [item for item in error.results.values() if isinstance(item, DdpStepEvidence)]
@@ -369,7 +373,8 @@ def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]
             make_finding(
                 "DDP501",
                 ("forward",),
-                f"On {spelled(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
+                f"On {format_ranks(bypassed)} the loss calls the wrapped module and not the wrapper; the "
+                "other ranks wait "
                 "for its gradients.",
                 ranks=bypassed,
                 steps=(finished[0].step,),
@@ -389,7 +394,8 @@ def judge_wrapper_error(error: RankError, known: Circumstances) -> list[Finding]
                     make_finding(
                         code,
                         known.names.subjects(held),
-                        f"{'One of ' if len(held) > 1 else ''}{listed(held, most=4)} was overwritten after the forward "
+                        f"{'One of ' if len(held) > 1 else ''}{join_names(held, most=4)} was overwritten "
+                        "after the forward "
                         f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
                         ranks=ranks if len(ranks) < known.world_size else (),
                         location=known.names.location(held),

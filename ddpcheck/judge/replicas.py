@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings.evidence import ModuleDescription, TensorRecord
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import listed, make_finding, odd_ranks, spelled, verb, who_says_what
+from ddpcheck.findings.wording import (
+    format_ranks,
+    group_by_value,
+    join_names,
+    make_finding,
+    minority_ranks,
+    plural_verb,
+)
 
 if TYPE_CHECKING:
     pass
@@ -84,8 +91,10 @@ def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
             "DDP209",
             names,
             f"{' and '.join(names)} are one parameter on some ranks and several on others.",
-            ranks=odd_ranks([names in of_rank for of_rank in ties]),
-            evidence=who_says_what([names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"),
+            ranks=minority_ranks([names in of_rank for of_rank in ties]),
+            evidence=group_by_value(
+                [names in of_rank for of_rank in ties], lambda tied: "tied" if tied else "not tied"
+            ),
         )
         for names in torn
     ]
@@ -106,11 +115,11 @@ def _judge_tensors(
                 differing,
                 f"The ranks do not have the same {noun}s: {len(differing)} exist on some ranks only.",
                 ranks=tuple(rank for rank, names in enumerate(sets) if names != common),
-                evidence=[f"{name}: only on {spelled(ranks)}" for name, ranks in having.items()],
+                evidence=[f"{name}: only on {format_ranks(ranks)}" for name, ranks in having.items()],
             )
         ]
     if len(set(orders)) > 1:
-        ranks = odd_ranks(orders)
+        ranks = minority_ranks(orders)
         usual = next(order for rank, order in enumerate(orders) if rank not in ranks)
         moved = [name for place, name in enumerate(usual) if any(orders[rank][place] != name for rank in ranks)]
         place = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
@@ -118,10 +127,10 @@ def _judge_tensors(
             make_finding(
                 order_code,
                 moved,
-                f"The {noun}s are registered in another order on {spelled(ranks)}; DDP pairs them by position.",
+                f"The {noun}s are registered in another order on {format_ranks(ranks)}; DDP pairs them by position.",
                 ranks=ranks,
                 evidence=[
-                    f"{noun} number {place}: " + "; ".join(who_says_what([order[place] for order in orders])),
+                    f"{noun} number {place}: " + "; ".join(group_by_value([order[place] for order in orders])),
                 ],
             )
         ]
@@ -137,14 +146,15 @@ def _judge_attribute(
     differing = {name: values for name, values in differing.items() if len(set(values)) > 1}
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, values in differing.items():
-        by_ranks.setdefault(odd_ranks(values), []).append(name)
+        by_ranks.setdefault(minority_ranks(values), []).append(name)
     return [
         make_finding(
             code,
             names,
-            f"{listed(names)} {verb('has', 'have', names)} another {noun} on {spelled(ranks)} than elsewhere.",
+            f"{join_names(names)} {plural_verb('has', 'have', names)} another {noun} on "
+            f"{format_ranks(ranks)} than elsewhere.",
             ranks=ranks,
-            evidence=[f"{name}: " + "; ".join(who_says_what(differing[name])) for name in names],
+            evidence=[f"{name}: " + "; ".join(group_by_value(differing[name])) for name in names],
         )
         for ranks, names in by_ranks.items()
     ]
@@ -163,11 +173,12 @@ def _judge_buffer_shapes(records: Sequence[tuple[TensorRecord, ...]]) -> list[Fi
         make_finding(
             "DDP213",
             differing,
-            f"{listed(differing)} {verb('does', 'do', differing)} not have the same shape and dtype on every rank.",
-            ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
+            f"{join_names(differing)} {plural_verb('does', 'do', differing)} not have the same shape and "
+            "dtype on every rank.",
+            ranks=sorted({rank for name in differing for rank in minority_ranks([names[name] for names in by_name])}),
             evidence=[
                 f"{name}: "
-                + "; ".join(who_says_what([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
+                + "; ".join(group_by_value([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
                 for name in differing
             ],
         )
@@ -195,10 +206,11 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
             make_finding(
                 "DDP222",
                 [name or "(the model)" for name in top],
-                f"{listed([name or 'the model' for name in top])} {verb('does', 'do', top)} not have the same {what} "
+                f"{join_names([name or 'the model' for name in top])} {plural_verb('does', 'do', top)} not "
+                f"have the same {what} "
                 "on every rank.",
-                ranks=sorted({rank for name in top for rank in odd_ranks(values[name])}),
-                evidence=[f"{name or '(the model)'}: " + "; ".join(who_says_what(values[name], say)) for name in top],
+                ranks=sorted({rank for name in top for rank in minority_ranks(values[name])}),
+                evidence=[f"{name or '(the model)'}: " + "; ".join(group_by_value(values[name], say)) for name in top],
             )
         )
     return findings
@@ -221,15 +233,16 @@ def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) 
         make_finding(
             "DDP216",
             differing,
-            f"{listed(differing)}, which the model holds and has not registered, "
-            f"{verb('differs', 'differ', differing)} between ranks; DDP never synchronises what is not registered.",
-            ranks=sorted({rank for name in differing for rank in odd_ranks([names[name] for names in by_name])}),
+            f"{join_names(differing)}, which the model holds and has not registered, "
+            f"{plural_verb('differs', 'differ', differing)} between ranks; DDP never synchronises what is "
+            "not registered.",
+            ranks=sorted({rank for name in differing for rank in minority_ranks([names[name] for names in by_name])}),
             evidence=[
                 f"{name}: shape {by_name[0][name][0]}, "
                 + (
                     "other values"
                     if len({names[name][0] for names in by_name}) == 1
-                    else "other shapes: " + "; ".join(who_says_what([names[name][0] for names in by_name]))
+                    else "other shapes: " + "; ".join(group_by_value([names[name][0] for names in by_name]))
                 )
                 for name in differing
             ],
@@ -243,7 +256,7 @@ def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
     """The names whose value is not the same on all ranks, each with the ranks that stand apart."""
     names = [name for name in values[0] if all(name in of_rank for of_rank in values)]
-    found = {name: odd_ranks([of_rank[name] for of_rank in values]) for name in names}
+    found = {name: minority_ranks([of_rank[name] for of_rank in values]) for name in names}
     return {name: ranks for name, ranks in found.items() if ranks}
 
 
@@ -264,10 +277,11 @@ def judge_values_after_wrapping(
                 make_finding(
                     code,
                     sorted(differing),
-                    f"{listed(sorted(differing))} {verb('does', 'do', list(differing))} not have the same values on "
+                    f"{join_names(sorted(differing))} {plural_verb('does', 'do', list(differing))} not "
+                    "have the same values on "
                     "every rank when training starts.",
                     ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
-                    evidence=[f"{name}: differs on {spelled(ranks)}" for name, ranks in differing.items()],
+                    evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in differing.items()],
                     severity=Severity.ERROR,
                 )
             )

@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ddpcheck.findings.evidence import LOOSEST_FIT, Call, Difference, LossTerm, ShardAnalysis
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import listed, make_finding, spelled
-from ddpcheck.judge.circumstances import (
+from ddpcheck.findings.wording import format_ranks, join_names, make_finding
+from ddpcheck.judge.judge_context import (
     SMALLEST_FACTOR,
-    Circumstances,
+    JudgeContext,
     SingleProcessFacts,
+    format_factor,
     some_steps,
-    spelled_factor,
 )
 from ddpcheck.judge.loss_terms import explain_by_terms, judge_normalisation, judge_unexplained, spoken_term
 from ddpcheck.judge.rank_configuration import judge_program_data, judge_programs
 
 
 def judge_single_process(
-    differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: Circumstances
+    differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: JudgeContext
 ) -> list[Finding]:
     """DDP303, 304, 305, 309, 310, 312, 514 and 516: what data parallelism itself changed.
 
@@ -69,7 +69,7 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
     return [
         facts.finding(
             "DDP310",
-            f"{said} changes the local gradient of {listed(subjects)} before it is averaged, and the result is "
+            f"{said} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
             f"{facts.far:.2g} away from that of the global batch.",
             "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
             if nonlinear
@@ -193,7 +193,7 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
     instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
     if not all(instead):
         return ""
-    spoken = listed([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
+    spoken = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
     advice = f"Use {spoken} instead, through which gradients come back from all ranks."
     if any("gather" in name for name in names):
         advice += " The local tensor, put back into what was gathered, gets the gradient of this rank's loss alone."
@@ -211,7 +211,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
         return []
     said = [
         f"the gradient of {spoken_term(term, analysis.terms)} is "
-        f"{spelled_factor(term.ratio, facts.known.world_size)} times the global batch's"
+        f"{format_factor(term.ratio, facts.known.world_size)} times the global batch's"
         for term in off
     ]
     return [
@@ -226,7 +226,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> Finding:
-    spoken = spelled_factor(ratio, facts.known.world_size)
+    spoken = format_factor(ratio, facts.known.world_size)
     return facts.finding(
         "DDP303",
         f"Every gradient is {spoken} times that of the same shards without a process group: the model or the loss "
@@ -240,7 +240,7 @@ def _own_share(facts: SingleProcessFacts) -> Finding:
     analysis, known = facts.analysis, facts.known
     return facts.finding(
         "DDP303",
-        f"Every gradient is {spelled_factor(analysis.global_ratio, known.world_size)} times the global batch's: each "
+        f"Every gradient is {format_factor(analysis.global_ratio, known.world_size)} times the global batch's: each "
         "rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP "
         "averages.",
         f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
@@ -309,7 +309,7 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
         make_finding(
             "DDP308",
             ("loss",),
-            f"The same step run twice on {spelled(ranks)} gave other gradients, so comparisons mean nothing.",
+            f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
             ranks=ranks if len(ranks) < len(differences) else (),
             steps=(step,),
             evidence=[worst.tell(), "the generators of torch, numpy and random were seeded alike both times"],

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ddpcheck.findings.evidence import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw, Wrapped
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, listed, make_finding, spelled
+from ddpcheck.findings.wording import Names, format_ranks, join_names, make_finding
 
 # Values and data
 
@@ -32,7 +32,8 @@ def judge_values_changed(wrapped: Sequence[Wrapped]) -> list[Finding]:
         make_finding(
             "DDP515",
             names,
-            f"The values of {listed(names)} were changed on {spelled(changed)} after the wrapper had synchronised "
+            f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper "
+            "had synchronised "
             "them; nothing brings the ranks together again.",
             ranks=changed if len(changed) < len(wrapped) else (),
         )
@@ -105,7 +106,8 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
         make_finding(
             "DDP510",
             names,
-            f"Every rank draws the same random numbers in {listed(names)}: a seed that is the same on all ranks is set "
+            f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on "
+            "all ranks is set "
             "in the forward pass.",
             location=seeds,
             evidence=[f"{call.operation} gives the same values on every rank" for call in shared[:3]],
@@ -143,7 +145,7 @@ def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
     return make_finding(
         "DDP517",
         ("zero_grad",),
-        f"zero_grad throws away the gradients of {listed(event.lost)} before any step has used them.",
+        f"zero_grad throws away the gradients of {join_names(event.lost)} before any step has used them.",
         ranks=_some(sorted({item.rank for item, _ in thrown}), evidence),
         steps=steps if len(steps) < len({item.step for item in evidence}) else (),
         location=_place(event.location),
@@ -295,7 +297,7 @@ def judge_optimizer(wrapped: Sequence[Wrapped], evidence: Sequence[DdpStepEviden
     if not lacking:
         return []
     strange = wrapped[0].strange
-    some = f"{listed(names.subjects(lacking))} {'are' if len(lacking) > 1 else 'is'} in no group of the optimizer"
+    some = f"{join_names(names.subjects(lacking))} {'are' if len(lacking) > 1 else 'is'} in no group of the optimizer"
     return [
         make_finding(
             "DDP504",
@@ -341,9 +343,13 @@ def judge_departure(
             if any(item.before[name] != previous.get(item.rank, {}).get(name, item.before[name]) for name in told)
         ]
         if 0 < len(moved) < len(first):
-            return "DDP515", tuple(moved), f"changed on {spelled(moved)} alone, before the optimizer's step"
+            return "DDP515", tuple(moved), f"changed on {format_ranks(moved)} alone, before the optimizer's step"
         return "DDP306", (), "changed in the forward pass, on each rank differently, and not by the optimizer"
     still = [item.rank for item in first if all(item.before[n] == item.parameters.get(n) for n in told)]
     if 0 < len(still) < len(first):
-        return "DDP508", tuple(still), f"did not change on {spelled(still)}, where the optimizer's step was skipped"
+        return (
+            "DDP508",
+            tuple(still),
+            f"did not change on {format_ranks(still)}, where the optimizer's step was skipped",
+        )
     return "DDP306", (), ""

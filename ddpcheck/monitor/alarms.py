@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.findings.wording import spelled
-from ddpcheck.gather.collectives.store_exchange import SilentRanksError, StoreExchange, default_store
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange, default_store
 
 _ALWAYS_FOR = 32
 _THEN_EVERY = 16
@@ -33,7 +33,7 @@ class Left:
     why: str
 
 
-class Board:
+class AlarmBoard:
     """Alarms and gatherings of the ranks of one process group.
 
     Attributes:
@@ -106,10 +106,10 @@ class Board:
             left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
             if left:
                 return [self._without(left, value)]
-        except SilentRanksError as error:
+        except RanksTimedOutError as error:
             self.silent = error.ranks
             warnings.warn(
-                f"ddpcheck: {spelled(error.ranks)} did not answer within {exchange.timeout:g} s; from here on "
+                f"ddpcheck: {format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from here on "
                 f"rank {self.rank} judges by itself",
                 stacklevel=2,
             )

@@ -21,15 +21,15 @@ from ddpcheck.findings.evidence import (
 )
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, listed, spelled_steps, verb
-from ddpcheck.judge.circumstances import Circumstances
+from ddpcheck.findings.wording import Names, format_steps, join_names, plural_verb
+from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.judge.rank_configuration import judge_changes
 from ddpcheck.judge.reducer import judge_reducer, judge_state
 from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.judge.training_loop import judge_loop, judge_values_changed
 from ddpcheck.monitor.loss_normalisation import judge_normalisation
-from ddpcheck.monitor.rank_report import Account, Stock, is_look
+from ddpcheck.monitor.rank_report import RankReport, ReplicaState, is_look
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Watched:
 _MOST_STEPS = 8
 
 
-def judge_accounts(accounts: Sequence[Account], watched: Watched, *, settled: bool) -> list[Finding]:
+def judge_accounts(accounts: Sequence[RankReport], watched: Watched, *, settled: bool) -> list[Finding]:
     """Findings on parameters, changes and the loop since the ranks last met.
 
     Args:
@@ -106,7 +106,7 @@ def judge_alone(watched: Watched, rank: int, step: int, *, forwards: int) -> lis
     """
     if forwards:
         return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
-    known = Circumstances(names=watched.names, wrapper=watched.wrapper, world_size=1)
+    known = JudgeContext(names=watched.names, wrapper=watched.wrapper, world_size=1)
     return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], known)
 
 
@@ -115,7 +115,7 @@ _FEW = 4  # rounds after which what no forward pass has read may be taken for un
 
 def _so_far(finding: Finding, steps: Sequence[int]) -> Finding:
     """DDP101 where only few steps have been seen: a branch or an expert may be idle in them."""
-    return replace(finding, message=f"{finding.message[:-1]} in {spelled_steps(steps or (0,))}.", fix=_IDLE)
+    return replace(finding, message=f"{finding.message[:-1]} in {format_steps(steps or (0,))}.", fix=_IDLE)
 
 
 _IDLE = (
@@ -128,7 +128,9 @@ _IDLE = (
 _ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
 
 
-def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], *, settled: bool) -> list[StepEvidence]:
+def _evidence(
+    accounts: Sequence[RankReport], watched: Watched, changed: set[str], *, settled: bool
+) -> list[StepEvidence]:
     """The accounts as the detectors of parameters know them: every rank in every step that tells something."""
     trainable = [name for name in watched.trainable if name not in changed]
     steps = sorted({step for account in accounts for step in account.absences})[:_MOST_STEPS]
@@ -164,7 +166,7 @@ def _evidence(accounts: Sequence[Account], watched: Watched, changed: set[str], 
 
 
 def judge_stock(
-    stock: Sequence[Stock], watched: Watched, step: int, *, after_backward: bool, first: bool
+    stock: Sequence[ReplicaState], watched: Watched, step: int, *, after_backward: bool, first: bool
 ) -> list[Finding]:
     """Findings on what the ranks hold: DDP2xx, 301 to 303, 306, 214 and 215.
 
@@ -176,7 +178,7 @@ def judge_stock(
         first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in stock]
-    known = Circumstances(
+    known = JudgeContext(
         names=watched.names,
         wrapper=watched.wrapper,
         world_size=len(stock),
@@ -212,7 +214,7 @@ def judge_stock(
     return found
 
 
-def _changed_before_forward(stock: Sequence[Stock]) -> list[Finding]:
+def _changed_before_forward(stock: Sequence[ReplicaState]) -> list[Finding]:
     """DDP515 of values that ranks have changed between the wrapper's construction and its first forward."""
     wrapped = [
         Wrapped(WrapperFacts(), {}, {}, item.at_first_forward, {}, None, "", False, constructed=item.constructed)
@@ -229,8 +231,8 @@ def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Fi
     parted = differing_names([item.parameters for item in values])
     ranks = {rank for ranks in parted.values() for rank in ranks}
     told_apart = len(values) > 2 and 2 * len(ranks) < len(values)
-    differ = verb("differs", "differ", finding.subjects)
-    message = f"{listed(finding.subjects)} {differ} between ranks after {step} steps."
+    differ = plural_verb("differs", "differ", finding.subjects)
+    message = f"{join_names(finding.subjects)} {differ} between ranks after {step} steps."
     return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if told_apart else ())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ddpcheck.monitor.rank_report import MicroBatch, is_look
-from ddpcheck.recipe.pytree import iter_leaves
+from ddpcheck.recipe.pytree import tree_leaves
 
 _STEPS_KEPT = 4
 _MOST_A_STEP = 256  # micro-batches
@@ -146,7 +146,7 @@ class MicroBatches:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """The first tensors in what forward returned through which a gradient can come."""
-    leaves = (leaf for leaf in iter_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None)
     return list(islice(leaves, _MOST_HEADS))
 
 

@@ -13,14 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddpcheck.findings.errors import FindingsError
 
 
-class StaysBehind:
+class UnpickledHook:
     """A method as a hook that stays behind when the module it hangs on is pickled or copied."""
 
     def __init__(self, method: Any) -> None:
         self.method = method
 
     @classmethod
-    def weakly(cls, method: Any) -> StaysBehind:
+    def weakly(cls, method: Any) -> UnpickledHook:
         """One that does not keep the object of `method` alive, for what outlives it."""
         found = WeakMethod(method)
 
@@ -52,7 +52,7 @@ def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def is_ours(hook: object) -> bool:
     """Whether a hook of a module was put there to follow its rounds."""
-    return isinstance(hook, StaysBehind)
+    return isinstance(hook, UnpickledHook)
 
 
 def _nothing_hook() -> Any:
@@ -66,8 +66,8 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 def around_each_step(before: Any, after: Any) -> list[Any]:
     """Have two methods of one object called around each step of any optimizer, for as long as that object lives."""
     handles = [
-        register_optimizer_step_pre_hook(StaysBehind.weakly(before)),
-        register_optimizer_step_post_hook(StaysBehind.weakly(after)),
+        register_optimizer_step_pre_hook(UnpickledHook.weakly(before)),
+        register_optimizer_step_post_hook(UnpickledHook.weakly(after)),
     ]
     for handle in handles:
         finalize(before.__self__, handle.remove).atexit = False

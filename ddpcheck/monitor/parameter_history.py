@@ -14,15 +14,15 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.rank_report import Account
-from ddpcheck.monitor.step_probe import Look, zero_gradients
+from ddpcheck.monitor.rank_report import RankReport
+from ddpcheck.monitor.step_probe import StepProbe, zero_gradients
 from ddpcheck.monitor.step_tracker import differentiable_tensors
 
 _ASKED_EARLY = 2  # the round from which is kept why a parameter never took part, for a run that ends before it is told
 _ZERO_FROM = 4  # the round from which a gradient that was always zero is told
 
 
-class Ledger:
+class ParameterHistory:
     """Absences, zeros and changes of the parameters of one wrapper.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ledger:
         self._zero: set[str] | None = None
         self._start: dict[str, int] = {}
 
-    def enter(self, number: int, look: Look | None, absent: frozenset[str], lacking: frozenset[str]) -> None:
+    def enter(self, number: int, look: StepProbe | None, absent: frozenset[str], lacking: frozenset[str]) -> None:
         """Note a round that has ended.
 
         Args:
@@ -70,7 +70,7 @@ class Ledger:
         """Whether all ranks know of these that they are missing at times."""
         return self._heard.issuperset(names)
 
-    def hear(self, accounts: Iterable[Account]) -> None:
+    def hear(self, accounts: Iterable[RankReport]) -> None:
         """Note what the ranks have told each other."""
         self._heard |= {name for account in accounts for names in account.absences.values() for name in names}
         self.unheard = {}
@@ -79,12 +79,12 @@ class Ledger:
         self,
         rank: int,
         number: int,
-        look: Look | None,
+        look: StepProbe | None,
         snapshot: Snapshot | None,
         *,
         settled: bool,
         thorough: bool = False,
-    ) -> Account:
+    ) -> RankReport:
         """What this rank tells when the ranks meet.
 
         Args:
@@ -99,7 +99,7 @@ class Ledger:
         if self._wrapper.tolerates_unused and (settled or number == _ASKED_EARLY):
             missing |= self._never - self._heard
         self._ends |= self._explained(missing - self._ends.keys(), snapshot)
-        known = Account(
+        known = RankReport(
             rank=rank,
             step=number,
             absences=dict(self.unheard),
@@ -119,7 +119,7 @@ class Ledger:
         changed = changes(self._seen, self._module)
         return {name: how for name, how in changed.items() if name not in self._late}
 
-    def _with_look(self, account: Account, look: Look) -> Account:
+    def _with_look(self, account: RankReport, look: StepProbe) -> RankReport:
         self._late |= look.late.keys()
         return replace(
             account,
@@ -142,7 +142,7 @@ class Ledger:
             return {}
         return snapshot.explain(self._module, parameters, differentiable_tensors, self.around_replay)
 
-    def _always_zero(self, number: int, look: Look) -> tuple[str, ...]:
+    def _always_zero(self, number: int, look: StepProbe) -> tuple[str, ...]:
         """The parameters whose gradient was zero in every look, once parameters have moved in between."""
         excused = look.lost.keys() | self._sometimes  # what is missing gets zeros
         nothing = zero_gradients(self._parameters) | excused

@@ -42,7 +42,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RankReport:
     """What one rank has seen since the ranks last met.
 
     Attributes:
@@ -83,7 +83,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class ReplicaState:
     """What one rank holds when the ranks compare themselves.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import Literal
 from ddpcheck.findings.errors import FindingsError, UsageError
 from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import listed, spelled, spelled_steps
+from ddpcheck.findings.wording import format_ranks, format_steps, join_names
 from ddpcheck.monitor.judging import cause_of, follows_from, goes_on
 
 OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
@@ -50,11 +50,11 @@ def as_text(finding: Finding) -> str:
     where = f" at {finding.location}" if finding.location else ""
     lines = [f"{finding.code} {rule.name}{where}: {finding.message}"]
     if not all(subject in finding.message for subject in finding.subjects):
-        lines.append(f"  {listed(finding.subjects, most=_MOST_SUBJECTS)}")
+        lines.append(f"  {join_names(finding.subjects, most=_MOST_SUBJECTS)}")
     if finding.ranks:
-        lines.append(f"  on {spelled(finding.ranks)}")
+        lines.append(f"  on {format_ranks(finding.ranks)}")
     if finding.steps:
-        lines.append(f"  in {spelled_steps(finding.steps)}")
+        lines.append(f"  in {format_steps(finding.steps)}")
     lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
     lines.append(f"  what to do: {finding.what_to_do}")
     return "\n".join(lines)
@@ -91,7 +91,7 @@ def check_numbers(*, timeout: float, ignore: Sequence[str] = (), **everies: int)
         raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {ignore!r}")
 
 
-class Teller:
+class FindingReporter:
     """Tells each cause once.
 
     Attributes:

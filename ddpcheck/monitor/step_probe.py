@@ -16,18 +16,18 @@ from torch import nn
 
 from ddpcheck.findings.evidence import DdpStepEvidence, Difference, PathEnd, Unregistered
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, named_parameters, unregistered_tensors, walk_graph
-from ddpcheck.gather.autograd.gradient_paths import swallower
+from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.ddp.ddp_constructor import hook_loss
 from ddpcheck.gather.ddp.ddp_wrapper import living_wrappers
 from ddpcheck.gather.state.module_description import describe, fingerprint, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
-from ddpcheck.monitor.rank_report import Stock
+from ddpcheck.monitor.rank_report import ReplicaState
 
 Gradients = dict[str, torch.Tensor]
 
 
-class Look:
+class StepProbe:
     """One round under the magnifying glass.
 
     Attributes:
@@ -126,7 +126,7 @@ class Look:
         self.stop()
         roots, self._roots = self._roots, []
         for name in sorted(self._swallowed - self.arrivals.keys()):
-            end = swallower(roots, self._parameters[name])
+            end = function_returning_none(roots, self._parameters[name])
             if _SINK not in end.reason:
                 self.lost[name] = end
 
@@ -191,14 +191,14 @@ def differences_from_average(
     )
 
 
-def take_stock(
+def capture_replica_state(
     module: nn.Module,
     rank: int,
     step: int,
     gradients: Mapping[str, nn.Parameter],
     *,
     unused: bool,
-) -> Stock:
+) -> ReplicaState:
     """What this rank holds, as descriptions and fingerprints.
 
     Args:
@@ -217,4 +217,4 @@ def take_stock(
         buffers=fingerprints(module.named_buffers()),
     )
     description = describe(module)
-    return Stock(description if unused else replace(description, state=()), values)
+    return ReplicaState(description if unused else replace(description, state=()), values)

@@ -20,8 +20,8 @@ from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, gradient_node, walk_graph, will_be_reached
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.module_hooks import StaysBehind
-from ddpcheck.recipe.pytree import iter_leaves
+from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.recipe.pytree import tree_leaves
 
 _FORWARDS_KEPT = 2
 _DEPTH = 3
@@ -62,7 +62,7 @@ class Listener(Protocol):
         """The gradients of the round are averaged, without those `absent`; DDP has waited for those `lacking`."""
 
 
-class Rounds:
+class StepTracker:
     """The rounds of one wrapper on one rank.
 
     Attributes:
@@ -87,8 +87,8 @@ class Rounds:
         self._sparse = _sparse_tables(wrapper.module)
         self._tolerant = bool(wrapper.find_unused_parameters)
         self.unreduced: set[int] = set()
-        self._hook = StaysBehind(self._on_gradient)
-        self._hook_unreduced = StaysBehind(self._on_unreduced)
+        self._hook = UnpickledHook(self._on_gradient)
+        self._hook_unreduced = UnpickledHook(self._on_unreduced)
         self._in_unreduced = False
         self._expected: Set[int] | None = None  # under static_graph, what took part in the first round
         self._everything: Set[int] = frozenset(range(len(self.names)))
@@ -106,7 +106,7 @@ class Rounds:
 
     def attach(self) -> None:
         """Begin to look."""
-        before, after = StaysBehind(self._before_forward), StaysBehind(self._after_forward)
+        before, after = UnpickledHook(self._before_forward), UnpickledHook(self._after_forward)
         wrapper: Any = self._wrapper()
         self._handles = [
             wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -178,10 +178,10 @@ class Rounds:
         """Hear of a backward pass that ends in what forward has returned: a loss that was made for an empty batch."""
         leaves = [leaf for leaf in _leaves_that_require_grad(output) if not isinstance(leaf, nn.Parameter)]
         if leaves and (known := self.snapshot) is not None:
-            given = {id(value) for value in iter_leaves((known.arguments, known.named))}
+            given = {id(value) for value in tree_leaves((known.arguments, known.named))}
             for leaf in leaves:
                 if id(leaf) not in given:
-                    leaf.register_post_accumulate_grad_hook(StaysBehind(self._on_leaf))
+                    leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf))
 
     def _ask_parameters(self) -> None:
         """Hear of the backward pass from the parameters: it does not come through what forward has returned."""
@@ -209,7 +209,7 @@ class Rounds:
         reached = will_be_reached(self._nodes)
         added = {index for index in self._everything if reached is None or reached[index]}
         if added:  # and not torch.autograd.grad
-            self._in_unreduced = at_end_of_backward(StaysBehind(self._after_unreduced))
+            self._in_unreduced = at_end_of_backward(UnpickledHook(self._after_unreduced))
             self.unreduced |= added
             self._listener.unreduced()
 
@@ -224,7 +224,7 @@ class Rounds:
         if self._in_backward:
             return
         self._in_backward = True
-        self._unqueued = not at_end_of_backward(StaysBehind(self._at_end))
+        self._unqueued = not at_end_of_backward(UnpickledHook(self._at_end))
         self._reached = will_be_reached(self._nodes) or self._reached_by_walk()
         if self._expected is not None and self._is_static():
             late = [i for i in self._everything - self._expected if self._reached[i]]
@@ -309,7 +309,7 @@ class Rounds:
 
     def _after_reduction(self, more: int) -> None:
         """DDP ends its reduction in a callback, under static_graph in one of a callback: come after it."""
-        if not (more and at_end_of_backward(StaysBehind(partial(self._after_reduction, more - 1)))):
+        if not (more and at_end_of_backward(UnpickledHook(partial(self._after_reduction, more - 1)))):
             self._finish()
 
     def _is_static(self) -> bool:
@@ -367,7 +367,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     pending = [(output, 0)]
     while pending:
         value, depth = pending.pop()
-        for leaf in iter_leaves(value):
+        for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
             elif depth < _DEPTH and not isinstance(leaf, nn.Module | type):

@@ -25,15 +25,15 @@ from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, living
 from ddpcheck.gather.state.module_description import digest_of, fingerprints
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.monitor import no_sync
-from ddpcheck.monitor.alarms import Board
+from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import Watched, judge_accounts, judge_alone, judge_events, judge_stock
 from ddpcheck.monitor.micro_batches import MicroBatches
 from ddpcheck.monitor.module_hooks import around_each_step, hold, let_go
-from ddpcheck.monitor.parameter_history import Ledger
-from ddpcheck.monitor.rank_report import Account, is_look
-from ddpcheck.monitor.reporting import OnFinding, Teller, check_numbers, checked_choice
-from ddpcheck.monitor.step_probe import Look, differences_from_average, take_stock
-from ddpcheck.monitor.step_tracker import Rounds
+from ddpcheck.monitor.parameter_history import ParameterHistory
+from ddpcheck.monitor.rank_report import RankReport, is_look
+from ddpcheck.monitor.reporting import FindingReporter, OnFinding, check_numbers, checked_choice
+from ddpcheck.monitor.step_probe import StepProbe, capture_replica_state, differences_from_average
+from ddpcheck.monitor.step_tracker import StepTracker
 
 _SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
 _PACED = 16  # the round after which the ranks agree on how often they ask each other
@@ -144,16 +144,16 @@ class Watch:
         self._detects = detect_anomalous_params
         self._consistency_every = check_consistency_every
         self._parity_every = check_parity_every
-        self._board = Board(wrapper.process_group, timeout)
-        speaks = self._board.rank == self._board.ranks[0]
-        self._teller = Teller(checked_choice(on_finding), speaks=speaks, locate=self._locate, ignore=ignore)
-        self._teller.take_as_told(already_told)
-        self._rounds = Rounds(wrapper, self)
-        self._parameters = dict(zip(self._rounds.names, self._rounds.parameters, strict=True))
+        self._alarms = AlarmBoard(wrapper.process_group, timeout)
+        speaks = self._alarms.rank == self._alarms.ranks[0]
+        self._reporter = FindingReporter(checked_choice(on_finding), speaks=speaks, locate=self._locate, ignore=ignore)
+        self._reporter.take_as_told(already_told)
+        self._tracker = StepTracker(wrapper, self)
+        self._parameters = dict(zip(self._tracker.names, self._tracker.parameters, strict=True))
         self._watched = replace(self._describe(wrapper), began_alike=began_alike)
-        self._look: Look | None = None
-        self._micro_batches = MicroBatches(self._rounds.parameters) if check_normalisation else None
-        self._ledger = Ledger(self._module, self._parameters, self._watched.wrapper)
+        self._look: StepProbe | None = None
+        self._micro_batches = MicroBatches(self._tracker.parameters) if check_normalisation else None
+        self._ledger = ParameterHistory(self._module, self._parameters, self._watched.wrapper)
         self._events: list[LoopEvent] = []  # of this round
         self._last_round: list[LoopEvent] = []
         self._rounds_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -167,7 +167,7 @@ class Watch:
         knows_start = began_alike and check_consistency_every
         self._constructed = fingerprints(self._module.named_parameters()) if knows_start else {}
         self._at_first_forward: dict[str, int] = {}
-        self._rounds.attach()
+        self._tracker.attach()
         _at_exit.add(self)
         no_sync.listen(wrapper, self._note)
         hold(self._module, self)
@@ -209,23 +209,23 @@ class Watch:
         if error is not None:
             where = exception_location(error)
             why = f"has stopped with {type(error).__name__}{f' at {where}' if where else ''}"
-        self._board.leave((f"digest/{self._comparisons}", f"account/{self.step}", "close"), why)
+        self._alarms.leave((f"digest/{self._comparisons}", f"account/{self.step}", "close"), why)
 
     def _tell_the_rest(self) -> None:
         if self._watched.wrapper.tolerates_unused and self._detects and 2 < self.step <= _SETTLED[0]:
             # What never took part is judged after more steps than there have been; the ranks meet once more for it.
-            mine = self._ledger.account(self._board.rank, self.step - 1, None, None, settled=True)
-            accounts = self._board.gather("close", mine, at_most=_FAREWELL)
+            mine = self._ledger.account(self._alarms.rank, self.step - 1, None, None, settled=True)
+            accounts = self._alarms.gather("close", mine, at_most=_FAREWELL)
             self._ledger.hear(accounts)
-            self._teller.tell(judge_accounts(accounts, self._watched, settled=True))
+            self._reporter.tell(judge_accounts(accounts, self._watched, settled=True))
         elif self._ledger.unheard or self._strange:
-            account = self._ledger.account(self._board.rank, self.step, None, None, settled=False)
+            account = self._ledger.account(self._alarms.rank, self.step, None, None, settled=False)
             account = replace(account, events=self._strange)
             self._ledger.hear([account])
-            self._teller.tell(judge_accounts([account], self._watched, settled=False))
+            self._reporter.tell(judge_accounts([account], self._watched, settled=False))
 
     def _detach(self) -> None:
-        self._rounds.detach()
+        self._tracker.detach()
         no_sync.forget(self._wrapper())
         let_go(self._module, self)
         for handle in self._step_handles:
@@ -239,12 +239,12 @@ class Watch:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All that has been found so far."""
-        return tuple(self._teller.findings)
+        return tuple(self._reporter.findings)
 
     @property
     def step(self) -> int:
         """The number of synchronised backward passes that have ended."""
-        return self._rounds.number
+        return self._tracker.number
 
     @property
     def is_of_living_wrapper(self) -> bool:
@@ -253,7 +253,7 @@ class Watch:
 
     def report(self) -> Report:
         """The findings so far as a report, for the renderers."""
-        world = {"world_size": len(self._board.ranks), "steps": self.step}
+        world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
         return Report(type(self._module).__qualname__, world=world, findings=findings)
 
@@ -263,7 +263,7 @@ class Watch:
         Raises:
             FindingsError: There is an error among them, and errors are to be raised.
         """
-        self._teller.tell(findings)
+        self._reporter.tell(findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Have a forward pass that is run again, to say why a parameter is missing, run inside of `context()`."""
@@ -271,7 +271,7 @@ class Watch:
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what the forward has returned: for frameworks that call backward inside of it."""
-        self._rounds.expect(loss)
+        self._tracker.expect(loss)
 
     def settle(self) -> None:
         """No further backward pass will come: an optimizer is about to use the gradients.
@@ -282,7 +282,7 @@ class Watch:
         Raises:
             FindingsError: An error was found, and errors are to be raised.
         """
-        self._rounds.settle()
+        self._tracker.settle()
 
     def compare(self) -> list[Finding]:
         """Compare modules, parameters and buffers of the ranks now; every rank of the group has to call this.
@@ -294,7 +294,7 @@ class Watch:
             FindingsError: There is an error among it, and errors are to be raised.
         """
         found = self._compare(self.step, None, after_backward=False)
-        self._teller.tell(found)
+        self._reporter.tell(found)
         return found
 
     # What the rounds tell
@@ -307,7 +307,7 @@ class Watch:
         if self._look is not None:
             self._look.renew()
         elif (self._detects and self._meets(number)) or keeps:
-            self._look = Look(self._module, self._parameters, keeps=keeps)
+            self._look = StepProbe(self._module, self._parameters, keeps=keeps)
 
     def returned(self, number: int, output: Any) -> None:
         """A forward with gradients has returned, in a round or under `no_sync`."""
@@ -323,8 +323,8 @@ class Watch:
         if number == 0 and self._detects and self._watched.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output])
             if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
-                account = Account(self._board.rank, number, output_type=opaque)
-                self._teller.tell(judge_accounts([account], self._watched, settled=False))
+                account = RankReport(self._alarms.rank, number, output_type=opaque)
+                self._reporter.tell(judge_accounts([account], self._watched, settled=False))
 
     def unsynchronised(self) -> None:
         """A forward runs after which DDP does not average."""
@@ -346,13 +346,13 @@ class Watch:
         if self._look is not None:
             self._look.stop()
         if self._detects and not self._ledger.is_heard(names):
-            self._board.post(number)
+            self._alarms.post(number)
 
     def unexpected(self, number: int, names: Sequence[str]) -> None:
         """Under `static_graph`, DDP is about to raise, so this cannot wait for the other ranks."""
         if self._detects:
-            account = Account(self._board.rank, number, absences={0: tuple(names), number: ()})
-            self._teller.tell(judge_accounts([account], self._watched, settled=False))
+            account = RankReport(self._alarms.rank, number, absences={0: tuple(names), number: ()})
+            self._reporter.tell(judge_accounts([account], self._watched, settled=False))
 
     def unpaired(self, number: int) -> None:
         """A backward pass has ended that follows no forward of its own, so that DDP has not reduced it."""
@@ -369,21 +369,21 @@ class Watch:
             look.close()
         if self._detects:
             self._ledger.enter(number, look, absent, lacking)
-            if look is None and not self._thawed and self._board.is_asked(number) and self._ledger.has_thawed():
+            if look is None and not self._thawed and self._alarms.is_asked(number) and self._ledger.has_thawed():
                 self._thawed = True
-                self._board.post(number + 1)
+                self._alarms.post(number + 1)
         if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
             self._tell_events(number + 1)
         self._last_round, self._events = self._events, []
         findings: list[Finding] = []
         compares = self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number)
-        if compares or self._meets(number) or self._board.has_word(number):
+        if compares or self._meets(number) or self._alarms.has_word(number):
             findings += self._meet(number, look, thorough=compares)
         if compares:
             findings += self._compare(number, look)
-        self._rounds.snapshot = None
+        self._tracker.snapshot = None
         if findings:
-            self._teller.tell(findings)
+            self._reporter.tell(findings)
 
     # Meeting
 
@@ -398,45 +398,47 @@ class Watch:
         wrapper = self._wrapper()
         return wrapper is not None and bool(wrapper._join_config.enable)
 
-    def _meet(self, number: int, look: Look | None, *, thorough: bool) -> list[Finding]:
+    def _meet(self, number: int, look: StepProbe | None, *, thorough: bool) -> list[Finding]:
         """Put the accounts of all ranks together, and judge them: on every rank the same."""
         settled = number in _SETTLED
         mine = self._account(number, look, settled=settled, thorough=thorough)
-        accounts: list[Account] = self._board.gather(f"account/{number}", mine)
+        accounts: list[RankReport] = self._alarms.gather(f"account/{number}", mine)
         self._strange = ()
         self._ledger.hear(accounts)
         if number == _PACED:
-            self._board.pace(account.seconds for account in accounts)
+            self._alarms.pace(account.seconds for account in accounts)
         return judge_accounts(accounts, self._watched, settled=settled)
 
-    def _account(self, number: int, look: Look | None, *, settled: bool, thorough: bool) -> Account:
-        account = Account(self._board.rank, number)
+    def _account(self, number: int, look: StepProbe | None, *, settled: bool, thorough: bool) -> RankReport:
+        account = RankReport(self._alarms.rank, number)
         if self._detects:
-            snapshot = self._rounds.snapshot
-            account = self._ledger.account(self._board.rank, number, look, snapshot, settled=settled, thorough=thorough)
+            snapshot = self._tracker.snapshot
+            account = self._ledger.account(
+                self._alarms.rank, number, look, snapshot, settled=settled, thorough=thorough
+            )
         told = () if self._micro_batches is None else self._micro_batches.told()
         seconds = (time.monotonic() - self._began) / (number + 1)
         return replace(account, events=self._strange, micro_batches=told, seconds=seconds)
 
-    def _compare(self, number: int, look: Look | None, *, after_backward: bool = True) -> list[Finding]:
+    def _compare(self, number: int, look: StepProbe | None, *, after_backward: bool = True) -> list[Finding]:
         """Put side by side what the ranks hold, in full only where it differs."""
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
         first = not self._comparisons
         unused = first and not (after_backward or number)
-        mine = take_stock(self._module, self._board.rank, number, trained, unused=unused)
+        mine = capture_replica_state(self._module, self._alarms.rank, number, trained, unused=unused)
         if not number:
             mine = replace(mine, constructed=self._constructed, at_first_forward=self._at_first_forward)
         key = f"{self._comparisons}"
         self._comparisons += 1
-        alike = len(set(self._board.gather(f"digest/{key}", digest_of(mine)))) == 1
+        alike = len(set(self._alarms.gather(f"digest/{key}", digest_of(mine)))) == 1
         wrapper = self._wrapper()
-        if self._board.open and look is not None and look.keeps and wrapper is not None:  # everyone is here
-            differences = differences_from_average(look.local, wrapper, self._rounds.names)
+        if self._alarms.open and look is not None and look.keeps and wrapper is not None:  # everyone is here
+            differences = differences_from_average(look.local, wrapper, self._tracker.names)
             mine = replace(mine, values=replace(mine.values, against_local=differences))
-            alike &= not any(self._board.gather(f"parity/{key}", mine.is_bad))
+            alike &= not any(self._alarms.gather(f"parity/{key}", mine.is_bad))
         if alike:
             return []
-        stock = self._board.gather(f"stock/{key}", mine)
+        stock = self._alarms.gather(f"stock/{key}", mine)
         return judge_stock(stock, self._watched, number, after_backward=after_backward, first=first)
 
     def _locate(self, finding: Finding) -> Finding:
@@ -447,39 +449,39 @@ class Watch:
 
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
-        self._rounds.settle()
-        rounds = self._rounds.number - self._rounds_at_step.get(optimizer, 0)
-        self._rounds_at_step[optimizer] = self._rounds.number
+        self._tracker.settle()
+        rounds = self._tracker.number - self._rounds_at_step.get(optimizer, 0)
+        self._rounds_at_step[optimizer] = self._tracker.number
         forwards, self._unsynchronised = self._unsynchronised, 0
-        if self._rounds.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
+        if self._tracker.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
             self._judge_unreduced(optimizer)
-        if rounds or not self._board.has_others:  # the healthy step, at no cost for each parameter
+        if rounds or not self._alarms.has_others:  # the healthy step, at no cost for each parameter
             self._steps_alone = self._forwards = 0
             self._keep(_STEP)
             return
-        ours = {id(parameter) for parameter in self._rounds.parameters if parameter.grad is not None}
+        ours = {id(parameter) for parameter in self._tracker.parameters if parameter.grad is not None}
         if not ours:
             self._steps_alone = 0
         elif ours & _held_by(optimizer):
             self._steps_alone += 1
             if self._forwards:  # in which the loss does not come through what they have returned
-                self._rounds.asks_parameters = True
+                self._tracker.asks_parameters = True
             elif self._steps_alone == _STEPS_ALONE and not self._is_superseded(ours):
-                self._teller.tell(judge_alone(self._watched, self._board.rank, self.step, forwards=forwards))
+                self._reporter.tell(judge_alone(self._watched, self._alarms.rank, self.step, forwards=forwards))
         self._forwards = 0
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
         """An optimizer has stepped; where it was given a closure, that has run the last passes of the step."""
-        if self._rounds.unreduced:
+        if self._tracker.unreduced:
             self._judge_unreduced(optimizer)
 
     def _judge_unreduced(self, optimizer: Any) -> None:
         """An optimizer uses what backward passes have added to gradients after the last reduction, if there was one."""
-        parameters, held = [self._rounds.parameters[index] for index in self._rounds.unreduced], _held_by(optimizer)
+        parameters, held = [self._tracker.parameters[index] for index in self._tracker.unreduced], _held_by(optimizer)
         mine = [p for p in parameters if id(p) in held and p.grad is not None]
-        if not (mine and self._board.has_others and any(bool(p.grad.detach().count_nonzero()) for p in mine)):
+        if not (mine and self._alarms.has_others and any(bool(p.grad.detach().count_nonzero()) for p in mine)):
             return
-        self._rounds.unreduced.clear()
+        self._tracker.unreduced.clear()
         self._note("step", where=str(user_location() or ""))
         self._tell_events(self.step)
 
@@ -494,7 +496,7 @@ class Watch:
         """Have the ranks meet for what the loop has just done."""
         if not self._strange:
             self._strange = (*self._last_round, *self._events)
-            self._board.post(number)
+            self._alarms.post(number)
 
     def _note(self, kind: str, *, where: str = "") -> None:
         self._keep(LoopEvent(kind, location=where))
@@ -510,7 +512,7 @@ class Watch:
         return Watched(
             names=Names(aliases),
             wrapper=facts_of(wrapper, names),
-            trainable=tuple(self._rounds.names),
+            trainable=tuple(self._tracker.names),
             broadcasts_buffers=broadcasts_buffers(wrapper),
             wrapper_class=type(wrapper).__name__,
         )

@@ -18,17 +18,17 @@ from ddpcheck.findings.errors import FindingsError, HangError, UsageError, Wrong
 from ddpcheck.findings.evidence import ModuleDescription
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import spelled
-from ddpcheck.gather.collectives.store_exchange import SilentRanksError, StoreExchange
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
 from ddpcheck.gather.ddp.ddp_constructor import constructor_options
 from ddpcheck.gather.state.module_description import describe, digest_of
 from ddpcheck.judge.parameters import judge_uninitialised
 from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.replicas import judge_descriptions
 from ddpcheck.monitor.module_hooks import is_ours
-from ddpcheck.monitor.reporting import OnFinding, Teller, as_text, check_numbers, checked_choice
+from ddpcheck.monitor.reporting import FindingReporter, OnFinding, as_text, check_numbers, checked_choice
 from ddpcheck.monitor.watch import Watch
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 
 _DDP = nn.parallel.DistributedDataParallel
 
@@ -98,19 +98,21 @@ class CheckedDistributedDataParallel(_DDP):
         check_numbers(timeout=check_timeout, ignore=ignore, check_parity_every=check_parity_every)
         _check_module(module)
         group = _group_of(*args, **kwargs)
-        teller = Teller(on_finding, speaks=not dist.is_initialized() or dist.get_rank(group) == 0, ignore=ignore)
+        reporter = FindingReporter(
+            on_finding, speaks=not dist.is_initialized() or dist.get_rank(group) == 0, ignore=ignore
+        )
         if check_consistency:
             options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
             found, impossible = _judge_construction(module, options, group, check_timeout)
-            teller.tell(found)
+            reporter.tell(found)
             errors = [finding for finding in found if finding.severity is Severity.ERROR]
             if impossible and errors:  # whatever was asked for
                 raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
         super().__init__(module, *args, **kwargs)
         if check_consistency:
-            teller.tell(compare_modules(self, group, timeout=check_timeout))
+            reporter.tell(compare_modules(self, group, timeout=check_timeout))
         self._watch_settings = settings
-        self.watch = Watch(self, **settings, already_told=teller.findings, began_alike=bool(check_consistency))  # type: ignore[arg-type]
+        self.watch = Watch(self, **settings, already_told=reporter.findings, began_alike=bool(check_consistency))  # type: ignore[arg-type]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -199,7 +201,7 @@ class CheckedDistributedDataParallel(_DDP):
             return losses.mean(), {"loss": losses.detach().mean()}
         if not isinstance(losses, Mapping):
             raise UsageError(f"train_step: forward returned {type(losses).__name__}, not a loss or a dict of losses")
-        means = {name: torch.stack([t.mean() for t in iter_tensors(value)]).sum() for name, value in losses.items()}
+        means = {name: torch.stack([t.mean() for t in tree_tensors(value)]).sum() for name, value in losses.items()}
         counted = [value for name, value in means.items() if "loss" in name]
         if not counted:
             raise UsageError(f"train_step: no entry of what forward returned has 'loss' in its name: {list(losses)}")
@@ -246,9 +248,10 @@ def _judge_construction(
             lazy = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
             return lazy, bool(lazy)
         everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
-    except SilentRanksError as error:
+    except RanksTimedOutError as error:
         raise HangError(
-            f"{spelled(error.ranks)} did not construct {CheckedDistributedDataParallel.__name__} within {timeout:g} s; "
+            f"{format_ranks(error.ranks)} did not construct {CheckedDistributedDataParallel.__name__} "
+            f"within {timeout:g} s; "
             "every rank of its process group must"
         ) from None
     descriptions = [description for description, _ in everyone]

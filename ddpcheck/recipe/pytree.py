@@ -13,19 +13,19 @@ from torch.nn.utils.rnn import PackedSequence
 from ddpcheck.findings.errors import TargetError
 
 
-def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
     """A copy of `nest` with `function` applied to every leaf (what is no dict, list, tuple or dataclass, or `is_leaf`).
 
     Containers in which nothing changes are handed on as they are.
     """
     if is_leaf(nest):
         return function(nest)
-    if all(function(leaf) is leaf for leaf in iter_leaves(nest, is_leaf=is_leaf)):
+    if all(function(leaf) is leaf for leaf in tree_leaves(nest, is_leaf=is_leaf)):
         return nest
     if isinstance(nest, tuple | list):
-        return _with_items(nest, [map_nest(function, item, is_leaf=is_leaf) for item in nest])
+        return _with_items(nest, [tree_map(function, item, is_leaf=is_leaf) for item in nest])
     if isinstance(nest, Mapping):
-        mapped = {key: map_nest(function, value, is_leaf=is_leaf) for key, value in nest.items()}
+        mapped = {key: tree_map(function, value, is_leaf=is_leaf) for key, value in nest.items()}
         if type(nest) is dict or not isinstance(nest, MutableMapping):
             return mapped
         clone: Any = copy.copy(nest)  # keeps what a subclass carries beside its items
@@ -35,7 +35,7 @@ def map_nest(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         clone = copy.copy(nest)
         for attribute in dataclasses.fields(nest):
-            value = map_nest(function, getattr(nest, attribute.name), is_leaf=is_leaf)
+            value = tree_map(function, getattr(nest, attribute.name), is_leaf=is_leaf)
             object.__setattr__(clone, attribute.name, value)  # also where the dataclass is frozen
         return clone
     return function(nest)
@@ -58,7 +58,7 @@ def _with_items(nest: Any, items: list[Any]) -> Any:
     return made
 
 
-def iter_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+def tree_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
     """The leaves of `nest`, in order; what cannot be looked into is a leaf."""
     inside: Any = None
     if is_leaf(nest):
@@ -75,12 +75,12 @@ def iter_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) 
         yield nest
     else:
         for item in inside:
-            yield from iter_leaves(item, is_leaf=is_leaf)
+            yield from tree_leaves(item, is_leaf=is_leaf)
 
 
-def iter_tensors(nest: Any) -> Iterator[torch.Tensor]:
+def tree_tensors(nest: Any) -> Iterator[torch.Tensor]:
     """The tensors in `nest`, in order."""
-    return (leaf for leaf in iter_leaves(nest) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor))
 
 
 def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,7 +117,7 @@ def copied(nest: Any) -> Any:
             copies[id(leaf)] = leaf_copied(leaf)
         return copies[id(leaf)]
 
-    return map_nest(once, nest)
+    return tree_map(once, nest)
 
 
 def to_device(nest: Any, device: torch.device) -> Any:
@@ -128,7 +128,7 @@ def to_device(nest: Any, device: torch.device) -> Any:
         return leaf.to(device) if isinstance(leaf, kinds) else leaf
 
     # A PackedSequence moves itself: its lengths stay on the CPU.
-    return map_nest(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
+    return tree_map(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
 def upcast(nest: Any) -> Any:
@@ -139,7 +139,7 @@ def upcast(nest: Any) -> Any:
             return leaf.double()
         return leaf.to(torch.complex128) if isinstance(leaf, torch.Tensor) and leaf.is_complex() else leaf
 
-    return map_nest(leaf_upcast, nest)
+    return tree_map(leaf_upcast, nest)
 
 
 def _has_own_constructor(nest: Any) -> bool:
@@ -166,11 +166,11 @@ def batch_size(batch: Any) -> int:
     Raises:
         TargetError: The tensors disagree, none has a dim 0, or some are in what cannot be split by dim 0.
     """
-    for leaf in iter_leaves(batch, is_leaf=_has_own_constructor):
-        if _has_own_constructor(leaf) and next(iter_tensors(leaf), None) is not None:
+    for leaf in tree_leaves(batch, is_leaf=_has_own_constructor):
+        if _has_own_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
             raise _cannot_split(leaf)
     sizes: list[int] = []
-    map_nest(lambda leaf: sizes.append(int(leaf.shape[0])) if _is_splittable(leaf) else None, batch)
+    tree_map(lambda leaf: sizes.append(int(leaf.shape[0])) if _is_splittable(leaf) else None, batch)
     if not sizes:
         raise TargetError("batch: no tensor has a dim 0 to split over the ranks; give the recipe a shard function")
     if len(set(sizes)) > 1:
@@ -226,4 +226,4 @@ def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
         except Exception as error:  # a sparse tensor
             raise _cannot_split(leaf) from error
 
-    return map_nest(part, batch, is_leaf=are_words)
+    return tree_map(part, batch, is_leaf=are_words)

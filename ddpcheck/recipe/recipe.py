@@ -15,7 +15,7 @@ from ddpcheck.findings.errors import DdpcheckError, TargetError, WrongTypeError
 from ddpcheck.findings.exception_origin import for_target, is_misuse, is_ours
 from ddpcheck.findings.shortening import shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
-from ddpcheck.recipe.pytree import iter_tensors, shard_batch
+from ddpcheck.recipe.pytree import shard_batch, tree_tensors
 
 Result = TypeVar("Result")
 
@@ -79,7 +79,7 @@ class Recipe:
             TargetError: It raised, or returned no tensor at all.
         """
         batch = call(f"batch({step})", self.batch, step)
-        if next(iter_tensors(batch), None) is None:
+        if next(tree_tensors(batch), None) is None:
             raise TargetError(f"batch({step}) returned {kind_of(batch)} without any tensor; return a nest of tensors")
         return batch
 

@@ -13,7 +13,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
-from ddpcheck.report.matrix.option_sets import DEFAULTS, Options
+from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
 
 MARKS = {
     "right": ("✓", "ok"),
@@ -104,7 +104,7 @@ def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
     ]
     skipped: dict[str, list[str]] = {}
     for row in left_out:
-        rest = Options({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
+        rest = DdpOptions({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
         skipped.setdefault(row.reason, []).append(row.title if rest == DEFAULTS else str(rest))
     return [
         *(row for row in rows if row.verdict != "skipped"),

@@ -14,8 +14,8 @@ from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, Wrong
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks
 from ddpcheck.testing import rank_side as onrank
-from ddpcheck.testing.leases import Tenancy
-from ddpcheck.testing.outcome import Verdict, judge
+from ddpcheck.testing.leases import WorldLease
+from ddpcheck.testing.outcome import TestOutcome, judge
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.record import Lent
 from ddpcheck.worlds import validation as allowed
@@ -35,7 +35,9 @@ class DdpWorld:
     another world for the same test.
     """
 
-    def __init__(self, settings: Settings, rent: Callable[[dict[str, Any]], Tenancy], options: dict[str, Any]) -> None:
+    def __init__(
+        self, settings: Settings, rent: Callable[[dict[str, Any]], WorldLease], options: dict[str, Any]
+    ) -> None:
         self._settings = settings
         self._rent = rent
         self._tenancy = rent(options)
@@ -123,7 +125,7 @@ class DdpWorld:
         return report
 
 
-def _said(verdict: Verdict, error: RankError | None) -> RankError:
+def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
     """The error itself, unless more can be said than it knew."""
     if error is not None and str(error) == verdict.headline:
         return error

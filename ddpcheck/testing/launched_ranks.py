@@ -23,16 +23,16 @@ from ddpcheck.findings.errors import RankError, UsageError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.harness import Watch
 from ddpcheck.testing.leases import Ranks
-from ddpcheck.testing.rank_context import Seeds
+from ddpcheck.testing.rank_context import RngStates
 from ddpcheck.testing.record import Lent
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import validation as allowed
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.launchers import LaunchedWorld, Session, detect, require
+from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, detect, require
 from ddpcheck.worlds.preloading import import_named
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
-LAUNCHED = pytest.StashKey[Session]()
+LAUNCHED = pytest.StashKey[RankGroup]()
 STARTUP = 120.0
 """Seconds that ranks wait for each other where all should come at the same time."""
 PATIENCE = 3600.0
@@ -65,7 +65,7 @@ class JoinedRanks(Ranks):
 
     apart = False
 
-    def __init__(self, config: pytest.Config, launched: Session) -> None:
+    def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
         super().__init__(config)
         self.desk = None
         self._launched = launched
@@ -114,7 +114,7 @@ class JoinedWorld:
 
     def __init__(
         self,
-        launched: Session,
+        launched: RankGroup,
         capture: Any,
         *,
         world_size: int,
@@ -160,7 +160,7 @@ class JoinedWorld:
             launched, world_size, startup_timeout=options.pop("startup_timeout", STARTUP), **options
         )
         self._printed: dict[int, str] = {}
-        self._luggage: dict[int, bytes] = {}
+        self._attachments: dict[int, bytes] = {}
 
     @property
     def world_size(self) -> int:
@@ -183,14 +183,14 @@ class JoinedWorld:
         payload = allowed.pack_task(fn, args, kwargs)
         mine = payload if self._launched.rank == 0 else b""
         payload = self._launched.meet("a run", mine, timeout=self._world.startup_timeout)[0]
-        self._luggage = {}
+        self._attachments = {}
         try:
             with _undone(), _environment(self._env):
                 return self._world.run(self._work, payload, timeout=timeout)
         finally:
             for rank in range(self.world_size):
-                if data := self._world.luggage(rank):
-                    self._luggage[rank], printed = pickle.loads(data)
+                if data := self._world.attachment(rank):
+                    self._attachments[rank], printed = pickle.loads(data)
                     self._printed[rank] = self._printed.get(rank, "") + printed
 
     @for_target
@@ -208,9 +208,9 @@ class JoinedWorld:
         """Return what a rank has printed in all runs."""
         return self._printed.get(rank, "")
 
-    def luggage(self, rank: int) -> bytes:
+    def attachment(self, rank: int) -> bytes:
         """Return what a rank has left in the last run."""
-        return self._luggage.get(rank, b"")
+        return self._attachments.get(rank, b"")
 
     def close(self) -> None:
         """Let go of the ranks."""
@@ -222,7 +222,7 @@ class JoinedWorld:
 
 @contextlib.contextmanager
 def _undone() -> Iterator[None]:
-    seeds, directory, environment = Seeds.now(), os.getcwd(), dict(os.environ)
+    seeds, directory, environment = RngStates.now(), os.getcwd(), dict(os.environ)
     try:
         yield
     finally:
@@ -280,7 +280,7 @@ def _heard(capture: Any) -> Iterator[None]:
         for stream, text in zip((sys.stdout, sys.stderr), before, strict=True):
             if text:
                 stream.write(text)
-        this_rank.leave(pickle.dumps((this_rank.left(), printed)))
+        this_rank.save_attachment(pickle.dumps((this_rank.attachment(), printed)))
 
 
 @contextlib.contextmanager

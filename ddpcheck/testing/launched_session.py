@@ -25,11 +25,11 @@ from ddpcheck.testing import marks
 from ddpcheck.testing import silent_ranks as quiet
 from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
 from ddpcheck.testing.outcome import judge, to_raise
-from ddpcheck.testing.rank_context import Luggage
+from ddpcheck.testing.rank_context import RankArtifacts
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.record import as_pytest_shows
 from ddpcheck.worlds import failures, wire
-from ddpcheck.worlds.launchers import Launch, Session, detect
+from ddpcheck.worlds.launchers import LauncherEnv, RankGroup, detect
 
 Phase = Literal["setup", "call", "teardown"]
 _SHOWN = pytest.StashKey[tuple[str, Any]]()
@@ -53,14 +53,14 @@ class InStep:
     """The hooks of one rank."""
 
     def __init__(
-        self, config: pytest.Config, launch: Launch, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]
+        self, config: pytest.Config, launch: LauncherEnv, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]
     ) -> None:
         self._config = config
         self._launch = launch
         self._is_ours = is_ours
         self._options = options
         self._settings = Settings()
-        self._launched: Session | None = None
+        self._launched: RankGroup | None = None
         self._terminal: quiet.Terminal | None = None
         self._session: pytest.Session | None = None
         self._uncollected: list[str] = []
@@ -98,7 +98,7 @@ class InStep:
                 "process at a terminal; run pytest without a launcher, and the ranks of a test talk to that."
             )
         try:
-            self._launched = self._config.stash[LAUNCHED] = Session(self._launch, timeout=STARTUP)
+            self._launched = self._config.stash[LAUNCHED] = RankGroup(self._launch, timeout=STARTUP)
         except DdpcheckError as error:
             raise pytest.UsageError(str(error)) from None
         if self._launch.rank:
@@ -125,7 +125,7 @@ class InStep:
         except RankError as error:
             self._stop(str(error))
 
-    def _differences(self, launched: Session, tests: list[str]) -> str:
+    def _differences(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
         base = quiet.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
         said = [
@@ -190,7 +190,7 @@ class InStep:
         return result
 
     def _agreed(
-        self, launched: Session, item: pytest.Item, when: Phase, own: BaseException | None
+        self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
         """What this phase raises on all ranks, given what it has raised on this one."""
         mine = _told(item, own, fell=launched.missed)
@@ -210,7 +210,7 @@ class InStep:
         verdict = judge({rank: one.ended for rank, one in enumerate(told) if one.ended is not None}, error)
         if verdict.how == "xfailed":
             return pytest.xfail.Exception(verdict.headline)
-        shown = {rank: Luggage(failure=wire.loads(one.shown)) for rank, one in enumerate(told) if one.shown}
+        shown = {rank: RankArtifacts(failure=wire.loads(one.shown)) for rank, one in enumerate(told) if one.shown}
         item.stash[_SHOWN] = (when, as_pytest_shows(verdict, shown, item.location))
         for rank, one in enumerate(told):
             for key, text in one.output if rank != launched.rank else ():

@@ -14,11 +14,11 @@ import pytest
 
 from ddpcheck.findings.errors import RankError
 from ddpcheck.harness import Watch, World
-from ddpcheck.testing.outcome import Verdict
-from ddpcheck.testing.rank_context import Conditions, Luggage, Seeds
+from ddpcheck.testing.outcome import TestOutcome
+from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions
 from ddpcheck.testing.record import Lent, Record, sections
-from ddpcheck.testing.remote_pdb import Desk
-from ddpcheck.testing.world_pool import Supply
+from ddpcheck.testing.remote_pdb import PdbTerminal
+from ddpcheck.testing.world_pool import WorldPool
 
 
 class Ranks:
@@ -35,15 +35,17 @@ class Ranks:
 
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
-        self._supply = Supply()
+        self._supply = WorldPool()
         self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
         self.live = config.getoption("capture", "no") == "no" and not worker
-        self.desk = None if worker else Desk(config)
+        self.desk = None if worker else PdbTerminal(config)
 
-    def tenancy(self, item: pytest.Item, record: Record, options: Mapping[str, Any], since: Seeds | None) -> Tenancy:
+    def tenancy(
+        self, item: pytest.Item, record: Record, options: Mapping[str, Any], since: RngStates | None
+    ) -> WorldLease:
         """A world for a test, which it gets when it first uses it."""
-        tenancy = Tenancy(self, item, record, options, since)
+        tenancy = WorldLease(self, item, record, options, since)
         record.harvesters.append(tenancy.harvest)
         return tenancy
 
@@ -88,22 +90,22 @@ def _module(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
-class Tenancy:
+class WorldLease:
     """A test's hold on a world: a fresh one when it is first needed, and after one that failed.
 
     Attributes:
         options: Of the world.
-        luggage: What the ranks have brought back from the last run.
+        attachment: What the ranks have brought back from the last run.
     """
 
     def __init__(
-        self, ranks: Ranks, item: pytest.Item, record: Record, options: Mapping[str, Any], since: Seeds | None
+        self, ranks: Ranks, item: pytest.Item, record: Record, options: Mapping[str, Any], since: RngStates | None
     ) -> None:
         self._ranks = ranks
         self._item = item
         self._record = record
         self.options = dict(options)
-        self.luggage: dict[int, Luggage] = {}
+        self.attachment: dict[int, RankArtifacts] = {}
         self._since = since
         self._world: Lent | None = None
         self._printed: list[int] = []  # of each rank's output, how many characters have been shown or kept
@@ -125,17 +127,17 @@ class Tenancy:
             return world.run(function, *args, self._conditions(), timeout=timeout)
         finally:
             self._show(world, last=True)
-            self.luggage = self._record.unpack(world)
+            self.attachment = self._record.unpack(world)
 
-    def explained(self, error: RankError, verdict: Verdict) -> RankError:
+    def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
         """Return an error of the last run, having told the record what its ranks have to say about it."""
-        self._record.explained = error, sections(verdict, self.luggage)
+        self._record.explained = error, sections(verdict, self.attachment)
         return error
 
-    def _conditions(self) -> Conditions:
+    def _conditions(self) -> TestConditions:
         by_test = self._item.config.getoption("cov_context", None) == "test"
         context = f"{self._item.nodeid}|run" if by_test else ""
-        return Conditions.of(
+        return TestConditions.of(
             self._item.config,
             since=self._since,
             context=context,

@@ -18,7 +18,7 @@ from ddpcheck.testing.rank_side import Ended
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TestOutcome:
     """What has become of a test.
 
     Attributes:
@@ -34,7 +34,7 @@ class Verdict:
     first: RankFailure | None = None
 
 
-def judge(ended: Mapping[int, Ended], error: RankError | None) -> Verdict:
+def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
     """Put the ranks together.
 
     Args:
@@ -51,16 +51,16 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> Verdict:
         return _failed(ended, error, failures)
     hows = {one.how for one in ended.values()}
     if hows <= {"passed"}:
-        return Verdict("passed")
+        return TestOutcome("passed")
     if hows <= {"skipped"}:
-        return Verdict("skipped", ended[min(ended)].reason)
+        return TestOutcome("skipped", ended[min(ended)].reason)
     if "skipped" not in hows:
         expected = {rank: one for rank, one in ended.items() if one.how == "xfailed"}
-        return Verdict("xfailed", expected[min(expected)].reason)
-    return Verdict("failed", _disagreement(ended), _lines(ended, []))
+        return TestOutcome("xfailed", expected[min(expected)].reason)
+    return TestOutcome("failed", _disagreement(ended), _lines(ended, []))
 
 
-def to_raise(verdict: Verdict, error: RankError | None, expected: Any = None) -> BaseException:
+def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
     """What a test that failed raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell.
 
     Args:
@@ -82,11 +82,11 @@ def to_raise(verdict: Verdict, error: RankError | None, expected: Any = None) ->
     return error.with_traceback(None)
 
 
-def _failed(ended: Mapping[int, Ended], error: RankError, failures: list[RankFailure]) -> Verdict:
+def _failed(ended: Mapping[int, Ended], error: RankError, failures: list[RankFailure]) -> TestOutcome:
     left = [rank for rank, one in ended.items() if one.how == "skipped"]
     waiting = all(one.kind in ("stuck", "fell") for one in failures)
     headline = f"{_disagreement(ended)}; {error}" if left and waiting else str(error)
-    return Verdict("failed", headline, _lines(ended, failures), failures[0] if failures else None)
+    return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None)
 
 
 def _disagreement(ended: Mapping[int, Ended]) -> str:

@@ -1,7 +1,7 @@
 """What holds while a test's code runs on a rank: as much as can be of what holds in the process that pytest runs in.
 
 Warning filters, logging, random numbers that a fixture has seeded, coverage, and how a failure is to be shown. All of
-it is read in the parent (`Conditions.of`) and applied on the rank, from where `Luggage` comes back.
+it is read in the parent (`TestConditions.of`) and applied on the rank, from where `RankArtifacts` comes back.
 
 This module is light: it never imports torch.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.testing.rank_coverage import Measured, Measuring
+from ddpcheck.testing.rank_coverage import CoverageData, Measuring
 
 _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
 
@@ -48,7 +48,7 @@ class Style:
 
 
 @dataclass(frozen=True, slots=True)
-class Seeds:
+class RngStates:
     """States of random number generators; `None` for one that a test need not care about."""
 
     python: Any = None
@@ -56,7 +56,7 @@ class Seeds:
     torch: Any = None
 
     @classmethod
-    def stir(cls) -> Seeds:
+    def disturb(cls) -> RngStates:
         """Draw one number from each generator and return the states: seeding, even with the last seed, changes them."""
         random.random()
         if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -66,7 +66,7 @@ class Seeds:
         return cls.now()
 
     @classmethod
-    def now(cls) -> Seeds:
+    def now(cls) -> RngStates:
         """Those of this process, without importing anything."""
         numpy = sys.modules.get("numpy.random")
         torch = _torch()
@@ -76,9 +76,9 @@ class Seeds:
             bytes(torch.get_rng_state().tolist()) if torch is not None else None,
         )
 
-    def since(self, before: Seeds) -> Seeds:
+    def since(self, before: RngStates) -> RngStates:
         """Those that have changed: something has been seeded, or drawn, or imported."""
-        return Seeds(
+        return RngStates(
             self.python if self.python != before.python else None,
             self.numpy if repr(self.numpy) != repr(before.numpy) else None,
             self.torch if self.torch != before.torch else None,
@@ -105,7 +105,7 @@ def _torch() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class TestConditions:
     """What a rank is to run a test's code under.
 
     Attributes:
@@ -122,7 +122,7 @@ class Conditions:
     filters: tuple[Any, ...]
     log_level: int
     log_format: tuple[str, str]
-    seeds: Seeds
+    seeds: RngStates
     coverage: Measuring | None
     style: Style
     debugger: bool
@@ -130,8 +130,8 @@ class Conditions:
 
     @classmethod
     def of(
-        cls, config: pytest.Config, *, since: Seeds | None, context: str, debugger: bool, apart: bool = True
-    ) -> Conditions:
+        cls, config: pytest.Config, *, since: RngStates | None, context: str, debugger: bool, apart: bool = True
+    ) -> TestConditions:
         """Read them off this process.
 
         Args:
@@ -145,7 +145,7 @@ class Conditions:
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
             log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
-            seeds=Seeds.now().since(since) if since is not None else Seeds(),
+            seeds=RngStates.now().since(since) if since is not None else RngStates(),
             coverage=Measuring.now(context) if apart else None,
             style=Style(
                 config.getoption("tbstyle", "auto"),
@@ -177,7 +177,7 @@ def _comparisons(config: pytest.Config) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Luggage:
+class RankArtifacts:
     """What a rank brings back from a test beside its outcome.
 
     Attributes:
@@ -191,7 +191,7 @@ class Luggage:
 
     warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)
     log: str = ""
-    coverage: Measured | None = None
+    coverage: CoverageData | None = None
     properties: list[tuple[str, object]] = field(default_factory=list)
     failure: Any = None
     quitting: bool = False

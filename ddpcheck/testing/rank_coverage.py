@@ -34,7 +34,7 @@ _NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CoverageData:
     """What one rank has measured, as coverage.py serialises it."""
 
     data: bytes
@@ -68,9 +68,9 @@ class Measuring:
 
 
 @contextlib.contextmanager
-def measured(how: Measuring | None) -> Iterator[list[Measured]]:
+def measured(how: Measuring | None) -> Iterator[list[CoverageData]]:
     """On a rank: measure while the block runs; the list holds the result afterwards, nothing without a `how`."""
-    found: list[Measured] = []
+    found: list[CoverageData] = []
     if how is None:
         yield found
         return
@@ -88,10 +88,10 @@ def measured(how: Measuring | None) -> Iterator[list[Measured]]:
         yield found
     finally:
         ours.stop()
-        found.append(Measured(ours.get_data().dumps()))
+        found.append(CoverageData(ours.get_data().dumps()))
 
 
-def add(measured: Measured) -> None:
+def add(measured: CoverageData) -> None:
     """Add to what is measured in this process."""
     current = _current()
     if current is None:

@@ -21,7 +21,7 @@ import pytest
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds import wire
 
-FACTS = ("rank", "world_size", "device", "process_group")
+RANK_VALUES = ("rank", "world_size", "device", "process_group")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class OnRank:
 
 
 @dataclass(frozen=True, eq=False)
-class Fact(OnRank):
+class RankValue(OnRank):
     """`rank`, `world_size`, `device` or `process_group`."""
 
 

@@ -1,4 +1,4 @@
-"""A test's code on a rank: called there under the conditions of the parent, with its fixtures, and its luggage left.
+"""A test's code on a rank: called there under the conditions of the parent, with its fixtures, and its attachment left.
 
 `perform` runs the body of a test that carries the marker, `call` a function that `ddp_world.run` was given.
 
@@ -27,9 +27,9 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.testing import remote_pdb as debugging
-from ddpcheck.testing.rank_context import Conditions, Luggage, Style
-from ddpcheck.testing.rank_coverage import Measured, measured
-from ddpcheck.testing.rank_fixtures import Builtin, Fact, InModule, OnRank, RankFixture
+from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions
+from ddpcheck.testing.rank_coverage import CoverageData, measured
+from ddpcheck.testing.rank_fixtures import Builtin, InModule, OnRank, RankFixture, RankValue
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assert_rewriting import explain_comparisons
@@ -52,8 +52,10 @@ class Ended:
     returned: str = ""
 
 
-def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: Conditions) -> Any:
-    """Call a function under the conditions and leave the luggage.
+def call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
+) -> Any:
+    """Call a function under the conditions and leave the attachment.
 
     Returns:
         What it returns, or how it has `Ended` where it skips or expects to fail.
@@ -62,14 +64,14 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return _unless_it_ends(functools.partial(function, *args, **kwargs))
 
 
-def perform(body: bytes, conditions: Conditions) -> Ended:
-    """Run a test's body, made by `ddpcheck.testing.rank_fixtures.pack`, and leave the luggage.
+def perform(body: bytes, conditions: TestConditions) -> Ended:
+    """Run a test's body, made by `ddpcheck.testing.rank_fixtures.pack`, and leave the attachment.
 
     Raises:
         BaseException: Whatever the test raises, unless it skips or expects to fail.
     """
-    with _under(conditions) as luggage:
-        result = _unless_it_ends(functools.partial(_with_fixtures, body, luggage))
+    with _under(conditions) as attachment:
+        result = _unless_it_ends(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
             return result
         if result is None:
@@ -79,10 +81,10 @@ def perform(body: bytes, conditions: Conditions) -> Ended:
 
 
 @for_target
-def _with_fixtures(body: bytes, luggage: Luggage) -> Any:
+def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
     arguments, function, setups = wire.loads(body)
     with contextlib.ExitStack() as teardown:
-        maker = _Maker(teardown, luggage)
+        maker = _Maker(teardown, attachment)
         for fixture in setups:
             maker.make(fixture)
         made = {name: maker.make(value) for name, value in arguments.items()}
@@ -101,13 +103,13 @@ def _unless_it_ends(run: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _under(conditions: Conditions) -> Iterator[Luggage]:
-    luggage = Luggage()
+def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
+    attachment = RankArtifacts()
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
-    covered: list[Measured] = []
+    covered: list[CoverageData] = []
     explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
-    this_rank.leave(b"")  # of an earlier run
+    this_rank.save_attachment(b"")  # of an earlier run
     try:
         with (
             _logging(log, conditions),
@@ -121,20 +123,20 @@ def _under(conditions: Conditions) -> Iterator[Luggage]:
             conditions.seeds.plant()
             try:
                 with _unhandled() as unhandled:
-                    yield luggage
+                    yield attachment
                 for warning, file, line in unhandled:
                     warnings.warn_explicit(warning, type(warning), file, line)
             except BaseException as error:
                 this_rank.announce(error)
-                luggage.failure = _as_pytest_shows(error, conditions.style)
+                attachment.failure = _as_pytest_shows(error, conditions.style)
                 if conditions.post_mortem:
-                    luggage.quitting = debugging.post_mortem(error, text_of(luggage.failure))
+                    attachment.quitting = debugging.post_mortem(error, text_of(attachment.failure))
                 raise
     finally:
-        luggage.log = log.getvalue()
-        luggage.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
-        luggage.coverage = covered[0] if covered else None
-        this_rank.leave(_packed(luggage))
+        attachment.log = log.getvalue()
+        attachment.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
+        attachment.coverage = covered[0] if covered else None
+        this_rank.save_attachment(_packed(attachment))
 
 
 @contextlib.contextmanager
@@ -170,21 +172,21 @@ def _told(what: str, args: Any) -> str:
     return what + "\n\n" + "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
 
 
-def _packed(luggage: Luggage) -> bytes:
+def _packed(attachment: RankArtifacts) -> bytes:
     """Pickle it, without the parts that cannot be."""
     try:
-        return wire.dumps(luggage)
+        return wire.dumps(attachment)
     except Exception:
-        luggage.warnings = [
+        attachment.warnings = [
             (category(str(message)) if _sound(category) else UserWarning(str(message)), category, file, line)
-            for message, category, file, line in luggage.warnings
+            for message, category, file, line in attachment.warnings
         ]
         for name in ("warnings", "properties", "failure"):
             try:
-                wire.dumps(getattr(luggage, name))
+                wire.dumps(getattr(attachment, name))
             except Exception:
-                setattr(luggage, name, type(getattr(luggage, name))() if name != "failure" else None)
-        return wire.dumps(luggage)
+                setattr(attachment, name, type(getattr(attachment, name))() if name != "failure" else None)
+        return wire.dumps(attachment)
 
 
 def _sound(category: type[Warning]) -> bool:
@@ -192,7 +194,7 @@ def _sound(category: type[Warning]) -> bool:
 
 
 @contextlib.contextmanager
-def _logging(log: io.StringIO, conditions: Conditions) -> Iterator[None]:
+def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter(conditions.log_format[0] or None, conditions.log_format[1] or None))
     root = logging.getLogger()
@@ -270,9 +272,9 @@ def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
 class _Maker:
     """Makes what each rank makes for itself, everything once."""
 
-    def __init__(self, teardown: contextlib.ExitStack, luggage: Luggage) -> None:
+    def __init__(self, teardown: contextlib.ExitStack, attachment: RankArtifacts) -> None:
         self._teardown = teardown
-        self._luggage = luggage
+        self._attachments = attachment
         self._made: dict[object, Any] = {}
 
     def make(self, value: Any) -> Any:
@@ -285,7 +287,7 @@ class _Maker:
         return self._made[key]
 
     def _fresh(self, value: OnRank) -> Any:
-        if isinstance(value, Fact):
+        if isinstance(value, RankValue):
             return _facts()[value.name]
         if isinstance(value, RankFixture):
             function = value.function.find() if isinstance(value.function, InModule) else value.function
@@ -298,7 +300,7 @@ class _Maker:
 
     @property
     def properties(self) -> list[tuple[str, object]]:
-        return self._luggage.properties
+        return self._attachments.properties
 
     @property
     def teardown(self) -> contextlib.ExitStack:

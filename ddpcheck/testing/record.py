@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import pytest
 
 from ddpcheck.testing import rank_coverage as measuring
-from ddpcheck.testing.outcome import Verdict
-from ddpcheck.testing.rank_context import Luggage
+from ddpcheck.testing.outcome import TestOutcome
+from ddpcheck.testing.rank_context import RankArtifacts
 from ddpcheck.testing.rank_side import text_of
 from ddpcheck.worlds import wire
 
@@ -36,7 +36,7 @@ class Lent(Protocol):
     def output(self, rank: int) -> str:
         """What a rank has printed."""
 
-    def luggage(self, rank: int) -> bytes:
+    def attachment(self, rank: int) -> bytes:
         """What a rank has left."""
 
 
@@ -60,28 +60,28 @@ class Record:
         self._item = item
         self._warned: set[object] = set()
 
-    def unpack(self, world: Lent) -> dict[int, Luggage]:
+    def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
         """Take what the ranks have left: add their coverage, warn of what they were warned of; returns all of it."""
         found = {}
         for rank in range(world.world_size):
-            data = world.luggage(rank)
+            data = world.attachment(rank)
             if not data:
                 continue
-            luggage: Luggage = wire.loads(data)
-            found[rank] = luggage
-            if luggage.coverage is not None:
-                measuring.add(luggage.coverage)
-            if luggage.log.strip():
-                self._item.add_report_section("call", f"log of {_whose(rank, world)}", luggage.log)
+            attachment: RankArtifacts = wire.loads(data)
+            found[rank] = attachment
+            if attachment.coverage is not None:
+                measuring.add(attachment.coverage)
+            if attachment.log.strip():
+                self._item.add_report_section("call", f"log of {_whose(rank, world)}", attachment.log)
             known = self._item.user_properties
-            known += [each for each in luggage.properties if each not in known]
-            self.quitting |= luggage.quitting
-        for luggage in found.values():
-            self._warn(luggage)
+            known += [each for each in attachment.properties if each not in known]
+            self.quitting |= attachment.quitting
+        for attachment in found.values():
+            self._warn(attachment)
         return found
 
-    def _warn(self, luggage: Luggage) -> None:
-        for message, category, file, line in luggage.warnings:
+    def _warn(self, attachment: RankArtifacts) -> None:
+        for message, category, file, line in attachment.warnings:
             key = (str(message), category, file, line)
             if key not in self._warned:  # every rank says the same as a rule
                 self._warned.add(key)
@@ -107,27 +107,29 @@ def _whose(rank: int, world: Lent) -> str:
     return f"rank {rank} of {world.world_size}"
 
 
-def sections(verdict: Verdict, luggage: Mapping[int, Luggage]) -> list[tuple[str, str]]:
+def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
     """What has gone wrong on the ranks, as sections of a report; none where no rank has said it in pytest's way."""
     first = verdict.first
-    shown = luggage[first.rank].failure if first is not None and first.rank in luggage else None
+    shown = attachment[first.rank].failure if first is not None and first.rank in attachment else None
     if first is None or shown is None:
         return []
     return [(f"rank {first.rank}", text_of(shown)), ("ranks", "\n".join(verdict.lines))]
 
 
-def as_pytest_shows(verdict: Verdict, luggage: Mapping[int, Luggage], test: tuple[str, int | None, str]) -> Any:
+def as_pytest_shows(
+    verdict: TestOutcome, attachment: Mapping[int, RankArtifacts], test: tuple[str, int | None, str]
+) -> Any:
     """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others.
 
     Args:
         verdict: What has become of the test.
-        luggage: That they have brought back.
+        attachment: That they have brought back.
         test: Where the test is, as in `pytest.Item.location`.
     """
     first = verdict.first
     shown = None
-    if first is not None and first.rank in luggage and first.kind not in ("stuck", "died"):
-        shown = copy.copy(luggage[first.rank].failure)
+    if first is not None and first.rank in attachment and first.kind not in ("stuck", "died"):
+        shown = copy.copy(attachment[first.rank].failure)
     if shown is None:
         shown = _from_text(verdict, test)
     elif shown.reprcrash is not None:
@@ -142,7 +144,7 @@ def as_pytest_shows(verdict: Verdict, luggage: Mapping[int, Luggage], test: tupl
     return shown
 
 
-def _from_text(verdict: Verdict, test: tuple[str, int | None, str]) -> Any:
+def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
     """A failure of which there is no exception: a rank that died, or hangs."""
     text = verdict.headline
     if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):

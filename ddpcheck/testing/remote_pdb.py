@@ -1,8 +1,8 @@
 """pdb on a rank, talked to from the terminal that pytest runs in: `breakpoint()`, and `--pdb` after a failure.
 
 A rank has no terminal. Each time that its debugger wants to talk, it makes two named pipes in the world's directory;
-the parent finds them while it waits for the ranks (`Desk.attend`), and relays until the rank hangs up. No clock runs
-meanwhile.
+the parent finds them while it waits for the ranks (`PdbTerminal.attend`), and relays until the rank hangs up. No clock
+runs meanwhile.
 
 This module is light: it never imports torch.
 """
@@ -115,7 +115,7 @@ def post_mortem(error: BaseException, shown: str) -> bool:
     return bool(debugger.quitting)
 
 
-class Desk:
+class PdbTerminal:
     """The parent's end: the terminal."""
 
     def __init__(self, config: pytest.Config) -> None:

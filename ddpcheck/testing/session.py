@@ -18,14 +18,14 @@ from ddpcheck.testing import rank_fixtures as values
 from ddpcheck.testing import rank_side as onrank
 from ddpcheck.testing.fixture import DdpWorld, options_of
 from ddpcheck.testing.launched_ranks import LAUNCHED, JoinedRanks, refuse_wrong_start
-from ddpcheck.testing.leases import Ranks, Tenancy
+from ddpcheck.testing.leases import Ranks, WorldLease
 from ddpcheck.testing.outcome import judge, to_raise
-from ddpcheck.testing.rank_context import Seeds
+from ddpcheck.testing.rank_context import RngStates
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.record import Record, as_pytest_shows
 
 _RECORD = pytest.StashKey[Record]()
-_SEEDS = pytest.StashKey[Seeds]()
+_SEEDS = pytest.StashKey[RngStates]()
 _SETUPS = pytest.StashKey[list[values.RankFixture]]()
 
 
@@ -50,7 +50,7 @@ class Session:
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """A test of ours is about to be set up; another one may follow."""
         self._ranks.following = following
-        item.stash[_SEEDS] = Seeds.stir()
+        item.stash[_SEEDS] = RngStates.disturb()
         item.stash[_SETUPS] = []
         item.stash[_RECORD] = Record(item)
         if not isinstance(item, pytest.Function) or _is_of_unittest(item):
@@ -68,7 +68,7 @@ class Session:
                 f"The fixture {name!r} has a value on ranks only; mark {item.name} with @pytest.mark.ddp(...), and its "
                 "body runs there."
             )
-        return values.Fact(name)
+        return values.RankValue(name)
 
     def leave_to_ranks(
         self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
@@ -88,9 +88,9 @@ class Session:
 
     def lend(self, item: pytest.Item) -> Iterator[DdpWorld]:
         """The value of the fixture `ddp_world`."""
-        tenancies: list[Tenancy] = []
+        tenancies: list[WorldLease] = []
 
-        def rent(options: dict[str, Any]) -> Tenancy:
+        def rent(options: dict[str, Any]) -> WorldLease:
             tenancies.append(self._ranks.tenancy(item, item.stash[_RECORD], options, item.stash[_SEEDS]))
             return tenancies[-1]
 
@@ -121,7 +121,7 @@ class Session:
                 pytest.xfail(verdict.headline)
             else:
                 record.failed = True
-                record.shown = as_pytest_shows(verdict, tenancy.luggage, item.location)
+                record.shown = as_pytest_shows(verdict, tenancy.attachment, item.location)
                 raise to_raise(verdict, error, marks.expected_failure(item))
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
             _refuse(str(warning))
 
 
-def _end_all(tenancies: list[Tenancy]) -> None:
+def _end_all(tenancies: list[WorldLease]) -> None:
     """Give every world back, also when that fails for one."""
     if tenancies:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.testing import rank_coverage as measuring
-from ddpcheck.testing.rank_coverage import Measured
+from ddpcheck.testing.rank_coverage import CoverageData
 
 
 class Terminal:
@@ -79,7 +79,7 @@ def give_up_coverage(plugin: Any) -> bytes:
 
 def add_coverage(data: bytes) -> None:
     """Add what another rank has measured."""
-    measuring.add(Measured(data))
+    measuring.add(CoverageData(data))
 
 
 # --- Temporary folders -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     supply.give_back(world)              # does not wait
     supply.close()                       # waits until everything is gone
 
-Making a world takes processor time whenever it is done, so a spare one is only made where it will be used: `Supply`
+Making a world takes processor time whenever it is done, so a spare one is only made where it will be used: `WorldPool`
 notes which kind of world followed which, and prepares what followed last time.
 
 This module is light: it never imports torch.
@@ -84,7 +84,7 @@ class _Spare:
         self.age = 0  # in leases
 
 
-class Supply:
+class WorldPool:
     """Owns every world that it hands out; one for each test process, not to be shared between threads.
 
     `options` are those of `World` everywhere, as keywords. A world that was handed out may be closed by whoever has it.
@@ -250,7 +250,7 @@ class Supply:
     def _enter(self) -> None:
         """Do what is due whenever we are called: clear away what has ended."""
         if self._pid != os.getpid():  # a fork of the process that all of these belong to
-            Supply.__init__(self)
+            WorldPool.__init__(self)
         for _ in range(len(self._retired)):
             world = self._retired.popleft()
             if world.gone or len(self._retired) >= _RETIRED:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
 from ddpcheck.findings.wording import name_ranks
-from ddpcheck.worlds.rank_processes import Crew, Rank
+from ddpcheck.worlds.rank_processes import Rank, RankProcesses
 
 INTERVAL = 0.5  # seconds between two looks
 _SECONDS = 3.0  # of stillness
@@ -25,12 +25,13 @@ _QUIET = 1.0  # of them before stacks are looked at, which disturbs ranks
 _SHARE = 0.02  # of a core: gloo's threads look around every 10 ms while they wait, and so does a store
 
 
-class Stillness:
+class DeadlockDetector:
     """Looks at the ranks of one run from time to time, and says so when they are stuck for good."""
 
-    def __init__(self, crew: Crew, device: str) -> None:
-        self._crew = crew
-        self._possible = sys.platform == "linux" and device == "cpu" and len(crew.ranks) > 1 and crew.one_machine
+    def __init__(self, processes: RankProcesses, device: str) -> None:
+        self._processes = processes
+        several = len(processes.ranks) > 1 and processes.one_machine
+        self._possible = sys.platform == "linux" and device == "cpu" and several
         self._next = 0.0
         self.reset()
 
@@ -51,8 +52,8 @@ class Stillness:
         if self.wait(now) != 0.0:
             return ""
         self._next = now + INTERVAL
-        finished = [rank for rank in self._crew.ranks if rank.answer is not None]
-        waiting = [rank for rank in self._crew.ranks if rank.answer is None]
+        finished = [rank for rank in self._processes.ranks if rank.answer is not None]
+        waiting = [rank for rank in self._processes.ranks if rank.answer is None]
         used = self._quiet()
         if used is None or self._since is None or used.keys() != self._used.keys():
             self._start(now, used)
@@ -86,7 +87,7 @@ class Stillness:
     def _quiet(self) -> dict[int, float] | None:
         """The processor seconds of each rank so far; `None` when one is at work, or about to be, at this moment."""
         used = {}
-        for rank in self._crew.ranks:
+        for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := _sleeping(rank.pid)) is None:
                 return None
             used[rank.number] = seconds
@@ -94,7 +95,7 @@ class Stillness:
 
     def _waiting_stacks(self, waiting: Sequence[Rank]) -> dict[int, tuple[Frame, ...]]:
         """The stacks of the ranks that have not finished; empty when one of them is not waiting for another rank."""
-        dumps = self._crew.dump_stacks(everyone=True)
+        dumps = self._processes.dump_stacks(everyone=True)
         stacks = {rank.number: own_stack(dumps.get(rank.number, "")) for rank in waiting}
         if any(rank.answer is not None for rank in waiting) or not all(map(waits_for_others, stacks.values())):
             return {}

@@ -1,7 +1,7 @@
 """One rank of a world: sets itself up, does what the parent sends, reports, and leaves without a trace.
 
 What runs in a rank finds itself through `current`, keeps values between runs in `state`, and says where it is
-with `set_place` and `set_collective`. Both write to a small file in shared memory, so that the parent can read
+with `set_status` and `set_collective`. Both write to a small file in shared memory, so that the parent can read
 them when this process is stuck in C++ or dead.
 
 This module imports torch only inside functions.
@@ -81,7 +81,7 @@ def current() -> RankContext:
 
 
 @contextlib.contextmanager
-def standing_in(context: RankContext) -> Iterator[None]:
+def acting_as_rank(context: RankContext) -> Iterator[None]:
     """Let a process that is no rank of a `World`, one that a launcher has started, be one for a while."""
     global _context, _slots
     before = _context, _slots
@@ -100,7 +100,7 @@ _LENGTH = struct.Struct("=H")
 _COMPILING = struct.Struct("=dd")
 
 
-def set_place(text: str) -> None:
+def set_status(text: str) -> None:
     """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
     if _slots is not None:
         _write_slot(_slots, 0, text)
@@ -143,7 +143,7 @@ def read_slots(directory: Path, rank: int) -> tuple[str, str]:
 
 
 def own_slots() -> tuple[str, str]:
-    """Return what this rank last said with `set_place` and `set_collective`."""
+    """Return what this rank last said with `set_status` and `set_collective`."""
     if _slots is None:
         return "", ""
     data = _slots[:]
@@ -208,7 +208,7 @@ def _live(sock: socket.socket) -> None:
                 rewrite_on_import(message[3])
                 sock.sendall(_answer(sock, message[1], message[2]))
             elif message[0] == "adopt":
-                set_place("starting up")
+                set_status("starting up")
                 _adopt(config, message[1])
             elif message[0] == "renew":
                 renewals += 1
@@ -224,7 +224,7 @@ def _live(sock: socket.socket) -> None:
 def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     """Do one task and return the reply, whatever happens."""
     global _task
-    set_place("")
+    set_status("")
     set_collective("")
     compiling.forget_time()
     _task = _Task(sock, run)
@@ -321,7 +321,7 @@ def _set_up(config: wire.RankConfig) -> None:
     directory = Path(config.directory)
     _redirect(directory / f"rank{config.rank}.out")
     _slots = _open_slots(directory / f"rank{config.rank}.slots")
-    set_place("starting up")
+    set_status("starting up")
     stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=stack, all_threads=True)  # what a signal of its own kills says where it was
@@ -338,7 +338,7 @@ def _set_up(config: wire.RankConfig) -> None:
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
         _join(config, "store")
-    set_place("")
+    set_status("")
 
 
 def _redirect(path: Path) -> None:
@@ -359,7 +359,7 @@ def _open_slots(path: Path) -> mmap.mmap:
         os.close(fd)
 
 
-def _adopt(config: wire.RankConfig, surroundings: wire.Surroundings) -> None:
+def _adopt(config: wire.RankConfig, surroundings: wire.ProcessContext) -> None:
     """Take over the parent's environment, directory and import path, as a process that it started would."""
     environment = dict(surroundings.environment)
     local_rank, local_world_size = _place_on_machine(config)
@@ -466,16 +466,16 @@ def _renew(config: wire.RankConfig, number: int) -> None:
     import torch
     import torch.distributed as dist
 
-    set_place("leaving the process group")
+    set_status("leaving the process group")
     set_collective("")
     state.clear()
     gc.collect()  # a DDP object in a cycle keeps its process group, with its threads and sockets
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_num_threads(config.threads)
-    set_place("starting up")
+    set_status("starting up")
     _join(config, f"store{number}")
-    set_place("")
+    set_status("")
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -486,27 +486,27 @@ def describe(error: BaseException) -> dict[str, Any]:
 # --- Things that the parent keeps ----------------------------------------------------------------------------------
 
 
-def leave(data: bytes) -> None:
-    """Leave `data` for the parent, which finds it with `World.luggage` even when this rank dies; the last one counts.
+def save_attachment(data: bytes) -> None:
+    """Save `data` for the parent, which finds it with `World.attachment` even when this rank dies; the last one counts.
 
     Raises:
         DdpcheckError: When this process is not a rank.
     """
     context = current()
-    path = context.directory / f"rank{context.rank}.luggage"
+    path = context.directory / f"rank{context.rank}.attachment"
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(data)
     unfinished.replace(path)  # whole or not at all
 
 
-def left() -> bytes:
-    """Return what this rank has left so far, `b""` when it has left nothing.
+def attachment() -> bytes:
+    """Return what this rank has saved so far, `b""` when there is nothing.
 
     Raises:
         DdpcheckError: When this process is not a rank.
     """
     context = current()
     try:
-        return (context.directory / f"rank{context.rank}.luggage").read_bytes()
+        return (context.directory / f"rank{context.rank}.attachment").read_bytes()
     except OSError:
         return b""

@@ -41,7 +41,7 @@ class Rank:
     failing: Any = None  # what it has told of its failure before its answer
 
 
-class Crew:
+class RankProcesses:
     """The ranks of one world.
 
     Attributes:
@@ -63,8 +63,8 @@ class Crew:
         self.refused = False
         self.one_machine = one_machine
         self._directory = directory
-        self._launches: list[processes.Launch] = []  # one for each hash seed and way of starting
-        self._launch_of: dict[int, processes.Launch] = {}  # by rank
+        self._launches: list[processes.StartedRanks] = []  # one for each hash seed and way of starting
+        self._launch_of: dict[int, processes.StartedRanks] = {}  # by rank
         self._selector = selectors.DefaultSelector()
         self._sent_off = False
         self._asked = False
@@ -124,7 +124,7 @@ class Crew:
         """Whether every rank is known to have ended."""
         return all(rank.ended is not None for rank in self.ranks)
 
-    def adopt(self, surroundings: wire.Surroundings) -> None:
+    def adopt(self, surroundings: wire.ProcessContext) -> None:
         """Tell the ranks what is around them from now on."""
         self._post_all(wire.pack(("adopt", surroundings)))
         if not self.ready:
@@ -271,7 +271,7 @@ class Crew:
             self.pump(left)
         return True
 
-    def send_off(self, idle: bool) -> None:
+    def request_exit(self, idle: bool) -> None:
         """Tell every rank that it is over, without waiting: those that are idle are asked to go, others are killed."""
         if self._sent_off:
             return
@@ -285,7 +285,7 @@ class Crew:
 
     def dismiss(self, idle: bool) -> None:
         """End every rank, and wait until that is so."""
-        self.send_off(idle)
+        self.request_exit(idle)
         if not self._await_ends(_DEATH) and self._asked:
             self.kill()
 
@@ -301,7 +301,7 @@ class Crew:
     # --- Files -------------------------------------------------------------------------------------------------
 
     def path(self, rank: int, kind: str) -> Path:
-        """Return the file of a rank: `out`, `stack`, `slots` or `luggage`."""
+        """Return the file of a rank: `out`, `stack`, `slots` or `attachment`."""
         return self._directory / f"rank{rank}.{kind}"
 
     def read(self, rank: int, kind: str) -> str:
@@ -321,7 +321,7 @@ class Crew:
             for kind in ("out", "stack"):
                 if _size(path := self.path(rank.number, kind)):
                     os.truncate(path, 0)
-            self.path(rank.number, "luggage").unlink(missing_ok=True)
+            self.path(rank.number, "attachment").unlink(missing_ok=True)
         if self.renewals > 1:  # the group before the one before this is over everywhere
             (self._directory / f"store{self.renewals - 2 or ''}").unlink(missing_ok=True)
 

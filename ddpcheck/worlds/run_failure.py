@@ -14,32 +14,33 @@ from ddpcheck.findings.errors import RankError, UsageError
 from ddpcheck.findings.wording import name_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.rank import read_slots
-from ddpcheck.worlds.rank_processes import Crew
+from ddpcheck.worlds.rank_processes import RankProcesses
 
 
-def end_of(crew: Crew, directory: Path, headline: str | None) -> BaseException:
+def end_of(processes: RankProcesses, directory: Path, headline: str | None) -> BaseException:
     """End every rank and return the exception that says what happened; a hang when there is a headline."""
-    error = _described(crew, directory, headline)
+    error = _described(processes, directory, headline)
     if isinstance(error, RankError):
-        for rank in crew.ranks:
+        for rank in processes.ranks:
             if rank.answer is not None and rank.answer[0] == "result":
                 with contextlib.suppress(Exception):  # what cannot be read back is no reason to lose the error
                     error.results[rank.number] = wire.loads(rank.answer[1])
     return error
 
 
-def _described(crew: Crew, directory: Path, headline: str | None) -> BaseException:
-    if crew.refused:
-        crew.kill()
-        return UsageError(crew.trouble)
-    dumps = crew.dump_stacks()
+def _described(processes: RankProcesses, directory: Path, headline: str | None) -> BaseException:
+    if processes.refused:
+        processes.kill()
+        return UsageError(processes.trouble)
+    dumps = processes.dump_stacks()
     now = time.monotonic()
-    failing = {rank.number: rank.failing for rank in crew.ranks if rank.answer is None and rank.failing is not None}
-    crew.kill()
+    open_ranks = [rank for rank in processes.ranks if rank.answer is None]
+    failing = {rank.number: rank.failing for rank in open_ranks if rank.failing is not None}
+    processes.kill()
     found = []
-    for rank in crew.ranks:
+    for rank in processes.ranks:
         place, collective = read_slots(directory, rank.number)
-        output = failures.tail(crew.path(rank.number, "out"))
+        output = failures.tail(processes.path(rank.number, "out"))
         # What a stuck rank says once others are being killed is about that: they are not all killed at once.
         if rank.answer is not None and rank.number not in dumps:
             kind, reply = rank.answer
@@ -49,7 +50,7 @@ def _described(crew: Crew, directory: Path, headline: str | None) -> BaseExcepti
                 return UsageError(reply["text"])
             failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
         elif rank.ended is not None and rank.number not in dumps:
-            last_words = failures.died(rank.number, *rank.ended, output, crew.read(rank.number, "stack"))
+            last_words = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
             failure = replace(last_words, place=place, collective=collective)
         elif (reply := failing.get(rank.number)) is not None:
             failure = replace(failures.raised(rank.number, reply), place=reply["place"], collective=reply["collective"])
@@ -57,10 +58,10 @@ def _described(crew: Crew, directory: Path, headline: str | None) -> BaseExcepti
             failure = failures.stuck(rank.number, now, dumps.get(rank.number, ""), place, collective)
         found.append(replace(failure, output=output))
     if headline is not None:
-        late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in crew.ranks]
+        late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]
         return failures.hang(found, headline.replace("{ranks}", name_ranks(late)))
-    if not found or (crew.trouble and all(one.kind == "stuck" for one in found)):
+    if not found or (processes.trouble and all(one.kind == "stuck" for one in found)):
         return RankError(
-            f"The ranks could not go on: {crew.trouble or 'they ended while they were being asked'}.", found
+            f"The ranks could not go on: {processes.trouble or 'they ended while they were being asked'}.", found
         )
     return failures.error(found)

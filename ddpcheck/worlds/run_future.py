@@ -13,9 +13,9 @@ from typing import Generic, Protocol, TypeVar
 from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.worlds import run_failure as verdict
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.deadlock import Stillness
+from ddpcheck.worlds.deadlock import DeadlockDetector
 from ddpcheck.worlds.rank import read_compiling
-from ddpcheck.worlds.rank_processes import Crew, Rank
+from ddpcheck.worlds.rank_processes import Rank, RankProcesses
 
 Result = TypeVar("Result")
 
@@ -38,21 +38,21 @@ class Running(Protocol):
         """End the ranks."""
 
 
-class Pending(Generic[Result]):
+class RunFuture(Generic[Result]):
     """A run that is under way; `watch` is called with the ranks that have finished and those that have not."""
 
     def __init__(
         self,
         world: Running,
-        crew: Crew,
+        processes: RankProcesses,
         timeout: float,
         watch: Callable[[frozenset[int], frozenset[int]], str | None] | None,
     ) -> None:
         self._world = world
-        self._crew = crew
+        self._processes = processes
         self._timeout = timeout
         self._watch = watch
-        self._stillness = Stillness(crew, world.device)
+        self._stillness = DeadlockDetector(processes, world.device)
         self._allowed = 0.0
         self._started = time.monotonic()
         self._first_trouble: float | None = None
@@ -96,12 +96,12 @@ class Pending(Generic[Result]):
             self._error = DdpcheckError("The world was closed before its run had finished.")
             return
         try:
-            self._crew.pump(0)
+            self._processes.pump(0)
             while not self.complete:
                 wait = self._advance()
                 if not block or self.complete:
                     return
-                self._crew.pump(wait)
+                self._processes.pump(wait)
         except BaseException as error:  # Ctrl-C above all: nothing may go on behind our back
             self._error = error if isinstance(error, Exception) else DdpcheckError("The run was interrupted.")
             world.close()
@@ -109,17 +109,17 @@ class Pending(Generic[Result]):
 
     def _advance(self) -> float:
         """Settle the outcome if it can be; return how long to wait at most before looking again."""
-        ranks = self._crew.ranks
+        ranks = self._processes.ranks
         now = time.monotonic()
         if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):
             self._settle(ranks)
             return 0.0
         running = [rank for rank in ranks if rank.answer is None and rank.ended is None]
-        bad = self._crew.trouble or any(_has_failed(rank) for rank in ranks)
+        bad = self._processes.trouble or any(_has_failed(rank) for rank in ranks)
         if bad:
             if self._first_trouble is None:
                 self._first_trouble = now
-            if not running or self._crew.trouble or now >= self._first_trouble + _GRACE:
+            if not running or self._processes.trouble or now >= self._first_trouble + _GRACE:
                 self._fail(None)
                 return 0.0
             return self._first_trouble + _GRACE - now
@@ -149,7 +149,7 @@ class Pending(Generic[Result]):
 
     def _fail(self, headline: str | None) -> None:
         self._world.failed = True
-        self._error = verdict.end_of(self._crew, self._world.directory, headline)
+        self._error = verdict.end_of(self._processes, self._world.directory, headline)
 
     def _allow(self, seconds: float) -> None:
         """Do not count time that `watch` has taken: it may have been a person at a debugger."""
@@ -159,17 +159,17 @@ class Pending(Generic[Result]):
 
     def _deadline(self) -> tuple[float, str]:
         started = self._started
-        for rank in self._crew.ranks:
+        for rank in self._processes.ranks:
             if rank.ready is None:
                 seconds = self._world.startup_timeout
-                return self._crew.born + seconds + self._allowed, f"{{ranks}} did not start within {seconds:g} s"
+                return self._processes.born + seconds + self._allowed, f"{{ranks}} did not start within {seconds:g} s"
             started = max(started, rank.ready)
         return started + self._timeout + self._allowed, f"{{ranks}} did not finish within {self._timeout:g} s"
 
     def _compilation(self, now: float) -> float:
         """The seconds that the ranks have compiled in this run until `now`; together they have waited no longer."""
         directory = self._world.directory
-        return sum(read_compiling(directory, rank.number, now) for rank in self._crew.ranks)
+        return sum(read_compiling(directory, rank.number, now) for rank in self._processes.ranks)
 
     def _settle(self, ranks: Iterable[Rank]) -> None:
         results = []

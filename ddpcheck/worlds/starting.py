@@ -1,6 +1,6 @@
 """Starting ranks: through the fork server, or each by exec. The parent's side; light, never imports torch.
 
-Both ways give the same thing, a `Launch`: events to read, ranks to signal. Which way is taken makes no
+Both ways give the same thing, a `StartedRanks`: events to read, ranks to signal. Which way is taken makes no
 difference to anything else, except that a fork costs milliseconds and an exec costs an import of torch.
 """
 
@@ -66,7 +66,7 @@ The code of an exit is `None` where the process that had started the rank was lo
 """
 
 
-class Launch(Protocol):
+class StartedRanks(Protocol):
     """Ranks that have been started with one hash seed."""
 
     channel: socket.socket | None
@@ -91,10 +91,10 @@ class Starter(Protocol):
 
     def __call__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
-    ) -> Launch: ...
+    ) -> StartedRanks: ...
 
 
-class Hosts(Protocol):
+class RankHosts(Protocol):
     """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one.
 
     Attributes:
@@ -271,7 +271,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class ForkLaunch:
+class ForkedRanks:
     """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before.
 
     `ahead` says that nobody is waiting for them, so that the server may first do what it has put off.
@@ -357,7 +357,7 @@ class ForkLaunch:
 # --- By exec -------------------------------------------------------------------------------------------------------
 
 
-class SpawnLaunch:
+class SpawnedRanks:
     """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
 
     def __init__(

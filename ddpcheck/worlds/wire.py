@@ -37,7 +37,7 @@ MAX_FDS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ProcessContext:
     """What a rank takes over from the parent, as a process that it started just now would.
 
     Attributes:
@@ -66,7 +66,7 @@ class RankConfig:
     directory: str
     process_group: bool
     threads: int
-    surroundings: Surroundings
+    surroundings: ProcessContext
     preload: tuple[str, ...] = ()
     local_rank: int | None = None  # among those of its machine; `None`: all are on one
     local_world_size: int | None = None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.randomness import seed_everything
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.recipe.target import load_target
 
 DEBUG_LEVELS = {"INFO": dist.DebugLevel.INFO, "DETAIL": dist.DebugLevel.DETAIL}
@@ -60,7 +60,7 @@ def train(target: str, steps: int, tool: str) -> None:
             batch = recipe.local_batch(recipe.batch(step), rank, world_size)
             seed_everything(1000 * step + rank)
             optimizer.zero_grad()
-            loss = torch.stack([part.sum() for part in iter_tensors(recipe.loss(model, batch))]).sum()
+            loss = torch.stack([part.sum() for part in tree_tensors(recipe.loss(model, batch))]).sum()
             look(loss, model)
             loss.backward()
             optimizer.step()

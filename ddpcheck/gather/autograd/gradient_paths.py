@@ -288,7 +288,7 @@ def cut_reason(name: str, output: torch.Tensor) -> str:
     return f"{name.strip('_')}(), which has no derivative"
 
 
-def swallower(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
+def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
     """The custom Function that gave None for the gradient of `parameter`, or those that may have been it.
 
     Args:

@@ -33,9 +33,9 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     _backward(loss)
     ends = {}
     for name, leaf in leaves.items():
-        killers = list(watch.killers(leaf))
-        if killers:
-            ends[name] = PathEnd("zero", operation_of(killers[0].name()), _line_of(killers[0]))
+        zeroing_nodes = list(watch.zeroing_nodes(leaf))
+        if zeroing_nodes:
+            ends[name] = PathEnd("zero", operation_of(zeroing_nodes[0].name()), _line_of(zeroing_nodes[0]))
     watch.release()
     return ends
 
@@ -73,7 +73,7 @@ class _Watch:
 
         return note
 
-    def killers(self, leaf: torch.Tensor) -> Iterator[Any]:
+    def zeroing_nodes(self, leaf: torch.Tensor) -> Iterator[Any]:
         """The nodes nearest to `leaf` to which a gradient came and which passed on none in its direction."""
         target = gradient_node(leaf)
         pending, seen = [target], {target}

@@ -15,7 +15,7 @@ from typing import Any
 _PIECE = 1 << 22  # bytes; a TCPStore closes the connection on a value of more than 8 MiB
 
 
-class SilentRanksError(Exception):
+class RanksTimedOutError(Exception):
     """Some ranks did not take part in time.
 
     Attributes:
@@ -93,7 +93,7 @@ class StoreExchange:
             with contextlib.suppress(Exception):
                 store.set(self._sign_of(key, self.rank), b"")
             self._delete(store, key)
-            raise SilentRanksError([rank for rank in silent if not _holds(store, self._sign_of(key, rank))] or silent)
+            raise RanksTimedOutError([rank for rank in silent if not _holds(store, self._sign_of(key, rank))] or silent)
         return found
 
     def hand_in(self, key: str, data: bytes) -> None:

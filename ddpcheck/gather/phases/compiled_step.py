@@ -35,7 +35,7 @@ def compiled_step(step: int) -> CompiledStep:
             loss = compute_loss(
                 session.recipe, session.wrapped, session.batch, step=step, seed=seed, place="compiled DDP "
             )
-            this_rank.set_place(f"step {step}: compiled DDP backward")
+            this_rank.set_status(f"step {step}: compiled DDP backward")
             loss.total.backward()
         found = {name: p.grad for name, p in named_parameters(session.module).items() if p.requires_grad}
         gradients = {name: None if gradient is None else dense(gradient) for name, gradient in found.items()}

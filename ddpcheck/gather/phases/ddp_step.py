@@ -9,7 +9,7 @@ import torch
 from ddpcheck.findings.evidence import DdpStepEvidence
 from ddpcheck.gather.ddp.ddp_constructor import hook_loss
 from ddpcheck.gather.ddp.loop_events import recorded
-from ddpcheck.gather.phases.session import Session, plain_state, seed_of, the_session
+from ddpcheck.gather.phases.session import RankState, plain_state, seed_of, the_session
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.module_description import fingerprint, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, scales
@@ -29,7 +29,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     assert session.wrapped is not None and session.optimizer is not None
     session.calls.clear()
     put_back(session.started)
-    this_rank.set_place(f"step {step}: zero_grad")
+    this_rank.set_status(f"step {step}: zero_grad")
     run_optimizer(session.optimizer, "zero_grad")
     clear_gradients(session.module)
     for parameter in session.owners.values():  # also of those that the module has no more
@@ -40,10 +40,10 @@ def ddp_step(step: int) -> DdpStepEvidence:
         loss = compute_loss(
             session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
         )
-        this_rank.set_place(f"step {step}: DDP backward")
+        this_rank.set_status(f"step {step}: DDP backward")
         run_backward(loss.total, module=session.module, since=since)
         del loss
-        this_rank.set_place(f"step {step}: DDP comparison")
+        this_rank.set_status(f"step {step}: DDP comparison")
         owners = session.owners
         lossy = hook_loss(session.wrapper)
         floor = scales({name: t for name, t in session.averaged.items() if t is not None}) if lossy else {}
@@ -61,7 +61,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         )
         gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
         computed_with = fingerprints(session.module.named_parameters())
-        this_rank.set_place(f"step {step}: optimizer")
+        this_rank.set_status(f"step {step}: optimizer")
         run_optimizer(session.optimizer, "step")
     held = fingerprints(plain_state(session.module))
     return DdpStepEvidence(
@@ -82,7 +82,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     )
 
 
-def _optimizer_state(session: Session) -> dict[str, int]:
+def _optimizer_state(session: RankState) -> dict[str, int]:
     assert session.optimizer is not None
     names = {id(p): name for name, p in session.module.named_parameters()}
     found: dict[str, int] = {}

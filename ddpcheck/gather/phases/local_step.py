@@ -25,14 +25,14 @@ from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import Origins, assignment_of, record_origins
 from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
-from ddpcheck.gather.autograd.gradient_paths import Explainer, swallower
+from ddpcheck.gather.autograd.gradient_paths import Explainer, function_returning_none
 from ddpcheck.gather.autograd.zero_gradients import zero_ends
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.random_draws import Choices
-from ddpcheck.gather.phases.session import Session, rewound, seed_of, the_session
+from ddpcheck.gather.phases.session import RankState, rewound, seed_of, the_session
 from ddpcheck.gather.phases.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.phases.single_process import batch_fingerprint, make_batch, step_seed
 from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
@@ -51,7 +51,7 @@ from ddpcheck.gather.steps.training_step import (
     versions,
     visible_tensors,
 )
-from ddpcheck.recipe.pytree import iter_tensors, to_device
+from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for
@@ -60,7 +60,7 @@ from ddpcheck.worlds.compilation import is_asked_for
 def begin_step(step: int, file: Path | None) -> None:
     """Bring the twin to the state in which the wrapper's forward will begin; rank 0 saves it to `file`."""
     session = the_session()
-    this_rank.set_place(f"step {step}: beginning")
+    this_rank.set_status(f"step {step}: beginning")
     trained = session.module if session.twin_optimizer is None else session.twin
     session.before = capture_state(trained, into=session.before)
     if session.world_size > 1 and broadcasts_buffers(session.wrapper):
@@ -101,7 +101,7 @@ def local_step(step: int) -> LocalStep:
     seen = walk_graph(visible) if session.facts.tolerates_unused and session.outputs else None
     visible_ids = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
     session.outputs.clear()
-    this_rank.set_place(f"step {step}: backward")
+    this_rank.set_status(f"step {step}: backward")
     session.arrivals.clear()  # of backward passes inside the loss
     run_backward(loss.total, module=twin, since=since)
     session.local = gradients_of(parameters)
@@ -111,9 +111,9 @@ def local_step(step: int) -> LocalStep:
             raise TargetError(f"the gradient of {name} in step {step} is not finite, so it cannot be compared")
     states = _states(session, parameters, probe)
     lost = [name for name, state in states.items() if state == "lost"]
-    ends = {name: swallower([loss.total.grad_fn], parameters[name]) for name in lost}
+    ends = {name: function_returning_none([loss.total.grad_fn], parameters[name]) for name in lost}
     value, drew = loss.value, loss.drew
-    ignore = [*iter_tensors(loss.batch), *session.constants.values()]
+    ignore = [*tree_tensors(loss.batch), *session.constants.values()]
     leaves = unregistered_leaves(walk.leaves, twin, ignore=ignore, before=lasting, recipe=session.recipe)
     del loss, visible, seen
     leaves = (*_located(leaves, session), *_late_parameters(session))
@@ -164,7 +164,7 @@ def layout() -> ModuleDescription:
     return layout_of(the_session().twin)
 
 
-def _note_changes(session: Session, made: Origins) -> None:
+def _note_changes(session: RankState, made: Origins) -> None:
     """Keep what the forward pass has done to the parameters that DDP knows, and which new ones it has made."""
     found = changes_in_forward(session.seen, session.twin)
     now = named_parameters(session.twin)
@@ -178,7 +178,7 @@ def _note_changes(session: Session, made: Origins) -> None:
     session.late |= {name: where for name, where in late.items() if name not in session.late}
 
 
-def _line_of_change(session: Session, made: Origins, name: str) -> Location | None:
+def _line_of_change(session: RankState, made: Origins, name: str) -> Location | None:
     """The line that has put something else under a part of `name`, or taken it away."""
     parts = name.split(".")
     for place, part in enumerate(parts):
@@ -199,7 +199,7 @@ def batch_again(step: int) -> tuple[int, ...]:
     return batch_fingerprint(make_batch(session.recipe, step, seed=session.seed, world_size=session.world_size))
 
 
-def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
+def _states(session: RankState, parameters: Mapping[str, nn.Parameter], probe: EngineProbe) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for index, name in enumerate(parameters):
         if name in session.local:
@@ -213,7 +213,7 @@ def _states(session: Session, parameters: Mapping[str, nn.Parameter], probe: Eng
     return states
 
 
-def _located(leaves: Iterable[Unregistered], session: Session) -> tuple[Unregistered, ...]:
+def _located(leaves: Iterable[Unregistered], session: RankState) -> tuple[Unregistered, ...]:
     """`leaves` with the lines that made them, or else those that assign the attribute or variable that holds them."""
     held = {name: session.origins.of(tensor) for name, tensor in unregistered_tensors(session.module)}
     return tuple(
@@ -225,7 +225,7 @@ def _located(leaves: Iterable[Unregistered], session: Session) -> tuple[Unregist
     )
 
 
-def _late_parameters(session: Session) -> tuple[Unregistered, ...]:
+def _late_parameters(session: RankState) -> tuple[Unregistered, ...]:
     """Parameters that forward has made, as far as they have received gradient."""
     now = named_parameters(session.twin)
     return tuple(
@@ -310,7 +310,7 @@ def _trained(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
 def average(step: int, file: Path | None) -> None:
     """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result."""
     session = the_session()
-    this_rank.set_place(f"step {step}: averaging local gradients")
+    this_rank.set_status(f"step {step}: averaging local gradients")
     owners = session.known
     local = [session.local.get(name) for name in owners]
     with unlogged():
@@ -381,7 +381,7 @@ def why_zero(names: Sequence[str], step: int) -> dict[str, PathEnd]:
         _restore(session)
 
 
-def _move_a_little(session: Session, step: int) -> None:
+def _move_a_little(session: RankState, step: int) -> None:
     _restore(session)
     generator = torch.Generator().manual_seed(step_seed(session.seed, step))
     with torch.no_grad():
@@ -392,7 +392,7 @@ def _move_a_little(session: Session, step: int) -> None:
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
 
 
-def _restore(session: Session) -> None:
+def _restore(session: RankState) -> None:
     assert session.before is not None
     session.before.restore(session.twin)
 
@@ -400,7 +400,7 @@ def _restore(session: Session) -> None:
 def local_update(step: int) -> None:
     """Where the wrapper cannot be used: step the twin with the averaged gradients instead."""
     session = the_session()
-    this_rank.set_place(f"step {step}: optimizer")
+    this_rank.set_status(f"step {step}: optimizer")
     assert session.before is not None and session.after is not None
     session.after.restore(session.twin)
     if session.twin_optimizer is None:

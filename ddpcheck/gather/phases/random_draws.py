@@ -18,7 +18,7 @@ from ddpcheck.findings.source_lines import is_user_file, user_location
 from ddpcheck.gather.phases.session import rewound, seed_of, the_session
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.steps.training_step import compute_loss
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 
 
 class _Draws(TorchDispatchMode):
@@ -37,7 +37,7 @@ class _Draws(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            drawn = [t for t in iter_tensors(result) if t.dim() and t.shape[0] == self.samples]
+            drawn = [t for t in tree_tensors(result) if t.dim() and t.shape[0] == self.samples]
             if drawn:  # of a dropout the mask comes last
                 module = self.modules[-1] if self.modules else ""
                 self.found.append(SharedDraw(func.overloadpacket.__name__, module, self.seeded, fingerprint(drawn[-1])))
@@ -73,7 +73,7 @@ def draws(step: int) -> list[SharedDraw]:
     session = the_session()
     assert session.before is not None
     session.before.restore(session.twin)
-    log = _Draws(next((len(t) for t in iter_tensors(session.batch) if t.dim()), 0))
+    log = _Draws(next((len(t) for t in tree_tensors(session.batch) if t.dim()), 0))
     with _modules_in(session.twin, log.modules), _seeding_seen(log), log:
         compute_loss(
             session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="drawing, "

@@ -12,7 +12,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
 from ddpcheck.gather.ddp.loop_events import backward_through
-from ddpcheck.gather.phases.session import Session, rewound, seed_of, the_session
+from ddpcheck.gather.phases.session import RankState, rewound, seed_of, the_session
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
@@ -49,7 +49,7 @@ def repeat_step(step: int) -> Repeated:
     )
 
 
-def _run(session: Session, step: int, factor: float) -> _Run:
+def _run(session: RankState, step: int, factor: float) -> _Run:
     """One step with everything that starts a backward pass times `factor`."""
     clear_gradients(session.twin)
     run = _Run()

@@ -42,7 +42,7 @@ from ddpcheck.gather.ddp.ddp_constructor import (
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, broadcasts_buffers, changes, facts_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.single_process import HANDOVER, model_seed, step_seed, uneven_batch
-from ddpcheck.gather.state.external_state import Surroundings, Undo, put_back
+from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
@@ -62,7 +62,7 @@ Arguments = ParamSpec("Arguments")
 
 
 @dataclass(slots=True)
-class Session:
+class RankState:
     """What one rank keeps during a check.
 
     Attributes:
@@ -108,9 +108,9 @@ class Session:
     twin_optimizer: torch.optim.Optimizer | None = None
     batch: Any = None
     before: ModuleState | None = None
-    surroundings: Surroundings | None = None
+    surroundings: ExternalState | None = None
     wrap_hooks: tuple[GradientHook, ...] = ()
-    started: list[Undo] = field(default_factory=list)
+    started: list[Restore] = field(default_factory=list)
     after: ModuleState | None = None
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
@@ -135,9 +135,9 @@ class Session:
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
-def the_session() -> Session:
+def the_session() -> RankState:
     """The session of this rank."""
-    session: Session = this_rank.state["session"]
+    session: RankState = this_rank.state["session"]
     return session
 
 
@@ -146,14 +146,14 @@ def build(target: str | Recipe, seed: int) -> Built:
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
     run_as_written()
-    this_rank.set_place("loading the target")
+    this_rank.set_status("loading the target")
     stack = contextlib.ExitStack()
     syncbn = stack.enter_context(synchronised_on_cpu()) if context.device == "cpu" else []
     record_hooks()
     recipe = load_on_rank(target)
     device = torch.device(context.device)
     settle_device(device)
-    this_rank.set_place("building the model")
+    this_rank.set_status("building the model")
     seed_everything(model_seed(seed))
     with record_origins() as origins:
         module = recipe.build_model()
@@ -168,7 +168,7 @@ def build(target: str | Recipe, seed: int) -> Built:
         twin = copy.deepcopy(module)  # model() hands out the same parameters every time
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
-    session = Session(
+    session = RankState(
         recipe=recipe,
         seed=seed,
         device=device,
@@ -229,7 +229,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         around: Entered for the recipe's own `wrap`; it may change what the DDP constructor is told.
     """
     session = the_session()
-    this_rank.set_place("wrapping the model")
+    this_rank.set_status("wrapping the model")
     names = {id(p): name for name, p in session.module.named_parameters()}
     original = session.module
     hooks = recorded_hooks()
@@ -260,7 +260,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     _watch_twin(session)
     ours = (session.wrapped, session.wrapper, session.module, session.twin, session.optimizer)
     recipe = session.recipe
-    session.surroundings = Surroundings(
+    session.surroundings = ExternalState(
         (recipe.loss, recipe.shard, recipe.optimizer), session.twin, [id(thing) for thing in ours]
     )
     return Wrapped(
@@ -378,7 +378,7 @@ def _will_broadcast(wrapper: Any) -> bool:
     return broadcasts_buffers(wrapper) and not getattr(getattr(wrapper, "_join_config", None), "enable", False)
 
 
-def count_calls(session: Session) -> None:
+def count_calls(session: RankState) -> None:
     """From now on, count the calls of the wrapper and of the module in it."""
 
     def counter(key: str) -> Any:
@@ -396,7 +396,7 @@ def count_calls(session: Session) -> None:
         session.counters.append(session.module.register_forward_pre_hook(counter("inner")))
 
 
-def _watch_twin(session: Session) -> None:
+def _watch_twin(session: RankState) -> None:
     """Count the gradients that arrive at each of the twin's parameters, and keep what its forward returns.
 
     What it holds that requires no grad yet is noted.
@@ -417,7 +417,7 @@ def _watch_twin(session: Session) -> None:
     session.twin.register_forward_hook(lambda _module, _inputs, output: session.outputs.append(output))
 
 
-def _arrival(session: Session, name: str) -> Any:
+def _arrival(session: RankState, name: str) -> Any:
     def hook(_parameter: torch.Tensor) -> None:
         session.arrivals[name] = session.arrivals.get(name, 0) + 1
 
@@ -440,6 +440,6 @@ def notes() -> list[str]:
     return found
 
 
-def seed_of(session: Session, step: int) -> int:
+def seed_of(session: RankState, step: int) -> int:
     """The seed of the random numbers that this rank draws in a step."""
     return step_seed(session.seed, step, session.rank)

@@ -31,7 +31,7 @@ from ddpcheck.gather.steps.training_step import (
     gradients_of,
     run_backward,
 )
-from ddpcheck.recipe.pytree import batch_size, map_nest, named_tensors, upcast
+from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
 
 MOST_ELEMENTS = 1 << 28
 """Of the gradients of all shards together, which are kept at once."""
@@ -248,7 +248,7 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
         return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size else leaf
 
     found = []
-    for once, double in zip(whole, run.gradients(map_nest(twice, batch), paired), strict=True):
+    for once, double in zip(whole, run.gradients(tree_map(twice, batch), paired), strict=True):
         ratio, residual = fit(filled(double, once), [once])
         found.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
     return found

@@ -21,7 +21,7 @@ from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence import Difference, SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
-from ddpcheck.gather.state.external_state import Surroundings, Undo, put_back
+from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.state.randomness import mixed_seed, seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
@@ -33,7 +33,7 @@ from ddpcheck.gather.steps.training_step import (
     capture_state,
     compute_gradients,
 )
-from ddpcheck.recipe.pytree import batch_size, equal_parts, iter_tensors, map_nest, to_device, upcast
+from ddpcheck.recipe.pytree import batch_size, equal_parts, to_device, tree_map, tree_tensors, upcast
 from ddpcheck.recipe.recipe import Recipe, summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
@@ -69,7 +69,7 @@ def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
     Where ddpcheck splits it itself, samples that do not divide by the ranks are left out: unequal shards would make the
     mean of the ranks another thing than the mean of the batch, and that would be no fault of the recipe.
     """
-    this_rank.set_place(f"step {step}: batch")
+    this_rank.set_status(f"step {step}: batch")
     seed_everything(batch_seed(seed, step))
     batch = recipe.global_batch(step)
     if recipe.shard is None:
@@ -95,7 +95,7 @@ def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> st
 
 def batch_fingerprint(batch: Any) -> tuple[int, ...]:
     """Tells whether two processes hold the same batch."""
-    return tuple(fingerprint(tensor) for tensor in iter_tensors(batch))
+    return tuple(fingerprint(tensor) for tensor in tree_tensors(batch))
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class SingleProcess:
     double_trouble: str = ""
     state: ModuleState | None = None
     after: ModuleState | None = None
-    surroundings: Surroundings | None = None
-    started: list[Undo] = field(default_factory=list)
+    surroundings: ExternalState | None = None
+    started: list[Restore] = field(default_factory=list)
     loss: float = 0.0
     gradients: Gradients = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     settle_device(device)
 
     def build() -> nn.Module:
-        this_rank.set_place("building the model")
+        this_rank.set_status("building the model")
         seed_everything(model_seed(seed))
         module = recipe.build_model().to(device)
         into_training(module)
@@ -197,7 +197,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
     own.state = capture_state(own.module, into=own.state)
     if own.surroundings is None:
         functions = (own.recipe.loss, own.recipe.shard, own.recipe.optimizer)
-        own.surroundings = Surroundings(functions, own.module, [id(own.module), id(own.double)])
+        own.surroundings = ExternalState(functions, own.module, [id(own.module), id(own.double)])
     own.started = own.surroundings.capture()
     batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
     again = (
@@ -265,7 +265,7 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gr
         with torch.no_grad():
             for parameter in own.module.parameters():
                 parameter.copy_(moved(parameter))
-        again, _ = _gradients(own, own.module, map_nest(moved, batch), step)
+        again, _ = _gradients(own, own.module, tree_map(moved, batch), step)
     except Exception:  # a model that insists on the values of its batch
         return nothing
     finally:

@@ -26,10 +26,10 @@ _DEEPEST = 4
 _MOST_ITEMS = 200  # of a container; a vocabulary is no state
 _MOST_ELEMENTS = 1 << 20  # of a tensor; a data set is no state
 
-Undo = Callable[[], None]
+Restore = Callable[[], None]
 
 
-class Surroundings:
+class ExternalState:
     """What functions of a recipe, and the methods of its modules, can reach without being given it.
 
     Args:
@@ -44,16 +44,16 @@ class Surroundings:
         self._roots = [*(f for f in functions if f is not None), *methods]
         self._ignore = frozenset(ignore)
 
-    def capture(self) -> list[Undo]:
+    def capture(self) -> list[Restore]:
         """What puts the state back to what it is now; see `put_back`."""
-        undo: list[Undo] = []
+        undo: list[Restore] = []
         seen = set(self._ignore)
         for root in self._roots:
             undo += _remember(root, _keep, 0, seen)
         return undo
 
 
-def put_back(undo: Collection[Undo]) -> None:
+def put_back(undo: Collection[Restore]) -> None:
     """Put a captured state back; may be done again and again."""
     with torch.no_grad():
         for step in undo:
@@ -64,7 +64,7 @@ def _keep(_value: Any) -> None:
     """Puts a value back where it cannot have been replaced."""
 
 
-def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Undo]:
+def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
     """Closures that bring `value`, and what it holds, back to what they are now.
 
     Args:
@@ -109,7 +109,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         yield from _of_holder(value, put, depth, seen)
 
 
-def _of_function(function: FunctionType, depth: int, seen: set[int]) -> Iterator[Undo]:
+def _of_function(function: FunctionType, depth: int, seen: set[int]) -> Iterator[Restore]:
     if not is_user_file(function.__code__.co_filename):
         return
     for cell in function.__closure__ or ():
@@ -133,7 +133,7 @@ def _names(code: CodeType) -> set[str]:
     return found
 
 
-def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Undo]:
+def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
     if len(value) > _MOST_ITEMS:
         return
     saved = copy.copy(value)
@@ -152,7 +152,7 @@ def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[
             yield from _remember(item, _keep, depth + 1, seen)
 
 
-def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Undo]:
+def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
     """A class, a module or an object of the user's: its attributes."""
     if isinstance(holder, type | ModuleType):
         source = sys.modules.get(holder.__module__) if isinstance(holder, type) else holder

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.recipe.pytree import batch_size, iter_tensors
+from ddpcheck.recipe.pytree import batch_size, tree_tensors
 
 _MOST_BYTES = 1 << 28
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
@@ -19,7 +19,7 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
     Returns:
         Nothing where the tensors do not agree on the number of samples, or are too large.
     """
-    tensors = [t.detach() for t in iter_tensors(batch) if t.dim() > 0]
+    tensors = [t.detach() for t in tree_tensors(batch) if t.dim() > 0]
     try:
         size = batch_size(batch)
     except TargetError:

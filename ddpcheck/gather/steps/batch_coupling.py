@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_ELEMENTS = 1 << 26  # of what is kept of one forward pass
 _MOST_ROWS = 16  # of a part that are looked for in the whole
@@ -48,7 +48,7 @@ class _Pass:
     elements: int = 0
 
     def kept(self, result: Any) -> list[torch.Tensor]:
-        tensors = [t for t in iter_tensors(result) if t.is_floating_point() and t.dim() and t.layout == torch.strided]
+        tensors = [t for t in tree_tensors(result) if t.is_floating_point() and t.dim() and t.layout == torch.strided]
         self.elements += sum(t.numel() for t in tensors)
         return [t.detach().clone() for t in tensors] if self.elements < _MOST_ELEMENTS else []
 

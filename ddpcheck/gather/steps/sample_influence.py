@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ddpcheck.gather.steps.batch_coupling import axes_that_grow
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 
 _SMALL_CHANGE = 1e-2  # relative
 _MOST_ELEMENTS = 1 << 26
@@ -57,8 +57,8 @@ class FirstActivations(TorchFunctionMode):
         if not isinstance(result, torch.Tensor) and type(result) is not tuple:
             return result
         with torch._C.DisableTorchFunction():
-            made = [tensor for tensor in iter_tensors(result) if tensor.requires_grad]
-            given = list(iter_tensors([args, kwargs or {}])) if made else []
+            made = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
+            given = list(tree_tensors([args, kwargs or {}])) if made else []
             if any(id(tensor) in self._later for tensor in given):
                 self._later.update((id(tensor), tensor) for tensor in made)
             elif made and any(not tensor.requires_grad and tensor.dim() for tensor in given):

@@ -28,9 +28,9 @@ from ddpcheck.gather.state.randomness import (
     seed_everything,
 )
 from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.recipe.pytree import copied, iter_tensors, named_tensors
+from ddpcheck.recipe.pytree import copied, named_tensors, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
-from ddpcheck.worlds.rank import set_place
+from ddpcheck.worlds.rank import set_status
 
 Gradients = dict[str, torch.Tensor]
 
@@ -66,14 +66,14 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
         TargetError: The loss is no scalar tensor, no nest of them, not finite, or does not require grad.
         Exception: Whatever the user's code raises.
     """
-    set_place(f"step {step}: {place}forward")
+    set_status(f"step {step}: {place}forward")
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = copied(batch)
     before = generator_states(device)
     result = call_loss(recipe, model, batch, step)
     drew = drawn_since(before, device)
-    parts = list(iter_tensors(result))
+    parts = list(tree_tensors(result))
     at = f"loss(model, batch) in step {step}"
     if not parts:
         raise TargetError(f"{at} returned {type(result).__name__} without any tensor; return a scalar tensor")
@@ -178,11 +178,11 @@ def compute_gradients(
         place = f"{place}random numbers silenced, "
         with quiet_modules(model), QuietRandomness():
             loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
-            set_place(f"step {step}: {place}backward")
+            set_status(f"step {step}: {place}backward")
             run_backward(loss.total)
     else:
         loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
-        set_place(f"step {step}: {place}backward")
+        set_status(f"step {step}: {place}backward")
         run_backward(loss.total)
     return gradients_of(parameters), loss
 
@@ -360,8 +360,8 @@ def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
     found: list[torch.Tensor] = []
     opaque = ""
     for output in outputs:
-        tensors = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
-        if not any(True for _ in iter_tensors(output)) and output is not None and not opaque:
+        tensors = [tensor for tensor in tree_tensors(output) if tensor.requires_grad]
+        if not any(True for _ in tree_tensors(output)) and output is not None and not opaque:
             opaque = type(output).__qualname__
         found.extend(tensors)
     return found, opaque

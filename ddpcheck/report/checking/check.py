@@ -26,7 +26,7 @@ from ddpcheck.findings.evidence import Built, LocalStep, PathEnd, Repeated, Shar
 from ddpcheck.findings.report import Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.harness import Hosts
+from ddpcheck.harness import RankHosts
 from ddpcheck.judge.collective_order import (
     judge_collectives,
     judge_packing,
@@ -37,8 +37,8 @@ from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_val
 from ddpcheck.judge.training_loop import judge_values_changed
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check_state import Asked, Outcome
-from ddpcheck.report.checking.check_worlds import Arguments, Conduct, OptionsStopped, Stopped
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.report.checking.check_worlds import Arguments, CheckStopped, CheckWorlds, OptionsStopped
 from ddpcheck.report.settings import rule_patterns
 from ddpcheck.worlds import validation as allowed
 
@@ -61,7 +61,7 @@ def check(
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
-    hosts: Hosts | None = None,
+    hosts: RankHosts | None = None,
 ) -> Report:
     """Check a recipe on `world_size` real ranks with the real DDP reducer.
 
@@ -114,8 +114,8 @@ def ask(
     timeout: float,
     seed: int,
     preload: Sequence[str],
-    hosts: Hosts | None = None,
-) -> Asked:
+    hosts: RankHosts | None = None,
+) -> CheckOptions:
     """What was asked for, with the defaults that depend on the machine filled in.
 
     Raises:
@@ -130,7 +130,7 @@ def ask(
         raise WrongTypeError(f"seed must be a whole number, not {seed!r}")
     if isinstance(target, str) and is_path(place := split_target(target)[0]):
         find_file(place)
-    return Asked(
+    return CheckOptions(
         target=target if isinstance(target, str) else "recipe",
         world_size=world_size,
         backend=backend or _default_backend(device, world_size if hosts is None else hosts.sharing),
@@ -152,17 +152,17 @@ def _default_backend(device: str, sharing: int) -> str:
     return "nccl" if isinstance(sharing, int) and 0 < sharing <= torch.cuda.device_count() else "gloo"
 
 
-class CheckRun(Conduct):
+class CheckRun(CheckWorlds):
     """One check under way: what is asked of the ranks, in which order."""
 
-    def run(self) -> Outcome:
+    def run(self) -> CheckState:
         """Run all checks, whatever happens on the way."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             try:
                 self._start_worlds(stack)
                 self._run_phases()
-            except Stopped:
+            except CheckStopped:
                 pass
             except RankError as error:
                 self._fail(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, ParityEntry, select_findings
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, listed, make_finding, spelled_steps
+from ddpcheck.findings.wording import counted, format_steps, join_names, make_finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Tally:
 
     def _when(self, of_steps: int) -> str:
         whole = len(self.steps) == of_steps
-        return counted(of_steps, "step") if whole else spelled_steps(self.steps)
+        return counted(of_steps, "step") if whole else format_steps(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def _status(comparison: Comparison, told: Sequence[Told], kept: frozenset[Findin
 
 def _listed(told: Sequence[Told], comparison: Comparison) -> str:
     """The codes of what was found, and how much differs, or holds all the same."""
-    codes = listed(list(dict.fromkeys(map(str, told))), most=5)
+    codes = join_names(list(dict.fromkeys(map(str, told))), most=5)
     if not codes or comparison.differing:
         return f"{codes}: {comparison.differing}" if codes else ""
     stands = bool(comparison.held) and all(item.finding.code in _OF_BUFFERS for item in told)

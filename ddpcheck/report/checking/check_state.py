@@ -34,9 +34,9 @@ from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import Names, counted, listed
-from ddpcheck.judge.circumstances import Circumstances
+from ddpcheck.findings.wording import Names, counted, join_names
 from ddpcheck.judge.compiled_step import judge_compiled, plain_name, tell_compiled, without_prefix
+from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters, zero_everywhere
 from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.judge.replicas import differing_names
@@ -56,7 +56,7 @@ from ddpcheck.report.checking.check_lines import (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckOptions:
     """What was asked for."""
 
     target: str
@@ -77,7 +77,7 @@ _STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP11
 
 
 @dataclass
-class Outcome:
+class CheckState:
     """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report.
 
     Attributes:
@@ -93,7 +93,7 @@ class Outcome:
         bugs: Of ddpcheck, which the check has gone on after.
     """
 
-    asked: Asked
+    asked: CheckOptions
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Outcome:
     _after_steps: frozenset[Finding] = frozenset()
     _came_with: Sequence[tuple[Finding, Finding]] = ()
 
-    def fork(self) -> Outcome:
+    def fork(self) -> CheckState:
         """A copy to which more can be added, and that can be judged, without changing this one."""
         return replace(
             self,
@@ -231,7 +231,7 @@ class Outcome:
         self.ranks_apart |= bool(differing_names([item.parameters for item in evidence]))
         for difference in evidence[0].against_local:
             self._note_parity(evidence[0].step, "local", difference)
-        return bool(self.judged("reducer", judge_reducer, evidence, self._circumstances()))
+        return bool(self.judged("reducer", judge_reducer, evidence, self._judge_context()))
 
     def add_compiled(self, evidence: Sequence[CompiledStep]) -> None:
         """What the ranks saw in a step through the wrapper as the recipe compiles it."""
@@ -330,10 +330,10 @@ class Outcome:
     def _facts(self) -> WrapperFacts:
         return self.wrapped[0].facts if self.wrapped else WrapperFacts()
 
-    def _circumstances(self, module_locations: Mapping[str, Location] | None = None) -> Circumstances:
+    def _judge_context(self, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:
         local = self._analysed or self.local
         calls = local[0].forward_calls if local else ()
-        return Circumstances(
+        return JudgeContext(
             names=self.names,
             wrapper=self._facts,
             world_size=self.asked.world_size,
@@ -362,11 +362,11 @@ class Outcome:
         """What a failure in the wrapper's step means, where it is one of those that ddpcheck knows."""
         if self._at != "reducer":
             return []
-        return self.judged("reducer", judge_wrapper_error, error, self._circumstances())
+        return self.judged("reducer", judge_wrapper_error, error, self._judge_context())
 
     def judge(self, module_locations: Mapping[str, Location]) -> None:
         """Turn everything that was gathered into findings, whatever it was that stopped the check."""
-        known = self._circumstances(module_locations)
+        known = self._judge_context(module_locations)
         found = list(self.findings)
         before = frozenset(found)
         if self._evidence:
@@ -401,7 +401,7 @@ class Outcome:
         if pairs := self.judged("", lambda: [merged_with(found)]):
             self.findings, self._came_with = pairs[0]
 
-    def _comparable(self, found: list[Finding], known: Circumstances) -> list[Finding]:
+    def _comparable(self, found: list[Finding], known: JudgeContext) -> list[Finding]:
         """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
         kept = [finding for finding in found if finding.code != "DDP312"]
         if not (known.drew or known.choices) or len(kept) == len(found):
@@ -488,7 +488,7 @@ class Outcome:
     def _why_stopped(self, name: str, kept: Sequence[Finding]) -> str:
         """Why one of the checks has come to no verdict; empty where it has."""
         if self.error is not None and self._at == name:  # where a finding tells it, that is enough
-            return listed([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or self.error.message
+            return join_names([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or self.error.message
         return "not judged, since ddpcheck itself failed" if name in self._unjudged else ""
 
     def _heading_of(self, finding: Finding) -> str:

@@ -25,11 +25,11 @@ from ddpcheck.findings.evidence import Call, Unexplained
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import read_log
-from ddpcheck.harness import Hosts, Pending, World
+from ddpcheck.harness import RankHosts, RunFuture, World
 from ddpcheck.judge.collective_order import judge_empty_shards, judge_failure
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check_state import Asked, Outcome
-from ddpcheck.report.checking.deadlock_watch import DeadlockWatch
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
 from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
@@ -41,25 +41,30 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Stopped(Exception):
+class CheckStopped(Exception):
     """The rest of the check cannot be run; the reason is in the outcome already."""
 
 
-class OptionsStopped(Stopped):
+class OptionsStopped(CheckStopped):
     """The options that the wrapper is given differ between ranks, so that its constructor would not return."""
 
 
-class Conduct:
-    """A world of ranks and a single process at work on a target, and the `Outcome` that comes of it."""
+class CheckWorlds:
+    """A world of ranks and a single process at work on a target, and the `CheckState` that comes of it."""
 
     def __init__(
-        self, target: Recipe | str, asked: Asked, *, progress: Callable[[str], None], hosts: Hosts | None = None
+        self,
+        target: Recipe | str,
+        asked: CheckOptions,
+        *,
+        progress: Callable[[str], None],
+        hosts: RankHosts | None = None,
     ) -> None:
         self.target = target
         self.asked = asked
         self.progress = progress
         self.hosts = hosts
-        self.outcome = Outcome(asked)
+        self.outcome = CheckState(asked)
         self._alone_in_group = False
         self._single_hang = ""
         self._packing_checked = False
@@ -83,7 +88,7 @@ class Conduct:
             process_group=group,
             preload=(*preloading.DDP, *calls.MODULES, *self.asked.preload),
             hash_seeds=group,
-            watch=DeadlockWatch() if group else None,
+            watch=CollectiveMismatchWatch() if group else None,
             hosts=self.hosts if group else None,
         )
 
@@ -113,11 +118,11 @@ class Conduct:
             self.outcome.add_unexplained(what, result)
         return [otherwise if isinstance(result, Unexplained) else result for result in results]
 
-    def _start_single(self, call: Callable[[], Result]) -> Pending[Result]:
+    def _start_single(self, call: Callable[[], Result]) -> RunFuture[Result]:
         self._last_single = call
         return self.single.start(call)
 
-    def _settle_single(self, pending: Pending[Result]) -> Result | None:
+    def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
         try:
             return pending.result()[0]
@@ -167,11 +172,11 @@ class Conduct:
                 yield
             except TargetError as error:
                 self.outcome.error = ReportError(str(error), EXIT_TARGET, error.detail)
-                raise Stopped from error
+                raise CheckStopped from error
 
     def _skip_rest(self, reason: str) -> NoReturn:
         self.outcome.rest_skipped = reason
-        raise Stopped
+        raise CheckStopped
 
     def _fail(self, error: RankError) -> None:
         """A world failed: keep the root cause, and why the rest was not checked."""
@@ -225,6 +230,6 @@ class Conduct:
         module = self.outcome.analysis.module if self.outcome.analysis else ""
         if not module or self.world.failed or self.world.closed:
             return {}
-        with contextlib.suppress(Stopped, RankError):
+        with contextlib.suppress(CheckStopped, RankError):
             return self._lines_of([module])[0]
         return {}

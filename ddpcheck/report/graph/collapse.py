@@ -1,6 +1,6 @@
 """Making a picture small enough to read: modules that are alike stand once, deep ones fold into what holds them.
 
-Pure functions from `Picture` to `Picture`. This module is light: it never imports torch.
+Pure functions from `GraphView` to `GraphView`. This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpcheck.report.graph.drawing_data import Edge, Mark, Node, Picture, module_of, path_parts
+from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, Node, module_of, path_parts
 
 FOLD_FROM = 24
 """Nodes up to which nothing is folded: such a picture is read as it is."""
@@ -21,7 +21,7 @@ _LONGEST_PERIOD = 8
 _LEAST_COPIES = 3
 
 
-def fold(picture: Picture, marks: Sequence[Mark]) -> Picture:
+def fold(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
     """A picture by modules that a person can read; one by operations is left as it is.
 
     Modules of one holder that follow each other and are alike, in class, size, what they call and what is wrong with
@@ -52,7 +52,7 @@ class _Module:
     signature: Hashable = None
 
 
-def _tree(picture: Picture, marks: Sequence[Mark]) -> _Module:
+def _tree(picture: GraphView, marks: Sequence[Mark]) -> _Module:
     root = _Module("")
 
     def at(path: str) -> _Module:
@@ -71,7 +71,7 @@ def _tree(picture: Picture, marks: Sequence[Mark]) -> _Module:
     return root
 
 
-def _sign(root: _Module, picture: Picture) -> None:
+def _sign(root: _Module, picture: GraphView) -> None:
     """Give every module a signature: two that have the same are alike, whatever their own names are."""
     numbers: dict[Hashable, int] = {}  # so that a signature is as large as a module's own part of it
     order: list[_Module] = [root]
@@ -154,7 +154,7 @@ class _Alike:
         return way[-1].leader if way else ""
 
 
-def _fold_alike(picture: Picture, marks: Sequence[Mark]) -> Picture:
+def _fold_alike(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
     root = _tree(picture, marks)
     _sign(root, picture)
     alike = _Alike(root)
@@ -180,7 +180,7 @@ def _fold_alike(picture: Picture, marks: Sequence[Mark]) -> Picture:
     return replace(merged, stands_for=alike.stands_for)
 
 
-def _loops(picture: Picture) -> dict[str, str]:
+def _loops(picture: GraphView) -> dict[str, str]:
     """What a module itself computes over and over between its calls of others ("x = x + block(x)"), by the first."""
     groups: dict[Hashable, list[str]] = {}
     for node in picture.nodes:
@@ -190,12 +190,12 @@ def _loops(picture: Picture) -> dict[str, str]:
 
 
 def _merge(
-    picture: Picture,
+    picture: GraphView,
     key_of: Callable[[str], str],
     module_of_path: Callable[[str], str],
     *,
     drop: Callable[[Edge], bool] = lambda _edge: False,
-) -> Picture:
+) -> GraphView:
     """The picture with its nodes renamed, of several with one name the first kept, and its modules shown as others."""
     nodes: dict[str, Node] = {}
     for node in picture.nodes:
@@ -222,7 +222,7 @@ def _merge(
 # Deep modules
 
 
-def _fold_deep(picture: Picture) -> Picture:
+def _fold_deep(picture: GraphView) -> GraphView:
     """Fold the deepest modules until there are few enough nodes; those with a cut in them stay open."""
     open_ones = {
         ".".join(path_parts(node.module)[:size])
@@ -247,7 +247,7 @@ def _fold_deep(picture: Picture) -> Picture:
     return folded
 
 
-def _into(picture: Picture, shown: Callable[[str], str]) -> Picture:
+def _into(picture: GraphView, shown: Callable[[str], str]) -> GraphView:
     """The picture with the nodes of a module in the node of the module that it is shown as."""
     renamed = {}
     first: dict[str, str] = {}
@@ -263,7 +263,7 @@ def _into(picture: Picture, shown: Callable[[str], str]) -> Picture:
     return replace(merged, nodes=nodes)
 
 
-def _take_together(picture: Picture, marks: Sequence[Mark]) -> Picture:
+def _take_together(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
     """The last resort, for hundreds of modules side by side, all different: keep the ends and what is marked."""
     kept = {picture.shown_as.get(module_of(mark.parameter), "") for mark in marks}
     kept |= {node.module for node in picture.nodes if node.kind == "stop" and node.module is not None}

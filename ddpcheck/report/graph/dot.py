@@ -14,9 +14,9 @@ from typing import Any
 
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import listed
+from ddpcheck.findings.wording import join_names
 from ddpcheck.report.graph.dot_labels import FAINT, INK, attribute, label, text_in_label
-from ddpcheck.report.graph.drawing_data import Mark, Node, ParameterFact, Picture, module_of, path_parts
+from ddpcheck.report.graph.drawing_data import GraphView, Mark, Node, ParameterFact, module_of, path_parts
 
 MOST_LINES = 6  # names in one node
 MOST_NODES = 16  # of anomalous parameters, one a module; more are put together
@@ -51,7 +51,7 @@ _STOP, _STOP_FILL = "#B00020", "#FFF1F0"
 _FONT = "Helvetica,Arial,sans-serif"
 
 
-def draw(picture: Picture, marks: Sequence[Mark], report: Report) -> str:
+def draw(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
     """The dot source of a picture.
 
     Args:
@@ -71,7 +71,7 @@ class _Cluster:
 
 
 class _Drawing:
-    def __init__(self, picture: Picture, marks: Sequence[Mark], report: Report) -> None:
+    def __init__(self, picture: GraphView, marks: Sequence[Mark], report: Report) -> None:
         self.picture = picture
         self.report = report
         self.marks = _by_first_name(marks, picture.parameters)
@@ -388,14 +388,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def summary(picture: Picture, marks: Sequence[Mark], report: Report | None = None) -> str:
+def summary(picture: GraphView, marks: Sequence[Mark], report: Report | None = None) -> str:
     """One line on what was drawn, and on what the report says of the parameters."""
     kind = "operation" if picture.detail == "operations" else "module"
     drawn = len({node.module for node in picture.nodes if node.kind == "module" and node.module is not None})
     if kind == "operation":
         drawn = sum(node.kind == "operation" for node in picture.nodes)
     marked = _by_first_name(marks, picture.parameters)
-    codes = listed(sorted({mark.code for mark in marked.values()}), most=5)
+    codes = join_names(sorted({mark.code for mark in marked.values()}), most=5)
     anomalous = _count(len(marked), "anomalous parameter") if marked else "no anomalous parameters"
     missing = [check for check in report.checks if check.name == "parameters"] if report is not None else []
     if missing and missing[0].status == "skipped" and not marked:

@@ -74,7 +74,7 @@ class ParameterFact:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class GraphView:
     """The graph of rank 0's loss in the first step.
 
     Attributes:

@@ -14,12 +14,12 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors, walk_graph
 from ddpcheck.gather.phases import local_step as local
-from ddpcheck.gather.phases.session import Session, build, seed_of, the_session, wrap
+from ddpcheck.gather.phases.session import RankState, build, seed_of, the_session, wrap
 from ddpcheck.gather.phases.single_process import make_batch
 from ddpcheck.gather.steps.training_step import compute_loss
-from ddpcheck.recipe.pytree import copied, iter_leaves, iter_tensors, to_device
+from ddpcheck.recipe.pytree import copied, to_device, tree_leaves, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
-from ddpcheck.report.graph.drawing_data import Detail, Edge, ModuleFact, Node, ParameterFact, Picture
+from ddpcheck.report.graph.drawing_data import Detail, Edge, GraphView, ModuleFact, Node, ParameterFact
 from ddpcheck.report.graph.operations import read_operations
 from ddpcheck.report.graph.tensor_flow import INPUT, FlowRecorder, Place
 from ddpcheck.worlds import rank as this_rank
@@ -47,7 +47,7 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
         wrap()
 
 
-def _batch(session: Session) -> Any:
+def _batch(session: RankState) -> Any:
     batch = make_batch(session.recipe, STEP, seed=session.seed, world_size=session.world_size)
     return to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
 
@@ -73,7 +73,7 @@ def run_step() -> int | None:
     return walk.size if walk.complete else None
 
 
-def trace(detail: Detail, size: int | None, *, most: int | None) -> Picture | None:
+def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | None:
     """Run the forward pass once more and follow what flows; every rank does, since a forward may communicate.
 
     Args:
@@ -95,7 +95,7 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> Picture | No
     names = _module_names(session.twin)
     registered = {id(module) for module in session.twin.modules()}
     batch = copied(session.batch)
-    recorder = FlowRecorder(names, registered, iter_tensors(batch), ends, keep=detail == "operations")
+    recorder = FlowRecorder(names, registered, tree_tensors(batch), ends, keep=detail == "operations")
     losses: dict[str, torch.Tensor] = {}
 
     def recorded(model: nn.Module, _batch: Any) -> Any:
@@ -126,7 +126,7 @@ def _named_losses(result: Any) -> dict[str, torch.Tensor]:
     pairs = result.items() if isinstance(result, Mapping) else [("", result)]
     found: dict[str, torch.Tensor] = {}
     for key, value in pairs:
-        tensors = [tensor for tensor in iter_tensors(value) if tensor.requires_grad]
+        tensors = [tensor for tensor in tree_tensors(value) if tensor.requires_grad]
         name = f"{key}" if key != "" else "loss"
         found.update({name if len(tensors) == 1 else f"{name}[{i}]": tensor for i, tensor in enumerate(tensors)})
     return found
@@ -151,7 +151,7 @@ def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
     registered = {id(submodule) for submodule in module.modules()}
     for holder in module.modules():
         for value in vars(holder).values():
-            for item in iter_leaves(value):
+            for item in tree_leaves(value):
                 if isinstance(item, nn.Module) and id(item) not in registered:
                     yield item
 
@@ -161,7 +161,7 @@ class _Found:
 
     def __init__(
         self,
-        session: Session,
+        session: RankState,
         recorder: FlowRecorder,
         losses: Mapping[str, torch.Tensor],
         path_ends: Mapping[str, PathEnd],
@@ -201,7 +201,7 @@ class _Found:
 
     # By modules
 
-    def flow(self, size: int | None) -> Picture:
+    def flow(self, size: int | None) -> GraphView:
         """What each module computes, and what flows between them."""
         recorder = self.recorder
         used = {place for pair in recorder.flows for place in pair}
@@ -231,7 +231,7 @@ class _Found:
 
     # By operations
 
-    def operations(self, size: int | None) -> Picture:
+    def operations(self, size: int | None) -> GraphView:
         """The autograd graph as torchviz sees it, with the module in which each operation was made."""
         recorder = self.recorder
         dead = [t for stop in recorder.stops.values() for t in stop.dead if t.grad_fn is not None]
@@ -291,14 +291,14 @@ class _Found:
         if source in self._nodes and target in self._nodes and source != target:
             self._edges[source, target] = self._edges.get((source, target), False) or gradient
 
-    def _picture(self, detail: Detail, read_by: Mapping[int, Sequence[str]], size: int | None) -> Picture:
+    def _picture(self, detail: Detail, read_by: Mapping[int, Sequence[str]], size: int | None) -> GraphView:
         ends = {name: _stop_key(self.ends.index(end)) for name, end in self.path_ends.items() if end in self.ends}
         parameters = {}
         for key, tensor in self.tensors.items():
             names = self.names[key]
             readers = tuple(dict.fromkeys(read_by.get(key, ())))
             parameters[names[0]] = ParameterFact(names, tuple(tensor.shape), readers, ends.get(names[0], ""))
-        return Picture(
+        return GraphView(
             detail=detail,
             nodes=tuple(self._nodes.values()),
             edges=tuple(Edge(source, target, gradient) for (source, target), gradient in self._edges.items()),

@@ -19,7 +19,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, cut_reason, function_name
-from ddpcheck.recipe.pytree import iter_tensors
+from ddpcheck.recipe.pytree import tree_tensors
 
 Place = tuple[str | None, int]
 """A module's path (`None`: the loss function) and the part of its forward, counted by the calls that lie between."""
@@ -153,13 +153,13 @@ class FlowRecorder(TorchFunctionMode):
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop()
         unseen = [
-            tensor for tensor in iter_tensors(output) if tensor not in self._made and id(tensor) not in self.leaves
+            tensor for tensor in tree_tensors(output) if tensor not in self._made and id(tensor) not in self.leaves
         ]
         unseen = [tensor for tensor in unseen if id(tensor) not in self._inputs]
         if unseen:  # made by what no Python function shows, as in a scripted module
             place = (frame.module, frame.part)
             self.places.setdefault(place, Counter())
-            self._read(place, list(iter_tensors((args, kwargs))), None)
+            self._read(place, list(tree_tensors((args, kwargs))), None)
             for tensor in unseen:
                 self._made[tensor] = _Made(place)
         self._frames[-1].part += id(module) in self._names
@@ -171,7 +171,7 @@ class FlowRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = list(iter_tensors((args, kwargs)))
+        inputs = list(tree_tensors((args, kwargs)))
         required = [tensor.requires_grad for tensor in inputs]
         result = func(*args, **kwargs)
         if inputs:
@@ -187,10 +187,10 @@ class FlowRecorder(TorchFunctionMode):
         required: list[bool],
         result: Any,
     ) -> None:
-        outputs = list(iter_tensors(result))
+        outputs = list(tree_tensors(result))
         if name == "__setitem__" and isinstance(args[0], torch.Tensor):
             outputs.append(args[0])
-        outputs += iter_tensors(kwargs.get("out"))
+        outputs += tree_tensors(kwargs.get("out"))
         if not outputs and name not in LEAVES_TORCH:
             return
         frame = self._frames[-1]

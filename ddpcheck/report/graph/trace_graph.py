@@ -1,4 +1,4 @@
-"""`depict(target)`: checks a recipe on real ranks and gathers the graph of its loss, with the parameters to mark in it.
+"""`trace_graph(target)`: checks a recipe on real ranks and gathers the graph of its loss, with parameters to mark.
 
 This module is light: torch is only imported on the ranks.
 """
@@ -22,12 +22,12 @@ from ddpcheck.findings.errors import (
     UsageError,
 )
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.wording import spelled, spelled_steps
-from ddpcheck.harness import Hosts, World
+from ddpcheck.findings.wording import format_ranks, format_steps
+from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
-from ddpcheck.report.checking.deadlock_watch import DeadlockWatch
-from ddpcheck.report.graph.drawing_data import Detail, Mark, Picture
+from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
+from ddpcheck.report.graph.drawing_data import Detail, GraphView, Mark
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -52,7 +52,7 @@ def require_packages() -> None:
         )
 
 
-def depict(
+def trace_graph(
     target: Recipe | str,
     *,
     detail: Literal["auto", "operations", "modules"] = "auto",
@@ -64,8 +64,8 @@ def depict(
     seed: int = 0,
     preload: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _text: None,
-    hosts: Hosts | None = None,
-) -> tuple[Report, Picture, tuple[Mark, ...]]:
+    hosts: RankHosts | None = None,
+) -> tuple[Report, GraphView, tuple[Mark, ...]]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step.
 
     Args:
@@ -116,7 +116,7 @@ def depict(
         backend=str(report.world["backend"]),
         device=device,
         timeout=timeout,
-        watch=DeadlockWatch(),
+        watch=CollectiveMismatchWatch(),
         hosts=hosts,
     ) as world:
         try:
@@ -131,7 +131,7 @@ def depict(
     return report, picture, marks(report.findings)
 
 
-def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *, lazy: bool) -> Picture:
+def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *, lazy: bool) -> GraphView:
     wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
     wrapped = wrapping in ("passed", "failed") and not lazy
     world.run(partial(calls.graph_phases.prepare, target, seed, wrapped=wrapped, materialise=lazy))
@@ -149,8 +149,8 @@ def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:
     found: dict[str, Mark] = {}
     for finding in sorted(findings, key=Finding.sort_key):
         if finding.code in MARKED:
-            ranks = f"on {spelled(finding.ranks)}" if finding.ranks else ""
-            steps = f"in {spelled_steps(finding.steps)}" if finding.steps else ""
+            ranks = f"on {format_ranks(finding.ranks)}" if finding.ranks else ""
+            steps = f"in {format_steps(finding.steps)}" if finding.steps else ""
             absent = "not" if finding.code in _ABSENT and (ranks or steps) else ""
             for name in finding.subjects:
                 found.setdefault(name, Mark(name, finding.code, " ".join(filter(None, (absent, ranks, steps)))))

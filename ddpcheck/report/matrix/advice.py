@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import listed
+from ddpcheck.findings.wording import join_names
 from ddpcheck.report.matrix.matrix import Advice, MatrixRow, StepTime
 from ddpcheck.report.matrix.option_sets import DEFAULTS, FIND_UNUSED
 
@@ -64,7 +64,9 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> list[Advice]:
     codes = list(dict.fromkeys(row.code for row in tried if row.code))
     fix = f" {own.what_to_do}" if own.what_to_do else ""
     kind = (
-        f"is not mended by any option ({listed(codes, most=5)} under all of them)" if codes else "is under all options"
+        f"is not mended by any option ({join_names(codes, most=5)} under all of them)"
+        if codes
+        else "is under all options"
     )
     return [Advice("fault", f"The fault {kind}.{fix}")]
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, RankError
 from ddpcheck.findings.report import Location, ReportError
 from ddpcheck.findings.severity import Severity
-from ddpcheck.harness import Hosts
+from ddpcheck.harness import RankHosts
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import CheckRun, ask
-from ddpcheck.report.checking.check_state import Asked, Outcome
-from ddpcheck.report.checking.check_worlds import OptionsStopped, Stopped
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.report.checking.check_worlds import CheckStopped, OptionsStopped
 from ddpcheck.report.matrix.advice import advise
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
-from ddpcheck.report.matrix.option_sets import DEFAULTS, ModelFacts, Options, Trial, first_trials, further_trials
+from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions, ModelFacts, OptionSet, first_trials, further_trials
 from ddpcheck.report.settings import rule_patterns
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_matrix(
     ignore: Sequence[str] = (),
     step_times: bool = True,
     progress: Callable[[str], None] | None = None,
-    hosts: Hosts | None = None,
+    hosts: RankHosts | None = None,
 ) -> Matrix:
     """Run a recipe under the sensible combinations of the options of the installed `DistributedDataParallel`.
 
@@ -106,22 +106,22 @@ class _Sweep(CheckRun):
     def __init__(
         self,
         target: Recipe | str,
-        asked: Asked,
+        asked: CheckOptions,
         *,
         select: Sequence[str],
         ignore: Sequence[str],
         progress: Callable[[str], None],
-        hosts: Hosts | None,
+        hosts: RankHosts | None,
     ) -> None:
         super().__init__(target, asked, progress=progress, hosts=hosts)
         self._rules = {"select": select, "ignore": ignore}
-        self._references: dict[bool, Outcome] = {}  # by whether the wrapper broadcasts buffers
+        self._references: dict[bool, CheckState] = {}  # by whether the wrapper broadcasts buffers
         self._kept: set[bool] = set()  # those whose steps are on the ranks of this world
         self._synced = False  # the first of them
-        self._reference_options: Options | None = None  # those of its wrapper
+        self._reference_options: DdpOptions | None = None  # those of its wrapper
         self._module_locations: dict[str, Location] = {}
         self._facts = ModelFacts()
-        self._baseline: Options | None = None
+        self._baseline: DdpOptions | None = None
         self._noise: float | None = None
         self._rows: list[MatrixRow] = []
         self._resisting: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class _Sweep(CheckRun):
                 self._start_worlds(stack)
                 self._prepare()
                 self._run_first_reference()
-            except Stopped:
+            except CheckStopped:
                 pass
             except RankError as failure:
                 self._fail(failure)
@@ -190,7 +190,7 @@ class _Sweep(CheckRun):
                 self.outcome = stopped
                 raise
 
-    def _run_reference(self, options: Options | None) -> None:
+    def _run_reference(self, options: DdpOptions | None) -> None:
         """Go through the steps without the wrapper, and keep what each begins from and comes to."""
         with self._phase("wrapping", "wrapping the model"):
             wrapped = self._wrap(calls.matrix_phases.begin_reference, options)
@@ -204,7 +204,7 @@ class _Sweep(CheckRun):
                 by_rank: list[ModelFacts] = self._all(calls.matrix_phases.facts)
                 same = all(facts.own == by_rank[0].own for facts in by_rank)
                 self._facts = by_rank[0] if same else replace(by_rank[0], own=None)
-                self._resisting = self._all(calls.matrix_phases.resisting, Options(self._facts.own or {}))[0]
+                self._resisting = self._all(calls.matrix_phases.resisting, DdpOptions(self._facts.own or {}))[0]
         self._run_steps()
         if not self._references:
             drifted = any(item.buffers != self.outcome.local[0].buffers for item in self.outcome.local)
@@ -226,10 +226,10 @@ class _Sweep(CheckRun):
 
     def _kept_other(self, synced: bool) -> None:
         """The reference for wrappers that treat buffers in the other way, where that makes a difference."""
-        options = DEFAULTS if synced else Options({self._buffer_option: False})
+        options = DEFAULTS if synced else DdpOptions({self._buffer_option: False})
         if synced not in self._references:
             built = {name: self.outcome.timing.get(name, 0.0) for name in ("model", "consistency")}
-            row, self.outcome = self.outcome, Outcome(self.asked, timing=built)  # of the same model as the others
+            row, self.outcome = self.outcome, CheckState(self.asked, timing=built)  # of the same model as the others
             self._settle_single(self._start_single(self._earlier[0]))
             self._run_reference(options)
             self.outcome = row
@@ -255,7 +255,7 @@ class _Sweep(CheckRun):
         self.world = self._worlds.enter_context(self._make_world(self.asked.world_size, group=True))
         self._all(calls.session.build, self.target, self.asked.seed)
 
-    def _keep_again(self, options: Options | None) -> None:
+    def _keep_again(self, options: DdpOptions | None) -> None:
         """The steps of the ranks by themselves, without what has been judged already."""
         self._all(calls.matrix_phases.begin_reference, options)
         for step in range(self.asked.steps):
@@ -270,7 +270,7 @@ class _Sweep(CheckRun):
     def _run_rows(self) -> None:
         own, rows = self._own_options(), self._rows
         if not self._references[self._synced].wrapped[0].facts.is_ddp:
-            self._try(Trial(own), is_own=True)
+            self._try(OptionSet(own), is_own=True)
             return
         first = first_trials(self._facts)
         spelled_out = self._facts.own is not None  # else the recipe's own are several, and none of the others
@@ -278,7 +278,7 @@ class _Sweep(CheckRun):
         queue.insert(0 if spelled_out and own == DEFAULTS else 1, own)
         self._expected = len(queue) + len(further_trials(self._facts, DEFAULTS, []))
         for options in queue:
-            self._try(Trial(options), is_own=options is own)
+            self._try(OptionSet(options), is_own=options is own)
         right = [row.options for row in rows if row.fine and not row.label]
         base = next((options for options in first if options in right), next(iter(right), DEFAULTS))
         graphs = [options for options in first if options in right and options != DEFAULTS]
@@ -293,11 +293,11 @@ class _Sweep(CheckRun):
             )
         rows.sort(key=lambda row: not row.own)
 
-    def _own_options(self) -> Options:
+    def _own_options(self) -> DdpOptions:
         """Those of the recipe that are not torch's defaults."""
         own = {**(self._facts.own or {}), **self._resisting}
         broadcast = ("broadcast_buffers", "forward_sync_buffers")
-        return Options(
+        return DdpOptions(
             {
                 name: value
                 for name, value in own.items()
@@ -305,7 +305,7 @@ class _Sweep(CheckRun):
             }
         )
 
-    def _try(self, trial: Trial, *, is_own: bool = False) -> None:
+    def _try(self, trial: OptionSet, *, is_own: bool = False) -> None:
         """One row, whatever happens in it."""
         options = trial.options
         if trial.pointless:
@@ -327,7 +327,7 @@ class _Sweep(CheckRun):
                 resisting = {} if is_own else self._all(calls.matrix_phases.resisting, options)[0]
             if not resisting:
                 self._go_through_steps(synced)
-        except Stopped:
+        except CheckStopped:
             pass
         except RankError as error:
             self._fail(error)
@@ -348,7 +348,7 @@ class _Sweep(CheckRun):
             row = self._timed(row, None if is_own else options)
         self._rows.append(row)
 
-    def _begin_row(self, options: Options | None) -> bool:
+    def _begin_row(self, options: DdpOptions | None) -> bool:
         """Wrap with these options; returns from which of the two references the steps are to be taken."""
         wrapped = self._wrap(calls.matrix_phases.begin_row, options)
         synced = wrapped[0].broadcasts_buffers if self._buffers_matter else self._synced
@@ -370,7 +370,7 @@ class _Sweep(CheckRun):
             if self._run_ddp(step, words) and not self.outcome.withheld:
                 self._repeat(step)
 
-    def _judged(self, outcome: Outcome, options: Options, *, own: bool) -> MatrixRow:
+    def _judged(self, outcome: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:
         report = outcome.report(**self._rules)
         findings = report.findings
         hidden = any(f.severity is Severity.ERROR for f in outcome.findings if f not in findings)
@@ -412,7 +412,7 @@ class _Sweep(CheckRun):
 
     # Step times
 
-    def _timed(self, row: MatrixRow, options: Options | None) -> MatrixRow:
+    def _timed(self, row: MatrixRow, options: DdpOptions | None) -> MatrixRow:
         """The row with its step time; the first that is right is what the others are compared with."""
         self.progress(f"{self._words}: timing steps")
         try:

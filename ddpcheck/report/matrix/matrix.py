@@ -23,7 +23,7 @@ from ddpcheck.findings.report import (
 )
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.report.matrix.option_sets import Options
+from ddpcheck.report.matrix.option_sets import DdpOptions
 
 Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]
 """`right`: all was compared, and nothing is at severity error. `lossy`: right up to what a communication hook rounds.
@@ -93,9 +93,9 @@ class MatrixRow:
     failure: ReportError | None = None
 
     @property
-    def options(self) -> Options:
+    def options(self) -> DdpOptions:
         """Arguments and hook together."""
-        return Options(self.arguments, self.hook)
+        return DdpOptions(self.arguments, self.hook)
 
     @property
     def title(self) -> str:

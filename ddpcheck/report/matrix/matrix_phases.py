@@ -28,15 +28,15 @@ from ddpcheck.findings.source_lines import record_origins
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers
 from ddpcheck.gather.phases import session as phases
-from ddpcheck.gather.phases.session import Session, seed_of, the_session
+from ddpcheck.gather.phases.session import RankState, seed_of, the_session
 from ddpcheck.gather.phases.single_process import model_seed
-from ddpcheck.gather.state.external_state import Undo, put_back
+from ddpcheck.gather.state.external_state import Restore, put_back
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.training_step import ModuleState, run_backward, run_optimizer
-from ddpcheck.recipe.pytree import copied, iter_tensors
+from ddpcheck.recipe.pytree import copied, tree_tensors
 from ddpcheck.recipe.recipe import call_loss
-from ddpcheck.report.matrix.option_sets import VARIED, ModelFacts, Options
+from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts
 from ddpcheck.worlds import rank as this_rank
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -50,7 +50,7 @@ class KeptStep:
     batch: Any
     averaged: dict[str, torch.Tensor | None]
     scale: dict[str, float]
-    started: list[Undo]
+    started: list[Restore]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def _rows() -> Rows:
 # Wrapping
 
 
-def begin_reference(options: Options | None) -> Wrapped:
+def begin_reference(options: DdpOptions | None) -> Wrapped:
     """Wrap a module, for the steps that each rank makes by itself; the module's hooks and structure are then known."""
     session = the_session()
     wrapped = begin_row(options)
@@ -96,7 +96,7 @@ def begin_reference(options: Options | None) -> Wrapped:
     return wrapped
 
 
-def begin_row(options: Options | None) -> Wrapped:
+def begin_row(options: DdpOptions | None) -> Wrapped:
     """Build the module anew and wrap it with these options, or as the recipe does (None)."""
     session, rows = the_session(), _rows()
     if session.wrapped is not None:
@@ -115,8 +115,8 @@ def begin_row(options: Options | None) -> Wrapped:
     return wrapped
 
 
-def _build(session: Session, rows: Rows) -> nn.Module:
-    this_rank.set_place("building the model")
+def _build(session: RankState, rows: Rows) -> nn.Module:
+    this_rank.set_status("building the model")
     seed_everything(model_seed(session.seed))
     with record_origins() as session.origins:
         module = session.recipe.build_model()
@@ -134,7 +134,7 @@ def _note(rows: Rows, module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def overridden_options(options: Options | None, given: list[dict[str, Any]]) -> Iterator[None]:
+def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
     """While active, every `DistributedDataParallel` gets these options in place of its caller's, whoever calls it.
 
     Args:
@@ -166,7 +166,7 @@ def overridden_options(options: Options | None, given: list[dict[str, Any]]) -> 
         ddp.__init__ = original
 
 
-def resisting(options: Options) -> dict[str, Any]:
+def resisting(options: DdpOptions) -> dict[str, Any]:
     """What the wrapper was made with in spite of these options: `wrap` sets it after the constructor."""
     wrapper = the_session().wrapper
     found = {}
@@ -235,7 +235,7 @@ def rewind(step: int, synced: bool) -> None:
     """
     session = the_session()
     kept = _rows().kept[step, synced]
-    this_rank.set_place(f"step {step}: beginning")
+    this_rank.set_status(f"step {step}: beginning")
     session.before, session.batch = kept.before, kept.batch
     session.averaged, session.scale = kept.averaged, kept.scale
     session.started = kept.started
@@ -266,7 +266,7 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
     with unlogged():
         for pair in range(pairs):
             step = steps[pair % len(steps)]
-            this_rank.set_place(f"timing pair {pair} of {pairs}")
+            this_rank.set_status(f"timing pair {pair} of {pairs}")
             kept = rows.kept[step]
             order = (rows.baseline, row) if pair % 2 == 0 else (row, rows.baseline)
             seconds = [_seconds(session, wrapping, kept, step[0]) for wrapping in order]
@@ -274,7 +274,7 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
     return found
 
 
-def _seconds(session: Session, wrapping: Wrapping, kept: KeptStep, step: int) -> float:
+def _seconds(session: RankState, wrapping: Wrapping, kept: KeptStep, step: int) -> float:
     kept.before.restore(wrapping.module)
     put_back(kept.started)
     batch = copied(kept.batch)
@@ -290,7 +290,7 @@ def _seconds(session: Session, wrapping: Wrapping, kept: KeptStep, step: int) ->
     return time.perf_counter() - begun
 
 
-def _settle(session: Session) -> None:
+def _settle(session: RankState) -> None:
     if session.device.type == "cuda":
         torch.cuda.synchronize(session.device)
     if session.world_size > 1:
@@ -298,4 +298,4 @@ def _settle(session: Session) -> None:
 
 
 def _scalars(result: Any) -> Sequence[torch.Tensor]:
-    return [part.reshape(()) for part in iter_tensors(result) if part.requires_grad]
+    return [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]

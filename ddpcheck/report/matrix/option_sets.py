@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpcheck.findings.wording import spelled, spelled_steps
+from ddpcheck.findings.wording import format_ranks, format_steps
 
 VARIED = (
     "find_unused_parameters",
@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DdpOptions:
     """One combination of options.
 
     Attributes:
@@ -47,14 +47,14 @@ class Options:
         words = [f"{name}={value!r}" for name, value in self.arguments.items()]
         return ", ".join([*words, self.hook] if self.hook else words) or "defaults"
 
-    def plus(self, hook: str = "", **arguments: Any) -> Options:
+    def plus(self, hook: str = "", **arguments: Any) -> DdpOptions:
         """These with others on top."""
-        return Options({**self.arguments, **arguments}, hook or self.hook)
+        return DdpOptions({**self.arguments, **arguments}, hook or self.hook)
 
 
-DEFAULTS = Options()
-FIND_UNUSED = Options({"find_unused_parameters": True})
-STATIC_GRAPH = Options({"static_graph": True})
+DEFAULTS = DdpOptions()
+FIND_UNUSED = DdpOptions({"find_unused_parameters": True})
+STATIC_GRAPH = DdpOptions({"static_graph": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class OptionSet:
     """Options that are tried, or why they are not.
 
     Attributes:
@@ -94,17 +94,17 @@ class Trial:
         forbidden: Why the model must not be run under it, since DDP may hang; empty where it may.
     """
 
-    options: Options
+    options: DdpOptions
     pointless: str = ""
     forbidden: str = ""
 
 
-def first_trials(facts: ModelFacts) -> list[Options]:
+def first_trials(facts: ModelFacts) -> list[DdpOptions]:
     """What decides on the base of all others: the defaults and the two ways in which DDP can treat the graph."""
     return [options for options in (DEFAULTS, FIND_UNUSED, STATIC_GRAPH) if set(options.arguments) <= set(facts.known)]
 
 
-def further_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) -> list[Trial]:
+def further_trials(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> list[OptionSet]:
     """The rest, on top of options under which the model is right.
 
     Args:
@@ -112,7 +112,7 @@ def further_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) 
         base: The options to which others are added: those of the plainest row that is right.
         graphs: The ways of treating the graph that are right, `base` among them where it is one.
     """
-    trials: list[Trial] = []
+    trials: list[OptionSet] = []
     done = {*map(str, first_trials(facts))}
     for trial in _all_trials(facts, base, graphs):
         if set(trial.options.arguments) <= set(facts.known) and str(trial.options) not in done:
@@ -121,54 +121,56 @@ def further_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) 
     return trials
 
 
-def _all_trials(facts: ModelFacts, base: Options, graphs: Sequence[Options]) -> Iterator[Trial]:
+def _all_trials(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> Iterator[OptionSet]:
     for graph in (base, *graphs):
-        yield Trial(graph.plus(gradient_as_bucket_view=True))
+        yield OptionSet(graph.plus(gradient_as_bucket_view=True))
     yield from _buffer_trials(facts, base)
     yield from _bucket_trials(facts, base)
-    yield Trial(base.plus(batched_grad_copy=True))
+    yield OptionSet(base.plus(batched_grad_copy=True))
     yield _skip_trial(facts, base)
     yield from _hook_trials(facts, base)
 
 
-def _buffer_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+def _buffer_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
     if {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         return
     none = "" if facts.buffers else "the model has no buffers"
     same = "" if facts.buffers_differ else "all ranks build the same buffers, so it does what forward_sync_buffers does"
     if "forward_sync_buffers" in facts.known:
-        yield Trial(base.plus(forward_sync_buffers=False), pointless=none)
-        yield Trial(base.plus(broadcast_buffers=False), pointless=none or same)
+        yield OptionSet(base.plus(forward_sync_buffers=False), pointless=none)
+        yield OptionSet(base.plus(broadcast_buffers=False), pointless=none or same)
     else:
-        yield Trial(base.plus(broadcast_buffers=False), pointless=none)
+        yield OptionSet(base.plus(broadcast_buffers=False), pointless=none)
 
 
-def _bucket_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+def _bucket_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
     size = facts.gradient_bytes
     small = "" if size > _MIB else f"all gradients ({_spelled_bytes(size)}) fit into one bucket of 1 MiB"
-    yield Trial(base.plus(bucket_cap_mb=1), pointless=small)
-    yield Trial(base.plus(bucket_cap_mb=100), pointless=small)
-    yield Trial(base.plus(bucket_cap_mb_list=[1, 5, 25]), pointless=small)
+    yield OptionSet(base.plus(bucket_cap_mb=1), pointless=small)
+    yield OptionSet(base.plus(bucket_cap_mb=100), pointless=small)
+    yield OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), pointless=small)
 
 
-def _skip_trial(facts: ModelFacts, base: Options) -> Trial:
+def _skip_trial(facts: ModelFacts, base: DdpOptions) -> OptionSet:
     options = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
     if not any(facts.absent.values()):
-        return Trial(options, pointless="every parameter takes part in every step, so there is nothing to skip")
+        return OptionSet(options, pointless="every parameter takes part in every step, so there is nothing to skip")
     for step in sorted({step for step, _ in facts.absent}):
         by_rank = {rank: names for (other, rank), names in facts.absent.items() if other == step}
         first = by_rank[min(by_rank)]
         odd = [rank for rank, names in by_rank.items() if names != first]
         if odd:
-            why = f"{spelled(odd)} and rank {min(by_rank)} leave out different parameters in {spelled_steps([step])}"
-            return Trial(
+            why = (
+                f"{format_ranks(odd)} and rank {min(by_rank)} leave out different parameters in {format_steps([step])}"
+            )
+            return OptionSet(
                 options,
                 forbidden=f"{why}; one skips an all-reduce that the other waits in, once a bucket holds nothing else",
             )
-    return Trial(options)
+    return OptionSet(options)
 
 
-def _hook_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
+def _hook_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
     for hook in COMPRESSION_HOOKS:
         why = ""
         if facts.own_hook:
@@ -177,7 +179,7 @@ def _hook_trials(facts: ModelFacts, base: Options) -> Iterator[Trial]:
             why = "the gradients have no more than 16 bits as they are"
         elif hook.startswith("bf16") and not facts.nccl:
             why = "torch takes this hook only with nccl, and this process group is none of it"
-        yield Trial(base.plus(hook=hook), pointless=why)
+        yield OptionSet(base.plus(hook=hook), pointless=why)
 
 
 def _spelled_bytes(size: int) -> str:

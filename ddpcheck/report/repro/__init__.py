@@ -21,7 +21,7 @@ from ddpcheck.report.repro.projects import own_modules, without_ddpcheck
 from ddpcheck.report.repro.script import companions, script_for
 
 if TYPE_CHECKING:
-    from ddpcheck.report.repro.probe import Look
+    from ddpcheck.report.repro.probe import TargetInfo
 
 _OURS = "written by ddpcheck"
 _ALSO_OURS = "which wrote this file"
@@ -134,7 +134,7 @@ def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str
     return files
 
 
-def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) -> Look:
+def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) -> TargetInfo:
     """Look at the target in a process of its own; without its loss, or its model, where that cannot be run there."""
     world: dict[str, Any] = dict(report.world)
     steps = steps_for(finding, report, chosen)
@@ -143,7 +143,7 @@ def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) 
     for run in ("loss", "model", "")[finding.code.startswith("DDP4") :]:
         with World(1, device=str(world.get("device", "cpu")), timeout=float(world.get("timeout", 30))) as one:
             try:
-                found: Look = one.run(_look_on_rank, *arguments, run)[0]
+                found: TargetInfo = one.run(_look_on_rank, *arguments, run)[0]
                 return found
             except RankError as error:
                 trouble = error

@@ -14,14 +14,14 @@ from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.single_process import batch_seed, model_seed, step_seed
 from ddpcheck.gather.state.randomness import drawn_since, generator_states, seed_everything
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.recipe.pytree import iter_tensors, to_device
+from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.recipe.target import find_file, is_path, load_on_rank, split_target
 from ddpcheck.worlds import rank as this_rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Look:
+class TargetInfo:
     """What was seen of a target.
 
     Attributes:
@@ -55,7 +55,7 @@ class Look:
     step_seeds: tuple[tuple[int, ...], ...]
 
 
-def look(target: str, seed: int, world_size: int, steps: int, run: str) -> Look:
+def look(target: str, seed: int, world_size: int, steps: int, run: str) -> TargetInfo:
     """Load `target` and make its first batch.
 
     Args:
@@ -84,13 +84,13 @@ def look(target: str, seed: int, world_size: int, steps: int, run: str) -> Look:
             loss = recipe.loss(net, to_device(batch, device))
             scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0
             draws = "torch" in drawn_since(states, device)
-            torch.autograd.backward([part.sum() for part in iter_tensors(loss) if part.requires_grad])
+            torch.autograd.backward([part.sum() for part in tree_tensors(loss) if part.requires_grad])
             recipe.build_optimizer(p for p in net.parameters() if p.requires_grad).step()
     file, module = _module_of(place)
     value: Any = module
     for part in filter(None, attribute.split(".")):
         value = getattr(value, part)
-    return Look(
+    return TargetInfo(
         file=file,
         package=(module.__package__ or "") if not is_path(place) else "",
         attribute=attribute,

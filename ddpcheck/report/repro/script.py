@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
-from ddpcheck.findings.wording import listed, spelled, spelled_steps
+from ddpcheck.findings.wording import format_ranks, format_steps, join_names
 from ddpcheck.report.repro.choice import Demonstration, steps_for, tolerance_for, world_size_for
 from ddpcheck.report.repro.projects import Code, free_name, stand_in_for_recipe, without_ddpcheck
 from ddpcheck.report.repro.sources import (
@@ -31,7 +31,7 @@ from ddpcheck.report.repro.sources import (
 )
 
 if TYPE_CHECKING:
-    from ddpcheck.report.repro.probe import Look
+    from ddpcheck.report.repro.probe import TargetInfo
 
 _SHOWN = tuple(
     f"ddpcheck.report.repro.demonstrations.{name}"
@@ -50,7 +50,7 @@ def script_for(
     finding: Finding,
     chosen: Demonstration,
     report: Report,
-    look: Look,
+    look: TargetInfo,
     name: str,
     beside: Iterable[str],
     cpu_syncbn: bool,
@@ -90,7 +90,7 @@ def script_for(
 # The demonstration
 
 
-def _settings(finding: Finding, chosen: Demonstration, report: Report, look: Look) -> dict[str, str]:
+def _settings(finding: Finding, chosen: Demonstration, report: Report, look: TargetInfo) -> dict[str, str]:
     """The values of `demonstrations/settings.py`."""
     steps = steps_for(finding, report, chosen)
     seeds = [list(of_step[: world_size_for(finding, report)]) for of_step in look.step_seeds[:steps]]
@@ -114,7 +114,7 @@ def _on_cpu(report: Report) -> bool:
     return str(report.world.get("device", "cpu")) == "cpu"
 
 
-def _show(chosen: Demonstration, report: Report, look: Look, cpu_syncbn: bool) -> str:
+def _show(chosen: Demonstration, report: Report, look: TargetInfo, cpu_syncbn: bool) -> str:
     """The function of the script that prepares the recipe and calls the demonstration."""
     join = "dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))"
     make = ["recipe = recipe()"] if look.is_function else []
@@ -189,7 +189,7 @@ def companions(script: str) -> dict[str, str]:
 # The docstring
 
 
-def _new_line(finding: Finding, look: Look, code: Code, before: int) -> int | None:
+def _new_line(finding: Finding, look: TargetInfo, code: Code, before: int) -> int | None:
     """The line of the script that the finding's location has become, with so many lines `before` the target's code."""
     if finding.location is None or finding.location.path != relative_path(look.file):
         return None
@@ -206,17 +206,17 @@ def _docstring(
     beside: Iterable[str],
 ) -> str:
     here = f", line {line} here" if line else ""
-    steps = f", in {spelled_steps(finding.steps)}" if finding.steps else ""
+    steps = f", in {format_steps(finding.steps)}" if finding.steps else ""
     world, environment, files = report.world, report.environment, [*beside]
     seen_with = [f"torch {environment.get('torch', '?')}", f"Python {environment.get('python', '?')}"]
     seen_with += [str(environment.get("platform", "")), str(world.get("backend", "gloo"))]
     fields = {
-        "what": listed(finding.subjects, most=8),
+        "what": join_names(finding.subjects, most=8),
         "where": f"{finding.location}{here}" if finding.location else "",
-        "ranks": (spelled(finding.ranks) if finding.ranks else "every rank") + steps,
+        "ranks": (format_ranks(finding.ranks) if finding.ranks else "every rank") + steps,
         "seen with": ", ".join(filter(None, seen_with)),
         "found by": " ".join(filter(None, ["ddpcheck", report.tool.get("version", "")])) + ", which wrote this file",
-        "needs": "torch" + (f", and beside it {listed(files, most=9)}" if files else ""),
+        "needs": "torch" + (f", and beside it {join_names(files, most=9)}" if files else ""),
     }
     exits = "The exit code is not 0 where the fault shows, and 0 where it does not."
     paragraphs = [

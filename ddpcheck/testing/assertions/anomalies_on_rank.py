@@ -15,7 +15,7 @@ from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.source_lines import assignment_of, making_of
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, unregistered_tensors, walk_graph
-from ddpcheck.recipe.pytree import iter_leaves, iter_tensors
+from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.testing.assertions.messages import Anomaly
 
 
@@ -77,7 +77,7 @@ def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
 def _hidden_in_checkpoints(loss: Any) -> set[int]:
     """The parameters of what was given to re-entrant checkpoints: they are in no graph before backward runs."""
     found: set[int] = set()
-    roots = [tensor for tensor in iter_tensors(loss) if tensor.requires_grad]
+    roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
     for node in walk_graph(roots).functions:
         if node._forward_cls is CheckpointFunction:
             for module in _modules_in(node.run_function, 0):
@@ -103,7 +103,7 @@ def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
         inside = [getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)]
         inside += [value.__globals__.get(name) for name in code.co_names] if code is not None else []
     elif isinstance(value, list | tuple | dict):
-        inside = list(iter_leaves(value))
+        inside = list(tree_leaves(value))
     for one in inside:
         if one is not None and not isinstance(one, torch.Tensor | type | str):
             yield from _modules_in(one, depth + 1)

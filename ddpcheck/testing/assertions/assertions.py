@@ -19,14 +19,14 @@ from ddpcheck.findings.errors import BugError, DdpcheckError, FindingsError, Han
 from ddpcheck.findings.exception_origin import BUG, as_bug, is_ours
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.findings.wording import spelled
-from ddpcheck.gather.collectives.store_exchange import SilentRanksError, StoreExchange
-from ddpcheck.testing.assertions.messages import PartAccount, tell_anomalies, unmet
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
+from ddpcheck.testing.assertions.messages import PartAccount, parity_failure_message, tell_anomalies
 from ddpcheck.testing.assertions.replica_values import (
-    Account,
-    Difference,
-    Measured,
-    Options,
+    CompareOptions,
+    Mismatch,
+    RankValues,
+    ValueDiff,
     differences,
     holds_nothing,
     tell,
@@ -122,7 +122,7 @@ def assert_parity(
         preload=preload,
     )
     tolerance = None if rtol is None or atol is None else (rtol, atol)
-    message = unmet(report, select=select, ignore=ignore, tolerance=tolerance)
+    message = parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance)
     if message:
         raise FindingsError(_final(message, msg), detail=_as_text(report))
     return report
@@ -176,7 +176,7 @@ def assert_same_on_all_ranks(
         HangError: A rank did not call this in time; names the ranks.
     """
     __tracebackhide__ = True
-    options = Options(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
+    options = CompareOptions(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
     trouble = _trouble_of_tolerances("assert_same_on_all_ranks", rtol, atol)
     message = _difference_between_ranks(value, options, trouble, group, name, timeout)
     if message:
@@ -283,7 +283,7 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
         raise UsageError(f"{what}: this rank is not in the group; call it only on the ranks that are")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
-        raise UsageError(f"{what}: rank {dist.get_rank()} is not in the group of {spelled(ranks)}")
+        raise UsageError(f"{what}: rank {dist.get_rank()} is not in the group of {format_ranks(ranks)}")
     return ranks
 
 
@@ -294,9 +294,10 @@ def _waiting(what: str, timeout: float) -> Iterator[None]:
     this_rank.set_collective(what)
     try:
         yield
-    except SilentRanksError as error:
+    except RanksTimedOutError as error:
         raise HangError(
-            f"{spelled(error.ranks)} did not call {what} within {timeout:g} s; every rank of the group must call it, "
+            f"{format_ranks(error.ranks)} did not call {what} within {timeout:g} s; every rank of the "
+            "group must call it, "
             "the same number of times"
         ) from None
     finally:
@@ -304,7 +305,7 @@ def _waiting(what: str, timeout: float) -> Iterator[None]:
 
 
 def _difference_between_ranks(
-    value: Any, options: Options, trouble: str, group: dist.ProcessGroup | None, name: str, timeout: float | None
+    value: Any, options: CompareOptions, trouble: str, group: dist.ProcessGroup | None, name: str, timeout: float | None
 ) -> str:
     """The message, the same on every rank; empty where all is the same."""
     __tracebackhide__ = True
@@ -313,7 +314,7 @@ def _difference_between_ranks(
     place = str(user_location() or "")
     items, mine = _take_stock(value, options, trouble, place)
     everyone = [mine] * len(ranks)
-    measured: dict[str, list[Measured | None]] = {}
+    measured: dict[str, list[ValueDiff | None]] = {}
     if len(ranks) == 1:
         _refuse(everyone, ranks, what)
         return _NOTHING_COMPARED.format(what=what) if holds_nothing(mine) else ""
@@ -342,8 +343,8 @@ _NOTHING_COMPARED = (
 
 
 def _take_stock(
-    value: Any, options: Options, trouble: str, place: str, *, canonical: bool = False
-) -> tuple[list[Item], Account]:
+    value: Any, options: CompareOptions, trouble: str, place: str, *, canonical: bool = False
+) -> tuple[list[Item], RankValues]:
     """What this rank holds; whatever goes wrong is told to all ranks, which would wait for this one."""
     from ddpcheck.testing.assertions.replica_values_on_rank import IncomparableError, account, items_of
 
@@ -356,10 +357,10 @@ def _take_stock(
         trouble = trouble or str(error)
     except Exception as error:
         trouble = trouble or _unreadable("what was given", error)
-    return items, Account(options, (), place, trouble)
+    return items, RankValues(options, (), place, trouble)
 
 
-def _refuse(everyone: Sequence[Account], ranks: Sequence[int], what: str) -> None:
+def _refuse(everyone: Sequence[RankValues], ranks: Sequence[int], what: str) -> None:
     __tracebackhide__ = True
     if trouble := trouble_of(everyone, ranks):
         raise _refusal(trouble if trouble.startswith("assert_") else f"{what}: {trouble}")
@@ -376,12 +377,12 @@ def _refusal(message: str) -> DdpcheckError:
 
 
 def _measure(
-    found: Sequence[Difference],
+    found: Sequence[Mismatch],
     items: Sequence[Item],
-    options: Options,
+    options: CompareOptions,
     group: dist.ProcessGroup | None,
     exchange: StoreExchange,
-) -> dict[str, list[Measured | None]]:
+) -> dict[str, list[ValueDiff | None]]:
     """How far values are from each other: of the first item where none may differ, of all where they may a little."""
     from ddpcheck.testing.assertions.replica_values_on_rank import measure
 
@@ -390,7 +391,7 @@ def _measure(
         return {}
     here = list(exchange.ranks).index(exchange.rank)
     tensors = {path: value for path, kind, value in items if kind == "tensor"}
-    own: list[Measured | None] = []
+    own: list[ValueDiff | None] = []
     for item in wanted:
         source = exchange.ranks[item.against]
         own.append(measure(tensors[item.path], source, options, odd=here in item.odd, group=group))
@@ -421,7 +422,7 @@ def _anomalies_on_ranks(
             everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
     troubles = {rank: one.trouble for rank, one in zip(ranks, everyone, strict=True) if one.trouble}
     if troubles:
-        where = "" if len(troubles) == len(ranks) else f" ({spelled(list(troubles))})"
+        where = "" if len(troubles) == len(ranks) else f" ({format_ranks(list(troubles))})"
         raise _refusal(f"{what}: {next(iter(troubles.values()))}{where}")
     return tell_anomalies(everyone, ranks)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.report import Finding, ParityEntry, Report, select_findings
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import make_finding, spelled, verb
+from ddpcheck.findings.wording import format_ranks, make_finding, plural_verb
 
 # Gradients and their references
 
@@ -26,7 +26,7 @@ _NO_VERDICT = frozenset({"DDP307", "DDP308"})
 _MOST_ENTRIES = 5
 
 
-def unmet(
+def parity_failure_message(
     report: Report,
     *,
     select: Sequence[str] = (),
@@ -208,10 +208,10 @@ def tell_anomalies(accounts: Sequence[PartAccount], ranks: Sequence[int]) -> str
     ):
         if not group:
             continue
-        lines += ["", f"{len(group)} {verb(one_is, several_are, group)}:"]
+        lines += ["", f"{len(group)} {plural_verb(one_is, several_are, group)}:"]
         for one in group:
             at = f", made at {one.location}" if one.location else ""
-            on = f", {'not ' if one.registered else ''}on {spelled(where[one.name])}"
+            on = f", {'not ' if one.registered else ''}on {format_ranks(where[one.name])}"
             on = on if len(where[one.name]) < len(ranks) else ""
             lines.append(f"  {one.name} of shape {one.shape}{on}{at}")
         lines += [f"  {cause}" for cause in dict.fromkeys(one.cause for one in group if one.cause)]

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpcheck.findings.wording import spelled, verb
+from ddpcheck.findings.wording import format_ranks, plural_verb
 
 _MOST_ITEMS = 8  # that are named after the first one that differs
 _MOST_RANKS = 4  # whose numbers are given one by one
@@ -22,7 +22,7 @@ _NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True where it is meant."
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CompareOptions:
     """How values are compared; the same on every rank."""
 
     rtol: float = 0.0
@@ -38,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Entry:
     """One item that a rank holds: a tensor, a number, another plain value, or a container that counts its items.
 
     Attributes:
@@ -67,14 +67,14 @@ class Leaf:
     nans: int = 0
     first_nan: tuple[int, ...] = ()
 
-    def key(self, options: Options) -> Hashable:
+    def key(self, options: CompareOptions) -> Hashable:
         """What must be the same on every rank."""
         device = self.device if options.check_device else ""
         stride = self.stride if options.check_stride else ()
         value = repr(self.value)  # 1, 1.0 and True are three things, and a NaN is one
         return (self.kind, self.dtype, self.shape, self.layout, device, stride, value, self.fingerprint)
 
-    def spelled(self) -> str:
+    def described(self) -> str:
         """What it is, in words."""
         if self.kind == "tensor":
             return f"a tensor of shape {self.shape} and dtype {self.dtype}"
@@ -84,7 +84,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RankValues:
     """What one rank says of what it holds.
 
     Attributes:
@@ -94,14 +94,14 @@ class Account:
         trouble: Why it cannot be compared; empty where it can.
     """
 
-    options: Options
-    leaves: tuple[Leaf, ...] = ()
+    options: CompareOptions
+    leaves: tuple[Entry, ...] = ()
     place: str = ""
     trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ValueDiff:
     """How the values of one tensor on one rank differ from those on the rank that they are measured against.
 
     Attributes:
@@ -132,7 +132,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Mismatch:
     """One item that is not the same on all ranks.
 
     Attributes:
@@ -144,17 +144,17 @@ class Difference:
     """
 
     path: str
-    leaves: tuple[Leaf | None, ...]
+    leaves: tuple[Entry | None, ...]
     against: int
     odd: tuple[int, ...]
     measurable: bool
 
 
-def trouble_of(accounts: Sequence[Account], ranks: Sequence[int]) -> str:
+def trouble_of(accounts: Sequence[RankValues], ranks: Sequence[int]) -> str:
     """Why nothing can be said: wrong use, told alike on every rank; empty where all is well."""
     said = {rank: account.trouble for rank, account in zip(ranks, accounts, strict=True) if account.trouble}
     if said:
-        where = "" if len(said) == len(accounts) else f" ({spelled(list(said))})"
+        where = "" if len(said) == len(accounts) else f" ({format_ranks(list(said))})"
         return f"{next(iter(said.values()))}{where}"
     options = [account.options for account in accounts]
     if len(set(options)) > 1:
@@ -162,12 +162,12 @@ def trouble_of(accounts: Sequence[Account], ranks: Sequence[int]) -> str:
     return ""
 
 
-def holds_nothing(account: Account) -> bool:
+def holds_nothing(account: RankValues) -> bool:
     """Whether there is no tensor, number or text at all, so that a comparison would pass whatever the ranks did."""
     return all(leaf.value == "None" for leaf in account.leaves if leaf.kind in ("tensor", "number", "value"))
 
 
-def differences(accounts: Sequence[Account]) -> list[Difference]:
+def differences(accounts: Sequence[RankValues]) -> list[Mismatch]:
     """The items that are not the same on all ranks, in order; with a tolerance, also those that may be near enough."""
     options = accounts[0].options
     by_rank = [{leaf.path: leaf for leaf in account.leaves} for account in accounts]
@@ -182,11 +182,11 @@ def differences(accounts: Sequence[Account]) -> list[Difference]:
             continue
         odd = tuple(place for place, key in enumerate(keys) if key != common)
         alike = len({leaf and replace(leaf, fingerprint=0).key(options) for leaf in leaves}) == 1
-        found.append(Difference(path, leaves, against, odd, alike and bool(odd)))
+        found.append(Mismatch(path, leaves, against, odd, alike and bool(odd)))
     return found
 
 
-def _numbers_are_close(leaves: Sequence[Leaf | None], against: int, options: Options) -> bool:
+def _numbers_are_close(leaves: Sequence[Entry | None], against: int, options: CompareOptions) -> bool:
     """Whether the leaves are numbers within the tolerance of one of them."""
     if any(leaf is None or leaf.kind != "number" for leaf in leaves):
         return False
@@ -197,7 +197,7 @@ def _numbers_are_close(leaves: Sequence[Leaf | None], against: int, options: Opt
     return all(_is_close(value, want, options) for value in values)
 
 
-def _is_close(got: Any, want: Any, options: Options) -> bool:
+def _is_close(got: Any, want: Any, options: CompareOptions) -> bool:
     if got == want or (options.equal_nan and got != got and want != want):
         return True
     distance, room = abs(got - want), options.atol + options.rtol * abs(want)
@@ -205,9 +205,9 @@ def _is_close(got: Any, want: Any, options: Options) -> bool:
 
 
 def tell(
-    found: Sequence[Difference],
-    measured: Mapping[str, Sequence[Measured | None]],
-    accounts: Sequence[Account],
+    found: Sequence[Mismatch],
+    measured: Mapping[str, Sequence[ValueDiff | None]],
+    accounts: Sequence[RankValues],
     ranks: Sequence[int],
     name: str = "",
 ) -> str:
@@ -235,7 +235,7 @@ def tell(
         lines += ["", f"The failure occurred for item {spelled_path}"]
     others = [other for other in real if other is not first]
     if others:
-        lines.append(f"{len(others)} more {verb('item is', 'items are', others)} not the same on all ranks:")
+        lines.append(f"{len(others)} more {plural_verb('item is', 'items are', others)} not the same on all ranks:")
         lines += [_in_a_line(other, measured.get(other.path), name, ranks) for other in others[:_MOST_ITEMS]]
         lines += [f"  and {len(others) - _MOST_ITEMS} more"] if len(others) > _MOST_ITEMS else []
     places = [account.place for account in accounts]
@@ -245,16 +245,16 @@ def tell(
 
 
 def _told(
-    item: Difference, measured: Sequence[Measured | None] | None, options: Options, ranks: Sequence[int]
+    item: Mismatch, measured: Sequence[ValueDiff | None] | None, options: CompareOptions, ranks: Sequence[int]
 ) -> list[str]:
     """One item that differs, at length."""
     some = [leaf for leaf in item.leaves if leaf is not None]
     kinds = {leaf.kind for leaf in some}
     if len(some) < len(ranks):
-        said = [leaf.spelled() if leaf else "nothing" for leaf in item.leaves]
+        said = [leaf.described() if leaf else "nothing" for leaf in item.leaves]
         return ["Items are not the same on all ranks!", "", f"Not every rank holds it: {_who(said, ranks)}."]
     if len(kinds) > 1 or not kinds & {"tensor", "number", "value"}:
-        said = [leaf.spelled() for leaf in some]
+        said = [leaf.described() for leaf in some]
         return ["Items are not the same on all ranks!", "", f"The ranks hold different things: {_who(said, ranks)}."]
     how = "equal" if options.exact else "close"
     if kinds != {"tensor"}:
@@ -277,11 +277,11 @@ def _told(
         return [*lines, f"{share}.", _NAN_ADVICE]
     odd = _odd_ranks(item, measured, ranks)
     same = [rank for rank in ranks if rank not in odd]
-    lines.append(f"{spelled(odd).capitalize()} {verb('differs', 'differ', odd)} from {spelled(same)}.")
+    lines.append(f"{format_ranks(odd).capitalize()} {plural_verb('differs', 'differ', odd)} from {format_ranks(same)}.")
     return lines + (_numbers(measured, item, options, ranks) if measured else [])
 
 
-def _odd_ranks(item: Difference, measured: Sequence[Measured | None] | None, ranks: Sequence[int]) -> list[int]:
+def _odd_ranks(item: Mismatch, measured: Sequence[ValueDiff | None] | None, ranks: Sequence[int]) -> list[int]:
     """The ranks that differ by more than they may."""
     if measured is None:
         return [ranks[place] for place in item.odd]
@@ -289,13 +289,13 @@ def _odd_ranks(item: Difference, measured: Sequence[Measured | None] | None, ran
 
 
 def _numbers(
-    measured: Sequence[Measured | None], item: Difference, options: Options, ranks: Sequence[int]
+    measured: Sequence[ValueDiff | None], item: Mismatch, options: CompareOptions, ranks: Sequence[int]
 ) -> list[str]:
     """How many elements differ, and which most."""
     those = {rank: one for rank, one in zip(ranks, measured, strict=True) if one and (one.mismatched or one.trouble)}
     trouble = {rank: one.trouble for rank, one in those.items() if one.trouble}
     if trouble:
-        return [f"How far could not be measured on {spelled(list(trouble))}: {next(iter(trouble.values()))}"]
+        return [f"How far could not be measured on {format_ranks(list(trouble))}: {next(iter(trouble.values()))}"]
     counts = [
         f"{one.mismatched} / {one.elements} ({one.mismatched / one.elements:.1%}) on rank {rank}"
         for rank, one in list(those.items())[:_MOST_RANKS]
@@ -320,17 +320,19 @@ def _numbers(
     return lines
 
 
-def _in_a_line(item: Difference, measured: Sequence[Measured | None] | None, name: str, ranks: Sequence[int]) -> str:
+def _in_a_line(item: Mismatch, measured: Sequence[ValueDiff | None] | None, name: str, ranks: Sequence[int]) -> str:
     path = _spelled_path(item, name)
     if None in item.leaves:
-        return f"  {path}: only on {spelled([rank for rank, leaf in zip(ranks, item.leaves, strict=True) if leaf])}"
+        return (
+            f"  {path}: only on {format_ranks([rank for rank, leaf in zip(ranks, item.leaves, strict=True) if leaf])}"
+        )
     if not item.odd:
         return f"  {path}: NaN on every rank"
     what = "values" if item.measurable else "what it is"
-    return f"  {path}: {what}, on {spelled(_odd_ranks(item, measured, ranks))}"
+    return f"  {path}: {what}, on {format_ranks(_odd_ranks(item, measured, ranks))}"
 
 
-def _spelled_path(item: Difference, name: str) -> str:
+def _spelled_path(item: Mismatch, name: str) -> str:
     return f"{name}{item.path}" if name or item.path.startswith("[") else item.path.removeprefix(".")
 
 
@@ -339,4 +341,4 @@ def _who(values: Sequence[Any], ranks: Sequence[int]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         groups.setdefault(str(value), []).append(rank)
-    return "; ".join(f"{text} on {spelled(of)}" for text, of in groups.items())
+    return "; ".join(f"{text} on {format_ranks(of)}" for text, of in groups.items())

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcheck.gather.state.module_description import fingerprint
-from ddpcheck.testing.assertions.replica_values import Account, Leaf, Measured, Options
+from ddpcheck.testing.assertions.replica_values import CompareOptions, Entry, RankValues, ValueDiff
 
 _PIECE = 1 << 24
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
@@ -26,7 +26,7 @@ _KEYS = (str, bytes, int, float, complex, bool, type(None), enum.Enum)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 Item = tuple[str, str, Any]
-"""Path, kind (of `Leaf`) and a dense tensor, a number, a plain value or the number of items in a container."""
+"""Path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container."""
 
 
 class IncomparableError(Exception):
@@ -161,7 +161,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def account(items: Sequence[Item], options: Options, place: str, *, canonical: bool) -> Account:
+def account(items: Sequence[Item], options: CompareOptions, place: str, *, canonical: bool) -> RankValues:
     """Say what the items are, with a fingerprint of each tensor.
 
     Args:
@@ -173,18 +173,18 @@ def account(items: Sequence[Item], options: Options, place: str, *, canonical: b
     """
     with torch.no_grad():
         leaves = [_leaf(path, kind, value, options, canonical=canonical) for path, kind, value in items]
-    return Account(options, tuple(leaves), place)
+    return RankValues(options, tuple(leaves), place)
 
 
-def _leaf(path: str, kind: str, value: Any, options: Options, *, canonical: bool) -> Leaf:
+def _leaf(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> Entry:
     if kind == "number":
-        return Leaf(path, kind, value=value, nans=int(value != value))
+        return Entry(path, kind, value=value, nans=int(value != value))
     if kind != "tensor":
-        return Leaf(path, kind, value=value)
+        return Entry(path, kind, value=value)
     whole = _is_whole(value)
     nans = _nans(value) if whole and not options.equal_nan else None
     count = 0 if nans is None else int(nans.count_nonzero())
-    return Leaf(
+    return Entry(
         path,
         kind,
         dtype=str(value.dtype).removeprefix("torch."),
@@ -224,7 +224,7 @@ def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
 # Values
 
 
-def measure(tensor: torch.Tensor, source: int, options: Options, *, odd: bool, group: Any) -> Measured | None:
+def measure(tensor: torch.Tensor, source: int, options: CompareOptions, *, odd: bool, group: Any) -> ValueDiff | None:
     """Send the values of rank `source` to all ranks of `group`; how far `tensor` is from them where it is `odd`.
 
     A collective: every rank has said before that it holds a tensor of this shape and dtype here.
@@ -238,7 +238,7 @@ def measure(tensor: torch.Tensor, source: int, options: Options, *, odd: bool, g
     """
     own = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     carrier = _carrier(group)
-    total = Measured(elements=own.numel())
+    total = ValueDiff(elements=own.numel())
     with torch.no_grad():
         for start in range(0, own.numel(), step := max(_PIECE // own.element_size(), 1)):
             piece = own[start : start + step].clone().view(torch.uint8).to(carrier)
@@ -248,7 +248,7 @@ def measure(tensor: torch.Tensor, source: int, options: Options, *, odd: bool, g
                 try:
                     total = _compare(total, mine, piece.cpu().view(own.dtype), options, start, tensor.shape)
                 except Exception as error:  # the others go on and wait for this rank
-                    total = Measured(elements=own.numel(), trouble=f"{type(error).__name__}: {error}")
+                    total = ValueDiff(elements=own.numel(), trouble=f"{type(error).__name__}: {error}")
     return total if odd else None
 
 
@@ -259,8 +259,8 @@ def _carrier(group: Any) -> torch.device:
 
 
 def _compare(
-    total: Measured, got: torch.Tensor, want: torch.Tensor, options: Options, start: int, shape: Sequence[int]
-) -> Measured:
+    total: ValueDiff, got: torch.Tensor, want: torch.Tensor, options: CompareOptions, start: int, shape: Sequence[int]
+) -> ValueDiff:
     """`total` with one more piece of the tensor, which begins at element `start`."""
     exact_got, exact_want = (t.view(_SIGNED[t.dtype]) if t.dtype in _SIGNED else t for t in (got, want))
     wide = torch.complex128 if got.is_complex() else torch.float64

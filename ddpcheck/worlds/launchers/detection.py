@@ -20,7 +20,7 @@ from ddpcheck.worlds.wire import NO_LAUNCH
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LauncherEnv:
     """What a launcher has told this process.
 
     Attributes:
@@ -110,17 +110,17 @@ _ASK = {
 }
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Launch | None:
+def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
     """Return what the launcher of this process has said; `None` where there is none, or it started one process only.
 
     `None` too in a process that a rank has started, which inherits the rank's variables, and in a shell of SLURM that
     is no step of `srun`.
     """
     found = _read(environ)
-    return found if isinstance(found, Launch) and found.world_size > 1 else None
+    return found if isinstance(found, LauncherEnv) and found.world_size > 1 else None
 
 
-def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> Launch:
+def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> LauncherEnv:
     """Return what the launcher of this process has said, also where it started one process only.
 
     Args:
@@ -133,7 +133,7 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
     if launcher is not None:
         return _require_one(environ, launcher)
     found = _read(environ)
-    if isinstance(found, Launch):
+    if isinstance(found, LauncherEnv):
         return found
     raise UsageError(
         found
@@ -142,7 +142,7 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
     )
 
 
-def _require_one(environ: Mapping[str, str], launcher: str) -> Launch:
+def _require_one(environ: Mapping[str, str], launcher: str) -> LauncherEnv:
     spoken = _spoken(environ)
     for names in spoken:
         if names in LAUNCHERS[launcher]:
@@ -157,7 +157,7 @@ def _require_one(environ: Mapping[str, str], launcher: str) -> Launch:
     raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; {_ASK[launcher]}.")
 
 
-def _read(environ: Mapping[str, str]) -> Launch | str | None:
+def _read(environ: Mapping[str, str]) -> LauncherEnv | str | None:
     """The launch, or what is wrong with it in a sentence, or nothing."""
     if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
         return None
@@ -193,7 +193,7 @@ def _same_rank(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _launch(names: _Names, environ: Mapping[str, str]) -> Launch:
+def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
     rank = _number(environ, names.rank, names)
     world_size = _number(environ, names.world_size, names)
     if not 0 <= rank < world_size:
@@ -219,7 +219,7 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> Launch:
     port = _number(environ, "MASTER_PORT", names) if needed or "MASTER_PORT" in environ else 0
     if not address and names in (_TORCHRUN, _PLAIN):
         raise UsageError(f"{_said(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
-    return Launch(
+    return LauncherEnv(
         names.launcher,
         rank,
         world_size,

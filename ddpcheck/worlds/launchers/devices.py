@@ -14,7 +14,7 @@ from ddpcheck.findings.wording import agreeing, name_ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankDevices:
     """What a rank tells of itself.
 
     Attributes:
@@ -32,7 +32,7 @@ class Seat:
     master: str = ""
 
 
-def local_ranks(seats: Sequence[Seat]) -> list[int]:
+def local_ranks(seats: Sequence[RankDevices]) -> list[int]:
     """The local rank of each, counted on its machine where its launcher has not said it."""
     counted: Counter[str] = Counter()
     found = []
@@ -42,7 +42,7 @@ def local_ranks(seats: Sequence[Seat]) -> list[int]:
     return found
 
 
-def choose_gpus(seats: Sequence[Seat]) -> list[int | None]:
+def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
     """The GPU of each rank, by its number among those that it sees; `None` where it sees none.
 
     Ranks that see the same ones take them in order of their local ranks, from the first one again where there are more
@@ -59,7 +59,7 @@ def choose_gpus(seats: Sequence[Seat]) -> list[int | None]:
     return chosen
 
 
-def choose_backend(seats: Sequence[Seat]) -> str:
+def choose_backend(seats: Sequence[RankDevices]) -> str:
     """The backend of all: the one that they have been asked for, else `nccl` with a GPU for each, else `gloo`.
 
     Raises:

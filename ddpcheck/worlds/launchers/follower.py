@@ -18,7 +18,7 @@ from typing import Any
 
 from ddpcheck.worlds import starting as processes
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.launchers.detection import Launch
+from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Welcome, join
 
 _TICK = 0.1
@@ -29,7 +29,7 @@ _STUCK = 60.0  # seconds without the leader reading what it is told
 _GROW = ("out", "log")  # files that are only added to
 
 
-def follow(launch: Launch, *, timeout: float = PATIENCE) -> bool:
+def follow(launch: LauncherEnv, *, timeout: float = PATIENCE) -> bool:
     """Serve rank 0 until it says goodbye, or is gone.
 
     Returns:
@@ -139,7 +139,7 @@ class _Hosted:
             self._directory.mkdir(mode=0o700)
         self._sock, theirs = socket.socketpair()
         self._sock.setblocking(False)
-        start: processes.Starter = processes.ForkLaunch if method == "fork" else processes.SpawnLaunch
+        start: processes.Starter = processes.ForkedRanks if method == "fork" else processes.SpawnedRanks
         # The fork server removes the directory when this process dies; the leader's is not ours to remove.
         scratch = "" if self._shared and method == "fork" else directory
         with theirs:
@@ -242,7 +242,7 @@ class _Hosted:
     def _show_files(self) -> None:
         """Where the leader cannot read the rank's files, send it what is new in them."""
         if not self._shared:
-            for kind in ("slots", "out", "luggage"):
+            for kind in ("slots", "out", "attachment"):
                 self._show(f"rank{self._rank}.{kind}")
             self._show(f"collectives-{self._rank}.log")
 

@@ -1,6 +1,6 @@
 """One run on the ranks of a launcher: this rank's part of it, and what has come of it on every rank.
 
-Each rank's outcome is written to the board once, by itself or, when it cannot, by the first that notices; so all ranks
+Each rank's outcome is written to the store once, by itself or, when it cannot, by the first that notices; so all ranks
 read the same, and say the same. The order of failures is that of their arrival there: no clocks are compared.
 
 This module is light: it imports torch only where a process group is made.
@@ -22,14 +22,14 @@ from typing import Any
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers.interrupt import (
-    Freed,
+    Interrupted,
     Interruption,
     abort_groups,
     end_connections,
     main_stack,
     open_sockets,
 )
-from ddpcheck.worlds.launchers.rank_group import Session
+from ddpcheck.worlds.launchers.rank_group import RankGroup
 
 GRACE = 0.3  # seconds after the first failure, for others to fail for reasons of their own
 _GIVE_UP = 10.0  # seconds that a rank may take to be freed
@@ -40,7 +40,7 @@ _LATE = b"late"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """What has come of a run on one rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Outcome:
         collective: That it waits in, where it is known.
         said: How its process ended, in words.
         code: The exit code of its process, where it is known.
-        luggage: What it left for the parent.
+        attachment: What it left for the parent.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Outcome:
     collective: str = ""
     said: str = ""
     code: int | None = None
-    luggage: bytes = b""
+    attachment: bytes = b""
 
     @property
     def when(self) -> float:
@@ -76,18 +76,18 @@ class Outcome:
 class Run:
     """One run of one function on the first `world_size` ranks of a session."""
 
-    def __init__(self, session: Session, context: ranks.RankContext | None, world_size: int, timeout: float) -> None:
+    def __init__(self, session: RankGroup, context: ranks.RankContext | None, world_size: int, timeout: float) -> None:
         """Take part with a context, or only learn what comes of it without one."""
         self._session = session
         self._context = context
         self._members = range(world_size)
         self._timeout = timeout
         self._name = f"run/{session.point}"
-        self._board = session.board
+        self._store = session.store
         self._interruption = Interruption()
         self._inside = False
         self._trouble: float | None = None
-        self._evidence: Outcome | None = None
+        self._evidence: RankOutcome | None = None
         self._next_attempt = 0.0
         self._sockets = open_sockets()
         self._deadline = time.monotonic() + timeout
@@ -112,10 +112,10 @@ class Run:
                     try:
                         outcome, interrupt = self._attempt(fn, args, kwargs, self._context)
                     except OSError as error:  # no room for our own files: nobody shall wait for us
-                        outcome = Outcome("failure", self._order(), reply=ranks.describe(error))
+                        outcome = RankOutcome("failure", self._order(), reply=ranks.describe(error))
                     self._claim(self._context.rank, outcome)
                     if outcome.kind != "result":
-                        self._board.put(f"{self._name}/trouble", b"failed")
+                        self._store.put(f"{self._name}/trouble", b"failed")
                     self._await_all()
             else:
                 self._await_all()
@@ -124,20 +124,20 @@ class Run:
 
     def _attempt(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], context: ranks.RankContext
-    ) -> tuple[Outcome, KeyboardInterrupt | None]:
+    ) -> tuple[RankOutcome, KeyboardInterrupt | None]:
         interrupt, reply, data = None, None, b""
         own = os.getpid()
-        with _environment(context, self._session), ranks.standing_in(context):
+        with _environment(context, self._session), ranks.acting_as_rank(context):
             try:
                 with self._interruption.allowed():
                     self._inside = True
-                    ranks.set_place("starting up")
+                    ranks.set_status("starting up")
                     self._begin_group(context)
-                    ranks.set_place("")
+                    ranks.set_status("")
                     result = fn(*args, **kwargs)
                     self._inside = False
                 data = ranks.packed_result(result)
-            except Freed:
+            except Interrupted:
                 pass
             except BaseException as error:  # pytest.skip and sys.exit are no Exceptions
                 self._inside = False
@@ -150,13 +150,13 @@ class Run:
                 ):  # a process that the user's code has forked, and that does not speak for the rank
                     os._exit(0)
                 self._inside = False
-        luggage = _read(context.directory / f"rank{context.rank}.luggage")
+        attachment = _read(context.directory / f"rank{context.rank}.attachment")
         # What it raises once it was found stuck is due to its being freed, or to another that was: gloo says the same.
         if self._evidence is not None and (self._freeing or reply is not None) and interrupt is None:
-            return replace(self._evidence, luggage=luggage), None
+            return replace(self._evidence, attachment=attachment), None
         if reply is not None:
-            return Outcome("failure", order, reply=reply, luggage=luggage), interrupt
-        return Outcome("result", data=data, luggage=luggage), None
+            return RankOutcome("failure", order, reply=reply, attachment=attachment), interrupt
+        return RankOutcome("result", data=data, attachment=attachment), None
 
     def _begin_group(self, context: ranks.RankContext) -> None:
         import torch.distributed as dist
@@ -168,7 +168,7 @@ class Run:
                 "call torch.distributed.destroy_process_group() before."
             )
         # A connection of its own, so that a rendezvous with a rank that died can be ended like a collective.
-        store = PrefixStore(f"{self._board.prefix}/{self._name}", self._board.reopen())
+        store = PrefixStore(f"{self._store.prefix}/{self._name}", self._store.reopen())
         seconds = self._timeout + GRACE + _GIVE_UP / 2  # for what nothing else frees: a receive from any rank
         dist.init_process_group(
             context.backend,
@@ -191,22 +191,22 @@ class Run:
     # --- Outcomes ------------------------------------------------------------------------------------------------
 
     def _order(self) -> int:
-        return self._board.next(f"{self._name}/order")
+        return self._store.next(f"{self._name}/order")
 
-    def _claim(self, rank: int, outcome: Outcome) -> None:
-        self._board.claim(self._out(rank), pickle.dumps(outcome))
+    def _claim(self, rank: int, outcome: RankOutcome) -> None:
+        self._store.claim(self._out(rank), pickle.dumps(outcome))
 
     def _await_all(self) -> None:
         names = [self._out(rank) for rank in self._members]
         pause = _PAUSE / 4
-        while not self._board.has(*names):
-            missing = [rank for rank in self._members if not self._board.has(self._out(rank))]
+        while not self._store.has(*names):
+            missing = [rank for rank in self._members if not self._store.has(self._out(rank))]
             for rank in missing:
                 if rank in self._session.gone:
                     said, code = self._session.gone[rank]
-                    self._claim(rank, Outcome("gone", self._order(), said=said, code=code))
+                    self._claim(rank, RankOutcome("gone", self._order(), said=said, code=code))
                 elif time.monotonic() > self._last_moment():
-                    self._claim(rank, Outcome("lost", self._order()))
+                    self._claim(rank, RankOutcome("lost", self._order()))
             time.sleep(pause)
             pause = min(_PAUSE * 5, pause * 1.5)
 
@@ -215,15 +215,17 @@ class Run:
         since = self._deadline if self._trouble is None else min(self._trouble, self._deadline)
         return since + _GIVE_UP + 2.0
 
-    def outcomes(self) -> dict[int, Outcome]:
+    def outcomes(self) -> dict[int, RankOutcome]:
         """What has come of it on each rank; the same on every rank."""
-        return {rank: pickle.loads(self._board.claimed(self._out(rank))) for rank in self._members}
+        return {rank: pickle.loads(self._store.claimed(self._out(rank))) for rank in self._members}
 
-    def outcomes_without_store(self) -> dict[int, Outcome]:
+    def outcomes_without_store(self) -> dict[int, RankOutcome]:
         """What is known where the store has ended with the rank that kept it."""
         gone = self._session.gone
         return {
-            rank: Outcome("gone", 1, said=gone[rank][0], code=gone[rank][1]) for rank in self._members if rank in gone
+            rank: RankOutcome("gone", 1, said=gone[rank][0], code=gone[rank][1])
+            for rank in self._members
+            if rank in gone
         }
 
     # --- Watching: all of this runs in the session's own thread -----------------------------------------------------
@@ -237,14 +239,14 @@ class Run:
             return
         if self._evidence is None:
             place, collective = ranks.own_slots()
-            self._evidence = Outcome("stuck", stack=main_stack(), place=place, collective=collective)
-            self._board.put(self._noted(self._context.rank), b"")
+            self._evidence = RankOutcome("stuck", stack=main_stack(), place=place, collective=collective)
+            self._store.put(self._noted(self._context.rank), b"")
         if not self._freeing:  # it would be felt by those that have not noted yet where they are
             self._freeing = now > self._trouble + GRACE or self._all_noted()
         if not self._freeing or not self._inside:
             return
         if now > self._trouble + _GIVE_UP:
-            self._claim(self._context.rank, Outcome("lost", self._order(), stack=self._evidence.stack))
+            self._claim(self._context.rank, RankOutcome("lost", self._order(), stack=self._evidence.stack))
         elif now >= self._next_attempt:
             self._next_attempt = now + _AGAIN
             abort_groups()
@@ -255,15 +257,15 @@ class Run:
         """Whether ranks are to be freed, and from when on: at once when time is up, else after a while."""
         name = f"{self._name}/trouble"
         late, session = now >= self._deadline, self._session
-        if not late and (told := self._board.has(name)):
-            late = self._board.get(name) == _LATE
+        if not late and (told := self._store.has(name)):
+            late = self._store.get(name) == _LATE
         elif not late:
             told = any(rank in session.gone for rank in self._members) or session.terminated is not None
         if not late and not told:
             return False
         self._trouble = now if late else now + GRACE
         if late:
-            self._board.put(name, _LATE)
+            self._store.put(name, _LATE)
         return True
 
     def _noted(self, rank: int) -> str:
@@ -271,13 +273,13 @@ class Run:
 
     def _all_noted(self) -> bool:
         return all(
-            rank in self._session.gone or self._board.has(self._noted(rank)) or self._board.has(self._out(rank))
+            rank in self._session.gone or self._store.has(self._noted(rank)) or self._store.has(self._out(rank))
             for rank in self._members
         )
 
 
 @contextlib.contextmanager
-def _environment(context: ranks.RankContext, session: Session) -> Iterator[None]:
+def _environment(context: ranks.RankContext, session: RankGroup) -> Iterator[None]:
     """What code under test reads from the environment of a rank, and what gloo talks through."""
     launch = session.launch
     values = {

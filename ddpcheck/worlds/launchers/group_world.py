@@ -17,8 +17,8 @@ from ddpcheck.findings.wording import name_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds import validation as allowed
-from ddpcheck.worlds.launchers.group_run import Outcome, Run, check_thread
-from ddpcheck.worlds.launchers.rank_group import Session
+from ddpcheck.worlds.launchers.group_run import RankOutcome, Run, check_thread
+from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.launchers.store import StoreGoneError
 
 _AFTERWARDS = 1e6  # for `RankFailure.when`: ranks that are stuck are so after whatever has happened
@@ -43,7 +43,7 @@ class LaunchedWorld:
 
     def __init__(
         self,
-        session: Session,
+        session: RankGroup,
         world_size: int | None = None,
         *,
         backend: str = "gloo",
@@ -88,7 +88,7 @@ class LaunchedWorld:
         self.closed = False
         self.directory = session.directory / session.name_world()
         self._state: dict[str, Any] = {}
-        self._luggage: dict[int, bytes] = {}
+        self._attachments: dict[int, bytes] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +132,7 @@ class LaunchedWorld:
                 "every rank must do the same things in the same order."
             )
         self.directory.mkdir(exist_ok=True)
-        self._luggage = {}
+        self._attachments = {}
         context = ranks.RankContext(
             session.rank, self.world_size, self.backend, self._device[0], self.directory, self._device[1]
         )
@@ -145,7 +145,7 @@ class LaunchedWorld:
             trouble = session.lost_store(error)
             if not (outcomes := run.outcomes_without_store()):
                 raise trouble from None
-        self._luggage = {rank: outcome.luggage for rank, outcome in outcomes.items()}
+        self._attachments = {rank: outcome.attachment for rank, outcome in outcomes.items()}
         for rank, outcome in outcomes.items():
             if outcome.kind == "lost":
                 session.lose(rank)
@@ -153,9 +153,9 @@ class LaunchedWorld:
         self.failed = False
         return results
 
-    def luggage(self, rank: int) -> bytes:
-        """What a rank left with `ddpcheck.rank.leave` in the last run."""
-        return self._luggage.get(rank, b"")
+    def attachment(self, rank: int) -> bytes:
+        """What a rank left with `ddpcheck.rank.save_attachment` in the last run."""
+        return self._attachments.get(rank, b"")
 
     def output(self, rank: int) -> str:
         """Nothing: what a rank prints is in its own terminal, or with its own pytest."""
@@ -185,7 +185,7 @@ def _state(state: dict[str, Any]) -> Any:
         ranks.state.update(before)
 
 
-def _settle(outcomes: dict[int, Outcome], seconds: float) -> list[Any]:
+def _settle(outcomes: dict[int, RankOutcome], seconds: float) -> list[Any]:
     """Return the results, or raise what has come instead."""
     found = [_failure(rank, outcome) for rank, outcome in outcomes.items() if outcome.kind != "result"]
     results: dict[int, Any] = {}
@@ -214,7 +214,7 @@ def _settle(outcomes: dict[int, Outcome], seconds: float) -> list[Any]:
     raise trouble
 
 
-def _failure(rank: int, outcome: Outcome) -> RankFailure:
+def _failure(rank: int, outcome: RankOutcome) -> RankFailure:
     if outcome.reply is not None:
         failure = failures.raised(rank, dict(outcome.reply))
         return replace(failure, when=outcome.when, place=outcome.reply["place"], collective=outcome.reply["collective"])

@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
 from ddpcheck.findings.wording import name_ranks
-from ddpcheck.worlds.launchers.detection import LAUNCHERS, Launch, require
-from ddpcheck.worlds.launchers.devices import Seat, choose_backend, choose_gpus, local_ranks
+from ddpcheck.worlds.launchers.detection import LAUNCHERS, LauncherEnv, require
+from ddpcheck.worlds.launchers.devices import RankDevices, choose_backend, choose_gpus, local_ranks
 from ddpcheck.worlds.launchers.interface import gloo_interface, route
 from ddpcheck.worlds.launchers.liveness import this_machine
-from ddpcheck.worlds.launchers.store import Board, StoreGoneError, open_board
+from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, open_store
 from ddpcheck.worlds.validation import check_choice, check_count, check_seconds
 
 _PATIENCE = 600.0  # seconds: machines of one job may come up minutes apart
@@ -35,7 +35,7 @@ _GIVEN_UP = "given up"
 _OURS = ("store", "rank", "world_size", "init_method")
 
 _set: dict[str, str] = {}  # what this module has put into the environment, which no launcher has said
-_kept: list[Board] = []  # at an address that the next process group of this process would meet at, too
+_kept: list[LauncherStore] = []  # at an address that the next process group of this process would meet at, too
 
 
 def init_dist(
@@ -131,22 +131,22 @@ def _device_in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: dict[str, Any]) -> torch.device:
+def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, options: dict[str, Any]) -> torch.device:
     deadline = time.monotonic() + seconds
-    board, met = open_board(launch, seconds, as_told=as_told)
-    meeting = _Meeting(board, launch, seconds, deadline)
+    store, met = open_store(launch, seconds, as_told=as_told)
+    meeting = _Meeting(store, launch, seconds, deadline)
     try:
-        address, port = board.address
+        address, port = store.address
         own, master = route(address, port)
         machine = this_machine()
-        seats = meeting.exchange(Seat(machine, launch.local_rank, _visible_gpus(machine), asked, master), met)
+        seats = meeting.exchange(RankDevices(machine, launch.local_rank, _visible_gpus(machine), asked, master), met)
     except BaseException:
         meeting.leave()
         raise
     finally:
         met()
     if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
-        _kept.append(board)  # or a rank that is early for the next one would find the store of this one about to end
+        _kept.append(store)  # or a rank that is early for the next one would find the store of this one about to end
     backend = choose_backend(seats)
     index = choose_gpus(seats)[launch.rank]
     if index is not None:
@@ -170,8 +170,8 @@ def _join(launch: Launch, asked: str, seconds: float, as_told: bool, options: di
         if backend == "mpi":
             dist.init_process_group(backend, **options)  # MPI knows who is who, and where
         else:
-            store = PrefixStore("group", board.store)
-            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, **options)
+            prefixed = PrefixStore("group", store.store)
+            dist.init_process_group(backend, store=prefixed, rank=launch.rank, world_size=launch.world_size, **options)
         meeting.wait_for_all(f"set up {backend}")  # gloo's own is no barrier, and rank 0 may keep the store
     except BaseException as error:
         for name, value in before.items():
@@ -207,13 +207,13 @@ def _visible_gpus(machine: str) -> tuple[str, ...]:
 class _Meeting:
     """What the ranks tell each other before there is a process group."""
 
-    def __init__(self, board: Board, launch: Launch, seconds: float, deadline: float) -> None:
-        self._board = board
+    def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float, deadline: float) -> None:
+        self._store = store
         self._launch = launch
         self._seconds = seconds
         self._deadline = deadline
 
-    def exchange(self, seat: Seat, met: Callable[[], None]) -> list[Seat]:
+    def exchange(self, seat: RankDevices, met: Callable[[], None]) -> list[RankDevices]:
         """Return what every rank has told, in order of rank; rank 0 collects it.
 
         Args:
@@ -222,24 +222,24 @@ class _Meeting:
         """
         own = [f"seat/{rank}" for rank in range(self._launch.world_size)]
         with self._store_at_hand():
-            self._board.put(own[self._launch.rank], json.dumps(asdict(seat)).encode())
+            self._store.put(own[self._launch.rank], json.dumps(asdict(seat)).encode())
             if self._launch.rank == 0:
                 self._wait(own, own, "come to init_dist")
                 met()
-                self._board.put("seats", b"\n".join(self._board.get(name) for name in own))
+                self._store.put("seats", b"\n".join(self._store.get(name) for name in own))
             self._wait(["seats"], own, "come to init_dist")
-            lines = self._board.get("seats").splitlines()
+            lines = self._store.get("seats").splitlines()
             self._read_by_all("seats")
         told = [json.loads(line) for line in lines]
-        return [Seat(**{**one, "gpus": tuple(one["gpus"])}) for one in told]
+        return [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in told]
 
     def wait_for_all(self, what: str) -> None:
         """Wait until every rank has called this."""
         own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
         with self._store_at_hand():
-            self._board.put(own[self._launch.rank], b"")
-            if self._board.next(what) == self._launch.world_size:
-                self._board.put(f"{what}/all", b"")
+            self._store.put(own[self._launch.rank], b"")
+            if self._store.next(what) == self._launch.world_size:
+                self._store.put(f"{what}/all", b"")
             self._wait([f"{what}/all"], own, what)
             self._read_by_all(what)
 
@@ -250,18 +250,18 @@ class _Meeting:
         """
         with contextlib.suppress(StoreGoneError):
             if said:
-                self._board.put(_GIVEN_UP, json.dumps([False, said]).encode())
-            if self._board.next("left") == self._launch.world_size:
-                self._board.put("left/all", b"")
+                self._store.put(_GIVEN_UP, json.dumps([False, said]).encode())
+            if self._store.next("left") == self._launch.world_size:
+                self._store.put("left/all", b"")
             last = time.monotonic() + _LAST_WORD
-            while self._launch.rank == 0 and time.monotonic() < last and not self._board.has("left/all"):
+            while self._launch.rank == 0 and time.monotonic() < last and not self._store.has("left/all"):
                 time.sleep(_PAUSE[1])
 
     def _read_by_all(self, what: str) -> None:
         """Let rank 0 wait for the others: it may keep the store that they read from, and end right after this."""
         others = self._launch.world_size - 1
-        if self._launch.rank and self._board.next(f"{what}/read") == others:
-            self._board.put(f"{what}/over", b"")
+        if self._launch.rank and self._store.next(f"{what}/read") == others:
+            self._store.put(f"{what}/over", b"")
         if self._launch.rank == 0 and others:
             self._linger(f"{what}/over")
 
@@ -273,9 +273,9 @@ class _Meeting:
             DdpcheckError: Another rank could not set the group up.
         """
         pause = _PAUSE[0]
-        while not self._board.has(*names):
-            if self._board.has(_GIVEN_UP):
-                late, said = json.loads(self._board.get(_GIVEN_UP))
+        while not self._store.has(*names):
+            if self._store.has(_GIVEN_UP):
+                late, said = json.loads(self._store.get(_GIVEN_UP))
                 raise HangError(said) if late else DdpcheckError(said)
             if time.monotonic() > self._deadline:
                 return False
@@ -286,13 +286,13 @@ class _Meeting:
     def _wait(self, names: list[str], own: list[str], what: str) -> None:
         if self._linger(*names):
             return
-        missing = [rank for rank, name in enumerate(own) if not self._board.has(name)] or [0]
+        missing = [rank for rank, name in enumerate(own) if not self._store.has(name)] or [0]
         who = name_ranks(missing)
         said = (
             f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
             f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
         )
-        self._board.put(_GIVEN_UP, json.dumps([True, said]).encode())
+        self._store.put(_GIVEN_UP, json.dumps([True, said]).encode())
         raise HangError(said)
 
     @contextlib.contextmanager

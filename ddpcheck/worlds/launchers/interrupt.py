@@ -28,7 +28,7 @@ _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # one that hardly anybody
 Sockets = dict[int, int]
 
 
-class Freed(BaseException):
+class Interrupted(BaseException):
     """Raised into code that did not end by itself; no `Exception`, so that few catch it."""
 
 
@@ -36,7 +36,7 @@ class Freed(BaseException):
 
 
 class Interruption:
-    """Lets another thread raise `Freed` in the main thread, while that is inside `allowed`."""
+    """Lets another thread raise `Interrupted` in the main thread, while that is inside `allowed`."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -54,7 +54,7 @@ class Interruption:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._armed:
-            raise Freed
+            raise Interrupted
 
     def send(self) -> None:
         """Raise, in the main thread, as soon as it is in Python; nothing happens when it is not open to it."""

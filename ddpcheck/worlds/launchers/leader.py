@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ddpcheck.worlds import starting as processes
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.launchers.detection import Launch
+from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Hello, Joined, gather
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Leader:
         sharing: How many see the GPUs that this one sees.
     """
 
-    def __init__(self, launch: Launch, *, timeout: float = PATIENCE) -> None:
+    def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE) -> None:
         """Wait for the other processes, which follow.
 
         Raises:
@@ -129,7 +129,7 @@ class Leader:
         """What starts a rank: here, or where it belongs."""
         if rank == 0:
             return own
-        return partial(HostedLaunch, self._followers[rank], own is processes.ForkLaunch)
+        return partial(RemoteRanks, self._followers[rank], own is processes.ForkedRanks)
 
     def close(self) -> None:
         """Let the other processes go, and wait until they have."""
@@ -148,7 +148,7 @@ class _Follower:
         self.hello = joined.hello
         self.shared = joined.welcome.shared
         self.lost: float | None = None  # when
-        self.launches: dict[int, HostedLaunch] = {}
+        self.launches: dict[int, RemoteRanks] = {}
         self._sock = joined.sock
         self._lock = threading.Lock()
         self._numbers = 0
@@ -161,7 +161,7 @@ class _Follower:
             return directory
         return os.path.join(self.hello.temporary, f"{os.path.basename(directory)}-{self.hello.rank}")
 
-    def add(self, launch: HostedLaunch) -> int:
+    def add(self, launch: RemoteRanks) -> int:
         """A number for one more world."""
         with self._lock:
             self._numbers += 1
@@ -196,7 +196,7 @@ class _Follower:
         self._sock.close()
 
 
-class HostedLaunch:
+class RemoteRanks:
     """One rank of a world, started by another process."""
 
     def __init__(
@@ -277,7 +277,7 @@ class HostedLaunch:
         with contextlib.suppress(OSError):
             self._bell.send(b"x")
 
-    # --- For the crew ----------------------------------------------------------------------------------------------
+    # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
     def events(self) -> list[processes.Event]:
         """What has happened since the last call."""

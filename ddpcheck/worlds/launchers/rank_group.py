@@ -25,10 +25,10 @@ from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, name_ranks
-from ddpcheck.worlds.launchers.detection import BY_HAND, Launch
+from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.interface import gloo_interface, route
 from ddpcheck.worlds.launchers.liveness import BEAT, Peer, Peers, how_it_ended, this_machine
-from ddpcheck.worlds.launchers.store import StoreGoneError, open_board
+from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.wire import NO_LAUNCH
 
 _SOON = 0.001
@@ -39,7 +39,7 @@ _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
 _FORSAKEN = 5.0  # to come to an end without a launcher
 
 
-class Session:
+class RankGroup:
     """This process as one of the ranks that a launcher has started; one a process.
 
     Attributes:
@@ -51,7 +51,7 @@ class Session:
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
-    def __init__(self, launch: Launch, *, timeout: float = 120.0) -> None:
+    def __init__(self, launch: LauncherEnv, *, timeout: float = 120.0) -> None:
         """Meet the other ranks.
 
         Args:
@@ -86,8 +86,8 @@ class Session:
         self._met: Callable[[], None] = _nothing
         offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
         try:
-            self.board, self._met = open_board(launch, timeout)
-            own, master = route(*self.board.address)
+            self.store, self._met = open_store(launch, timeout)
+            own, master = route(*self.store.address)
             me = (Peer(this_machine(), os.getpid()), offered, master)
             said = self.meet("the start of the session", pickle.dumps(me), timeout=timeout)
         except BaseException:
@@ -106,7 +106,7 @@ class Session:
         self.directory = Path(peers[min(here)][1])
         self._peers = Peers(self.rank, {rank: peer for rank, (peer, *_) in peers.items()})
         if not launch.agent and self.rank:
-            self.board.kept = self._peers.lookout(0)
+            self.store.kept = self._peers.lookout(0)
         self._stop = False
         self._thread = threading.Thread(target=self._watch, name="ddpcheck-ranks", daemon=True)
         self._thread.start()
@@ -122,7 +122,7 @@ class Session:
         """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
         self._next_epoch(label)
         with contextlib.suppress(StoreGoneError):
-            self.board.put(f"at/{self.rank}", label.encode())
+            self.store.put(f"at/{self.rank}", label.encode())
 
     def agree(self, what: str, value: str, *, timeout: float) -> list[str]:
         """Tell every rank a value, and return that of each, in order of rank.
@@ -200,9 +200,9 @@ class Session:
 
         self._busy = True
         try:
-            self.board.put(record(self.rank), pickle.dumps((what, data)))
+            self.store.put(record(self.rank), pickle.dumps((what, data)))
             self._await(what, {rank: record(rank) for rank in range(self.world_size)}, timeout)
-            found = [pickle.loads(self.board.get(record(rank))) for rank in range(self.world_size)]
+            found = [pickle.loads(self.store.get(record(rank))) for rank in range(self.world_size)]
         except StoreGoneError as error:
             raise self.lost_store(error) from error
         finally:
@@ -220,15 +220,15 @@ class Session:
         """Wait until all of these are there."""
         deadline = time.monotonic() + timeout
         pause = _SOON
-        while not self.board.has(*names.values()):
+        while not self.store.has(*names.values()):
             now = time.monotonic()
-            missing = [rank for rank, name in names.items() if not self.board.has(name)]
+            missing = [rank for rank, name in names.items() if not self.store.has(name)]
             if missing and (said := self._why_not(missing)):
                 raise RankError(said)
-            ended = [rank for rank in missing if self.board.has(f"meet/{self._epoch}/end/{rank}")]
+            ended = [rank for rank in missing if self.store.has(f"meet/{self._epoch}/end/{rank}")]
             if ended and not what == "the end":
                 # It may have been here before it ended.
-                if ended := [rank for rank in ended if not self.board.has(names[rank])]:
+                if ended := [rank for rank in ended if not self.store.has(names[rank])]:
                     raise RankError(
                         f"{_Name(ended)} {agreeing('has', ended)} left {self._label} already, "
                         f"while rank {self.rank} waits in {what}."
@@ -243,8 +243,8 @@ class Session:
     def _last(self, ranks: Sequence[int]) -> str:
         said = []
         for rank in ranks:
-            if self.board.has(f"at/{rank}"):
-                said.append(f"rank {rank} was last in {self.board.get(f'at/{rank}').decode()}")
+            if self.store.has(f"at/{rank}"):
+                said.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
         return "; " + ", ".join(said) if said else ""
 
     def _clean(self, names: list[str]) -> None:
@@ -252,7 +252,7 @@ class Session:
         for tidy in self._litter.pop(0):
             with contextlib.suppress(OSError, StoreGoneError):
                 tidy()
-        self._litter.append([lambda: self.board.remove(names)])
+        self._litter.append([lambda: self.store.remove(names)])
 
     def later(self, tidy: Callable[[], None]) -> None:
         """Do something as soon as every rank has come to two more meetings, or at the end."""
@@ -278,9 +278,9 @@ class Session:
         gone = [rank for rank in ranks if rank in self.gone]
         if gone:
             return self._break("; ".join(self.gone[rank][0] for rank in gone) + ".")
-        left = [rank for rank in ranks if self.board.has(f"left/{rank}")]
+        left = [rank for rank in ranks if self.store.has(f"left/{rank}")]
         if left:
-            said = [f"rank {rank} has left ({self.board.get(f'left/{rank}').decode()})" for rank in left]
+            said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
             return self._break("; ".join(said) + ".")
         if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:
             return self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
@@ -307,7 +307,7 @@ class Session:
                         self.gone[rank] = (how_it_ended(rank, code), code)
                 if not self.one_machine and time.monotonic() > beat + BEAT:
                     beat, count = time.monotonic(), count + 1
-                    self.board.put(f"beat/{self.rank}", b"%d" % count)
+                    self.store.put(f"beat/{self.rank}", b"%d" % count)
                     for rank in self._peers.silent(self._beat):
                         self.gone[rank] = (f"rank {rank} has given no sign of life for a minute", None)
                 if (task := self._task) is not None:
@@ -330,13 +330,13 @@ class Session:
             os._exit(128 + signal.SIGTERM)
 
     def _beat(self, rank: int) -> int:
-        return int(self.board.get(f"beat/{rank}")) if self.board.has(f"beat/{rank}") else 0
+        return int(self.store.get(f"beat/{rank}")) if self.store.has(f"beat/{rank}") else 0
 
     def _said_farewell(self, rank: int) -> bool:
         if rank == 0 and not self.launch.agent:
             return False  # and with it went the store: do not ask
         try:
-            return self.board.has(f"left/{rank}")
+            return self.store.has(f"left/{rank}")
         except StoreGoneError:
             return False
 
@@ -366,7 +366,7 @@ class Session:
         if not self._announced and self._owner == os.getpid():
             self._announced = True
             with contextlib.suppress(StoreGoneError):
-                self.board.put(f"left/{self.rank}", reason.encode())
+                self.store.put(f"left/{self.rank}", reason.encode())
 
     def leave(self, reason: str = "it has finished", *, timeout: float = 60.0) -> None:
         """Say that this rank is going, so that no other waits for it; may be called again.
@@ -386,9 +386,9 @@ class Session:
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             if self.rank:
                 self._linger([0], "left", timeout)
-                self.board.put(f"seen/{self.rank}", b"")
+                self.store.put(f"seen/{self.rank}", b"")
             elif not self.launch.agent:
-                self._linger([rank for rank in others if self.board.has(f"left/{rank}")], "seen", min(timeout, 5.0))
+                self._linger([rank for rank in others if self.store.has(f"left/{rank}")], "seen", min(timeout, 5.0))
         except StoreGoneError:
             pass
         finally:
@@ -398,7 +398,7 @@ class Session:
         """Wait for these to have written this, as far as they still exist."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.terminated is None:
-            if all(rank in self.gone or self.board.has(f"{name}/{rank}") for rank in ranks):
+            if all(rank in self.gone or self.store.has(f"{name}/{rank}") for rank in ranks):
                 return
             time.sleep(_LATER)
 

@@ -26,9 +26,9 @@ from ddpcheck.findings.wording import name_ranks
 from ddpcheck.worlds import starting as processes
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.launchers import port_file as loopback
-from ddpcheck.worlds.launchers.detection import BY_HAND, Launch
+from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.liveness import this_machine
-from ddpcheck.worlds.launchers.store import StoreGoneError, open_board
+from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 
 PATIENCE = 120.0
 """Seconds that processes wait for each other, which a launcher starts at about the same time."""
@@ -60,13 +60,13 @@ class Hello:
     local_rank: int | None
     local_world_size: int | None
     temporary: str
-    surroundings: wire.Surroundings
+    surroundings: wire.ProcessContext
     clock: float
 
     @classmethod
-    def of(cls, launch: Launch) -> Hello:
+    def of(cls, launch: LauncherEnv) -> Hello:
         """That of this process."""
-        around = wire.Surroundings(
+        around = wire.ProcessContext(
             environment=processes.inherited_environment(),
             explicit=frozenset(),
             cwd=os.getcwd(),
@@ -100,7 +100,7 @@ class Joined:
     welcome: Welcome
 
 
-def _said_by(launch: Launch) -> str:
+def _said_by(launch: LauncherEnv) -> str:
     """Who says that there are several ranks."""
     if launch.launcher == BY_HAND:
         return "RANK and WORLD_SIZE are set"
@@ -115,7 +115,7 @@ def _machine() -> str:
     return " ".join([this_machine(), *spaces])
 
 
-def _file(launch: Launch) -> Path | None:
+def _file(launch: LauncherEnv) -> Path | None:
     """Where the processes of one machine meet; `None` where they may be on several, or nothing tells jobs apart."""
     if not launch.one_machine or not (launch.job or launch.address):
         return None
@@ -125,7 +125,7 @@ def _file(launch: Launch) -> Path | None:
 # --- The leader's side -----------------------------------------------------------------------------------------------
 
 
-def gather(launch: Launch, timeout: float = PATIENCE) -> tuple[Hello, list[Joined]]:
+def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[Joined]]:
     """As rank 0: wait for all other processes.
 
     Returns:
@@ -144,9 +144,9 @@ def gather(launch: Launch, timeout: float = PATIENCE) -> tuple[Hello, list[Joine
             loopback.publish(path, server.getsockname()[1], token)
             stack.callback(path.unlink, missing_ok=True)
         else:
-            board, met = open_board(launch, timeout)
+            store, met = open_store(launch, timeout)
             server = stack.enter_context(_listen_everywhere())
-            board.put("hosts", f"{server.getsockname()[1]} {token}".encode())
+            store.put("hosts", f"{server.getsockname()[1]} {token}".encode())
             stack.callback(met)
         return _accept(server, launch, token.encode(), deadline, timeout)
 
@@ -158,7 +158,7 @@ def _listen_everywhere() -> socket.socket:
 
 
 def _accept(
-    server: socket.socket, launch: Launch, token: bytes, deadline: float, timeout: float
+    server: socket.socket, launch: LauncherEnv, token: bytes, deadline: float, timeout: float
 ) -> tuple[Hello, list[Joined]]:
     mine = Hello.of(launch)
     found: dict[int, Joined] = {}
@@ -205,7 +205,7 @@ def _admitted(sock: socket.socket, token: bytes, mine: Hello) -> Joined | None:
 # --- The others' side ------------------------------------------------------------------------------------------------
 
 
-def join(launch: Launch, timeout: float = PATIENCE) -> tuple[socket.socket, Welcome]:
+def join(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[socket.socket, Welcome]:
     """As another rank than 0: find the leader.
 
     Raises:
@@ -235,14 +235,14 @@ def join(launch: Launch, timeout: float = PATIENCE) -> tuple[socket.socket, Welc
     )
 
 
-def _read_board(launch: Launch, timeout: float) -> Callable[[], tuple[int, str]]:
-    board, _ = open_board(launch, timeout)
+def _read_board(launch: LauncherEnv, timeout: float) -> Callable[[], tuple[int, str]]:
+    store, _ = open_store(launch, timeout)
 
     def look() -> tuple[int, str]:
         try:
-            if not board.has("hosts"):
+            if not store.has("hosts"):
                 return 0, ""
-            port, _, token = board.get("hosts").decode().partition(" ")
+            port, _, token = store.get("hosts").decode().partition(" ")
         except StoreGoneError as error:
             raise DdpcheckError("Rank 0 has ended before all ranks were there.") from error
         return int(port), token
@@ -250,7 +250,7 @@ def _read_board(launch: Launch, timeout: float) -> Callable[[], tuple[int, str]]
     return look
 
 
-def _introduced(address: str, port: int, token: bytes, launch: Launch) -> socket.socket | None:
+def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> socket.socket | None:
     try:
         sock = socket.create_connection((address, port), _HANDSHAKE)
     except OSError:

@@ -14,7 +14,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Self
 
-from ddpcheck.worlds.launchers.detection import BY_HAND, Launch
+from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 
 _LOOK = 0.25  # seconds between looks at the launcher
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -26,7 +26,7 @@ class Ending:
     A launcher that finds one rank dead ends the others in the same moment: that time is for saying what happened.
     """
 
-    def __init__(self, launch: Launch, seconds: float) -> None:
+    def __init__(self, launch: LauncherEnv, seconds: float) -> None:
         """Be ready for it.
 
         Args:

@@ -1,9 +1,9 @@
 """What the ranks of a launcher tell each other: small values under names, on a store that never makes anyone wait.
 
 The store is torch's: that of torchrun's agent, or one that rank 0 keeps. Nothing here blocks: who waits asks again, so
-that two threads may use one board, and whoever waits can look around for those that will never answer.
+that two threads may use one store, and whoever waits can look around for those that will never answer.
 
-This module is light: it imports torch only when a board is opened.
+This module is light: it imports torch only when a store is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds.launchers import port_file as loopback
 from ddpcheck.worlds.launchers import slurm
-from ddpcheck.worlds.launchers.detection import Launch
+from ddpcheck.worlds.launchers.detection import LauncherEnv
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -38,7 +38,7 @@ class StoreGoneError(Exception):
     """The store does not answer any more: whoever kept it has ended."""
 
 
-class Board:
+class LauncherStore:
     """Values under names, the same for all ranks.
 
     Attributes:
@@ -118,7 +118,9 @@ class Board:
             raise StoreGoneError(str(error)) from error
 
 
-def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tuple[Board, Callable[[], None]]:
+def open_store(
+    launch: LauncherEnv, timeout: float, *, as_told: bool = False
+) -> tuple[LauncherStore, Callable[[], None]]:
     """Meet the other ranks of a launch.
 
     Args:
@@ -127,7 +129,7 @@ def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tupl
         as_told: Meet at the port of the launch, where ranks of one machine could agree on one by themselves too.
 
     Returns:
-        The board, and what to call as soon as all ranks have it.
+        The store, and what to call as soon as all ranks have it.
 
     Raises:
         UsageError: Nothing tells where the ranks could meet.
@@ -158,17 +160,17 @@ def open_board(launch: Launch, timeout: float, *, as_told: bool = False) -> tupl
         )
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
     try:
-        number = Board(store, f"ddpcheck/{job}", reopen).next(
+        number = LauncherStore(store, f"ddpcheck/{job}", reopen).next(
             f"joined/{launch.rank}"
         )  # pytest may run again in one job
     except StoreGoneError as error:
         raise DdpcheckError(
             f"The store of rank 0 has ended just as rank {launch.rank} came; see what the output of rank 0 says."
         ) from error
-    return Board(store, f"ddpcheck/{job}/{number}", reopen), met
+    return LauncherStore(store, f"ddpcheck/{job}/{number}", reopen), met
 
 
-def _placed(launch: Launch, as_told: bool) -> Launch:
+def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
     """The launch with an address and a port, where they can be had."""
     if as_told and launch.one_machine and not launch.address:
         return replace(launch, address="127.0.0.1")
@@ -209,7 +211,7 @@ def _connect(address: str, port: int, timeout: float, keep: bool = False, listen
     )
 
 
-def _at_address(launch: Launch, timeout: float) -> tuple[Store, Callable[[], Store]]:
+def _at_address(launch: LauncherEnv, timeout: float) -> tuple[Store, Callable[[], Store]]:
     address, port = launch.address, launch.port
     keep = launch.rank == 0 and not launch.agent
     try:
@@ -235,7 +237,7 @@ def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], S
     return store, lambda: _connect("127.0.0.1", port, timeout)
 
 
-def _find_on_loopback(path: Path, launch: Launch, deadline: float) -> tuple[Store, Callable[[], Store]]:
+def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple[Store, Callable[[], Store]]:
     from torch.distributed import DistError
 
     while (left := deadline - time.monotonic()) > 0:

@@ -13,7 +13,7 @@ from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.worlds import rank as this_rank
 
 
-class DeadlockWatch:
+class CollectiveMismatchWatch:
     """Sees a hang before the deadline: a rank waits in a collective that its peer has finished without.
 
     Handed to `World` as `watch`. It speaks only when nothing has moved for `patience` seconds.

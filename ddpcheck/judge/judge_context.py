@@ -18,7 +18,7 @@ _ROUNDING_MULTIPLE = 3.0
 SMALLEST_FACTOR = 0.01  # what is nearer to 1 is no factor that somebody wrote
 
 
-def spelled_factor(ratio: float, world_size: int) -> str:
+def format_factor(ratio: float, world_size: int) -> str:
     """A factor in words, where it is one that the world size explains."""
     for text, value in ((f"1/{world_size}", 1 / world_size), (str(world_size), float(world_size))):
         if math.isclose(ratio, value, rel_tol=1e-2):
@@ -32,7 +32,7 @@ def some_steps(steps: Sequence[int], of: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class JudgeContext:
     """What else is known when a difference is to be explained.
 
     Attributes:
@@ -101,7 +101,7 @@ class SingleProcessFacts:
     steps: tuple[int, ...]
     tolerance: float
     analysis: ShardAnalysis
-    known: Circumstances
+    known: JudgeContext
     evidence: tuple[str, ...]
 
     @property
