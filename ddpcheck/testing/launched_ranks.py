@@ -71,7 +71,7 @@ class JoinedRanks(Ranks):
         self._launched = launched
         self._capture = None if self.live else config.pluginmanager.getplugin("capturemanager")
 
-    def lease(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
+    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """The first ranks; the test is skipped where there are not so many."""
         launch, size = self._launched.launch, options["world_size"]
         allowed.check_count("world_size", size, allowed.MAX_WORLD_SIZE)
@@ -80,7 +80,7 @@ class JoinedRanks(Ranks):
             raise pytest.skip.Exception(reason, _use_item_location=True)
         return JoinedWorld(self._launched, self._capture, **options)
 
-    def give_back(self, world: Lent, *, broken: bool) -> None:
+    def release(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world."""
         assert isinstance(world, JoinedWorld)
         world.close()

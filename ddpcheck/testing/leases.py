@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, config: pytest.Config) -> None:
         worker = hasattr(config, "workerinput")
-        self._supply = WorldPool()
+        self._pool = WorldPool()
         self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
         self.live = config.getoption("capture", "no") == "no" and not worker
@@ -49,21 +49,21 @@ class Ranks:
         record.harvesters.append(tenancy.harvest)
         return tenancy
 
-    def lease(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
+    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """A world with these options; fresh, or the one of the test's module."""
         options = {**options, "watch": watch}
         if options.pop("reuse", "test") == "module":
-            return self._supply.lease_shared(_module(item), **options)
-        return self._supply.lease(last=self.following is None, **options)
+            return self._pool.lease_shared(_module(item), **options)
+        return self._pool.acquire(last=self.following is None, **options)
 
-    def give_back(self, world: Lent, *, broken: bool) -> None:
+    def release(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world; a broken one is not used again."""
         assert isinstance(world, World)
-        self._supply.give_back(world, broken=broken)
+        self._pool.release(world, broken=broken)
 
     def drop(self, item: pytest.Item) -> None:
         """A test has failed after it was done with its ranks: none that its module shares is used again."""
-        self._supply.end(_module(item))
+        self._pool.end(_module(item))
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
         """Do in one process what starts ranks of its own, and return what comes of it; `what` says so in words."""
@@ -79,11 +79,11 @@ class Ranks:
         if self.desk is not None:
             self.desk.leave()
         if self.following is None or _module(self.following) != _module(item):
-            self._supply.end(_module(item))
+            self._pool.end(_module(item))
 
     def close(self) -> None:
         """The session is over: end every rank."""
-        self._supply.close()
+        self._pool.close()
 
 
 def _module(item: pytest.Item) -> str:
@@ -116,7 +116,7 @@ class WorldLease:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
-            self._world = self._ranks.lease(self._item, self.options, self._watch)
+            self._world = self._ranks.acquire(self._item, self.options, self._watch)
             self._printed = [0] * self._world.world_size
         return self._world
 
@@ -186,4 +186,4 @@ class WorldLease:
             return
         self.harvest()
         world, self._world = self._world, None
-        self._ranks.give_back(world, broken=self._record.failed)
+        self._ranks.release(world, broken=self._record.failed)

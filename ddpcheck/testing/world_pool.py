@@ -1,10 +1,10 @@
 """The worlds of a test run: prepared before they are asked for, used again where that is wished, ended in passing.
 
-    supply = Supply()
-    world = supply.lease(world_size=2)   # fresh ranks, prepared while the last test ran
+    pool = WorldPool()
+    world = pool.acquire(world_size=2)   # fresh ranks, prepared while the last test ran
     ...
-    supply.give_back(world)              # does not wait
-    supply.close()                       # waits until everything is gone
+    pool.release(world)              # does not wait
+    pool.close()                       # waits until everything is gone
 
 Making a world takes processor time whenever it is done, so a spare one is only made where it will be used: `WorldPool`
 notes which kind of world followed which, and prepares what followed last time.
@@ -100,7 +100,7 @@ class WorldPool:
         self._last: Kind | None = None
         self._in_vain = 0
 
-    def lease(self, *, last: bool = False, **options: Any) -> World:
+    def acquire(self, *, last: bool = False, **options: Any) -> World:
         """Return a world that nobody has used: one that was prepared where it fits, else a new one.
 
         Args:
@@ -117,7 +117,7 @@ class WorldPool:
         world = self._prepared(kind, options) or World(**options)
         self._leased[id(world)] = (world, None)
         try:
-            self._foresee(kind, options, last)
+            self._prefetch(kind, options, last)
         except DdpcheckError:
             pass  # the test that needs it will be told
         return world
@@ -149,13 +149,13 @@ class WorldPool:
         self._leased[id(world)] = (world, key)
         return world
 
-    def give_back(self, world: World, *, broken: bool = False) -> None:
+    def release(self, world: World, *, broken: bool = False) -> None:
         """Take a world back, without waiting for a process.
 
-        Ranks of `lease` end in the background; those of `lease_shared` get their next process group there.
+        Ranks of `acquire` end in the background; those of `lease_shared` get their next process group there.
 
         Args:
-            world: One that `lease` or `lease_shared` has returned.
+            world: One that `acquire` or `lease_shared` has returned.
             broken: Whether its user has failed, so that nobody should get these ranks again.
         """
         self._enter()
@@ -214,7 +214,7 @@ class WorldPool:
         self._retire(world)
         return None
 
-    def _foresee(self, kind: Kind, options: Mapping[str, Any], last: bool) -> None:
+    def _prefetch(self, kind: Kind, options: Mapping[str, Any], last: bool) -> None:
         """Prepare the world that is likely to be asked for next, and let go of those that are not."""
         if self._last is not None:
             self._followed[self._last] = (kind, dict(options))

@@ -52,7 +52,9 @@ def test_the_operation_that_passes_on_zeros_is_named_with_its_line(
     end = zero_ends(forward, {"weight": WEIGHT})["weight"]
     last = inspect.getsourcelines(forward)[1] + len(inspect.getsource(forward).splitlines()) - 1
     assert end.cause == "zero" and end.reason in reasons
-    assert end.location is not None and end.location.path.endswith("test_zeros.py") and end.location.line == last
+    assert (
+        end.location is not None and end.location.path.endswith("test_zero_gradients.py") and end.location.line == last
+    )
     assert not torch.is_anomaly_enabled()
 
 

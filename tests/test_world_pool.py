@@ -23,7 +23,7 @@ from ddpcheck.worlds.starting import server_pids
 
 
 @pytest.fixture
-def supply() -> Iterator[WorldPool]:
+def pool() -> Iterator[WorldPool]:
     one = WorldPool()
     try:
         yield one
@@ -48,38 +48,38 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def spare(supply: WorldPool) -> World | None:
-    return supply._spares[-1].world if supply._spares else None
+def spare(pool: WorldPool) -> World | None:
+    return pool._spares[-1].world if pool._spares else None
 
 
-def sizes(supply: WorldPool) -> list[int]:
-    return sorted(spare.world.world_size for spare in supply._spares)
+def sizes(pool: WorldPool) -> list[int]:
+    return sorted(spare.world.world_size for spare in pool._spares)
 
 
-def use(supply: WorldPool, **options: Any) -> list[int]:
-    world = supply.lease(**options)
+def use(pool: WorldPool, **options: Any) -> list[int]:
+    world = pool.acquire(**options)
     try:
         return pids(world)
     finally:
-        supply.give_back(world)
+        pool.release(world)
 
 
 # --- Fresh ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_the_next_world_is_there_before_it_is_asked_for(supply: WorldPool) -> None:
-    first = supply.lease(world_size=2)
-    prepared = spare(supply)
+def test_the_next_world_is_there_before_it_is_asked_for(pool: WorldPool) -> None:
+    first = pool.acquire(world_size=2)
+    prepared = spare(pool)
     assert prepared is not None and prepared.wait_ready(60)
     used = pids(first)
-    supply.give_back(first)
-    second = supply.lease(world_size=2)
+    pool.release(first)
+    second = pool.acquire(world_size=2)
     assert second is prepared
     assert not set(pids(second)) & set(used)
     assert second.run(summed) == [3.0, 3.0]
 
 
-def test_no_state_travels_from_lease_to_lease(supply: WorldPool) -> None:
+def test_no_state_travels_from_lease_to_lease(pool: WorldPool) -> None:
     def remember() -> bool:
         import builtins
 
@@ -88,9 +88,9 @@ def test_no_state_travels_from_lease_to_lease(supply: WorldPool) -> None:
         return seen
 
     for _ in range(4):
-        world = supply.lease(world_size=1)
+        world = pool.acquire(world_size=1)
         assert world.run(remember) == [False]
-        supply.give_back(world)
+        pool.release(world)
 
 
 def surroundings() -> dict[str, Any]:
@@ -103,11 +103,11 @@ def surroundings() -> dict[str, Any]:
 
 
 def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
-    supply: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OLD", "at first")
-    supply.give_back(supply.lease(world_size=2, env={"OWN": "at first"}))
-    prepared = spare(supply)
+    pool.release(pool.acquire(world_size=2, env={"OWN": "at first"}))
+    prepared = spare(pool)
     assert prepared is not None and prepared.wait_ready(60)
     monkeypatch.delenv("OLD")
     monkeypatch.setenv("NEW", "later")
@@ -115,7 +115,7 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "argv", ["program", "--later"])
-    world = supply.lease(world_size=2, timeout=7.0, env={"OWN": "later"}, last=True)
+    world = pool.acquire(world_size=2, timeout=7.0, env={"OWN": "later"}, last=True)
     assert world is prepared and world.timeout == 7.0
     for rank, found in enumerate(world.run(surroundings)):
         environment = {"PYTEST_CURRENT_TEST": "the next one", "NEW": "later", "OLD": None, "OWN": "later"}
@@ -130,15 +130,15 @@ def test_a_world_that_was_prepared_has_the_surroundings_of_its_lease(
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONUTF8"])
 @pytest.mark.parametrize("how", ["environment", "env"])
 def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
-    supply: WorldPool, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+    pool: WorldPool, monkeypatch: pytest.MonkeyPatch, name: str, how: str
 ) -> None:
     value = "lo" if name == "GLOO_SOCKET_IFNAME" else "1"
     monkeypatch.delenv(name, raising=False)
-    supply.give_back(supply.lease(world_size=1))
-    prepared = spare(supply)
+    pool.release(pool.acquire(world_size=1))
+    prepared = spare(pool)
     if how == "environment":
         monkeypatch.setenv(name, value)
-    world = supply.lease(world_size=1, env={name: value} if how == "env" else None, last=True)
+    world = pool.acquire(world_size=1, env={name: value} if how == "env" else None, last=True)
     assert world is not prepared
     assert world.run(variable, name) == [value]
 
@@ -153,17 +153,17 @@ def test_a_variable_that_matters_at_the_start_wants_ranks_that_started_with_it(
         pytest.param({"start_method": "spawn"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_world_of_another_kind_is_not_what_was_prepared(supply: WorldPool, options: dict[str, Any]) -> None:
-    supply.give_back(supply.lease(world_size=2))
-    prepared = spare(supply)
-    other = supply.lease(**{"world_size": 2, **options}, last=True)
+def test_a_world_of_another_kind_is_not_what_was_prepared(pool: WorldPool, options: dict[str, Any]) -> None:
+    pool.release(pool.acquire(world_size=2))
+    prepared = spare(pool)
+    other = pool.acquire(**{"world_size": 2, **options}, last=True)
     assert other is not prepared
     assert len(pids(other)) == other.world_size
 
 
-def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(supply: WorldPool) -> None:
-    supply.give_back(supply.lease(world_size=2))
-    prepared = spare(supply)
+def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(pool: WorldPool) -> None:
+    pool.release(pool.acquire(world_size=2))
+    prepared = spare(pool)
     assert prepared is not None and prepared.wait_ready(60)
     victim = prepared._processes.ranks[1].pid
     assert victim is not None
@@ -172,37 +172,37 @@ def test_a_prepared_world_whose_rank_has_died_is_not_handed_out(supply: WorldPoo
     deadline = time.monotonic() + 5
     while prepared.usable and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert supply.lease(world_size=2, last=True).run(summed) == [3.0, 3.0]
+    assert pool.acquire(world_size=2, last=True).run(summed) == [3.0, 3.0]
 
 
-def test_nothing_is_prepared_after_the_last_test(supply: WorldPool) -> None:
-    supply.give_back(supply.lease(world_size=1))
-    assert sizes(supply) == [1]
-    supply.give_back(supply.lease(world_size=1, last=True))
-    assert sizes(supply) == []
+def test_nothing_is_prepared_after_the_last_test(pool: WorldPool) -> None:
+    pool.release(pool.acquire(world_size=1))
+    assert sizes(pool) == [1]
+    pool.release(pool.acquire(world_size=1, last=True))
+    assert sizes(pool) == []
 
 
-def prepared_of(supply: WorldPool, *order: int) -> int:
+def prepared_of(pool: WorldPool, *order: int) -> int:
     """How many of the leases of these sizes found their world prepared."""
     found = 0
     for size in order:
-        ready = [spare.world for spare in supply._spares]
-        world = supply.lease(world_size=size)
+        ready = [spare.world for spare in pool._spares]
+        world = pool.acquire(world_size=size)
         found += world in ready
-        supply.give_back(world)
+        pool.release(world)
     return found
 
 
-def test_sizes_that_take_turns_are_prepared_in_turn(supply: WorldPool) -> None:
-    assert prepared_of(supply, *[1, 2, 3] * 3) >= 5
-    assert len(sizes(supply)) <= 2
+def test_sizes_that_take_turns_are_prepared_in_turn(pool: WorldPool) -> None:
+    assert prepared_of(pool, *[1, 2, 3] * 3) >= 5
+    assert len(sizes(pool)) <= 2
 
 
-def test_sizes_in_blocks_are_prepared(supply: WorldPool) -> None:
-    assert prepared_of(supply, 1, 1, 1, 2, 2, 2) >= 4
+def test_sizes_in_blocks_are_prepared(pool: WorldPool) -> None:
+    assert prepared_of(pool, 1, 1, 1, 2, 2, 2) >= 4
 
 
-def test_sizes_that_never_recur_are_not_prepared_for_long(supply: WorldPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_never_recur_are_not_prepared_for_long(pool: WorldPool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     real = World.__init__
 
@@ -212,32 +212,32 @@ def test_sizes_that_never_recur_are_not_prepared_for_long(supply: WorldPool, mon
 
     monkeypatch.setattr(World, "__init__", counted)
     for threads in range(1, 13):
-        supply.give_back(supply.lease(world_size=1, threads=threads))
+        pool.release(pool.acquire(world_size=1, threads=threads))
     assert len(made) <= 12 + 4
-    assert sizes(supply) == []
+    assert sizes(pool) == []
 
 
-def test_options_that_make_no_sense_are_refused_as_by_a_world(supply: WorldPool) -> None:
+def test_options_that_make_no_sense_are_refused_as_by_a_world(pool: WorldPool) -> None:
     for options in ({"world_size": 0}, {"backend": ["gloo"]}, {"env": {"A": 1}}, {"preload": 3}, {"world_size": "2"}):
         with pytest.raises((UsageError, TypeError)) as expected:
             World(**options)
-        for lease in (supply.lease, lambda **options: supply.lease_shared("owner", **options)):
+        for lease in (pool.acquire, lambda **options: pool.lease_shared("owner", **options)):
             with pytest.raises(type(expected.value)) as caught:
                 lease(**options)
             assert str(caught.value) == str(expected.value)
     with pytest.raises(TypeError, match="ranks"):
-        supply.lease(ranks=2)
-    supply.give_back(supply.lease(world_size=1))
+        pool.acquire(ranks=2)
+    pool.release(pool.acquire(world_size=1))
     with pytest.raises(UsageError, match="world_size"):
-        supply.lease(world_size=True)
+        pool.acquire(world_size=True)
     with pytest.raises(UsageError, match="timeout"):
-        supply.lease(world_size=1, timeout=-1)
+        pool.acquire(world_size=1, timeout=-1)
 
 
 # --- Shared ranks --------------------------------------------------------------------------------------------------
 
 
-def test_shared_ranks_are_the_same_with_another_process_group(supply: WorldPool) -> None:
+def test_shared_ranks_are_the_same_with_another_process_group(pool: WorldPool) -> None:
     def seen(key: str) -> tuple[int, str | None]:
         import torch.distributed as dist
 
@@ -250,40 +250,40 @@ def test_shared_ranks_are_the_same_with_another_process_group(supply: WorldPool)
 
     found = []
     for _ in range(3):
-        world = supply.lease_shared("module", world_size=2)
+        world = pool.lease_shared("module", world_size=2)
         found.append(world.run(seen, "x"))
         assert world.run(summed) == [3.0, 3.0]
-        supply.give_back(world)
+        pool.release(world)
     assert found[0] == found[1] == found[2]
     assert all(known is None for each in found for _, known in each)
 
 
-def test_shared_ranks_are_another_owners_own(supply: WorldPool) -> None:
+def test_shared_ranks_are_another_owners_own(pool: WorldPool) -> None:
     def of(owner: str, **options: Any) -> list[int]:
-        world = supply.lease_shared(owner, world_size=1, **options)
+        world = pool.lease_shared(owner, world_size=1, **options)
         try:
             return pids(world)
         finally:
-            supply.give_back(world)
+            pool.release(world)
 
     a = of("a")
     assert of("b") != a and of("a", threads=3) != a and of("a", timeout=5.0) == a
-    supply.end("a")
+    pool.end("a")
     assert of("a") != a
 
 
-def test_two_leases_at_a_time_are_two_worlds(supply: WorldPool) -> None:
-    one, two = (supply.lease_shared("module", world_size=1) for _ in range(2))
+def test_two_leases_at_a_time_are_two_worlds(pool: WorldPool) -> None:
+    one, two = (pool.lease_shared("module", world_size=1) for _ in range(2))
     both = [pids(one), pids(two)]
     assert both[0] != both[1]
-    supply.give_back(one)
-    supply.give_back(two)
-    assert pids(supply.lease_shared("module", world_size=1)) in both
+    pool.release(one)
+    pool.release(two)
+    assert pids(pool.lease_shared("module", world_size=1)) in both
 
 
 @pytest.mark.parametrize("how", ["failed", "broken", "closed", "ended", "busy"])
-def test_ranks_after_a_failure_are_fresh_ones(supply: WorldPool, how: str) -> None:
-    world = supply.lease_shared("module", world_size=2)
+def test_ranks_after_a_failure_are_fresh_ones(pool: WorldPool, how: str) -> None:
+    world = pool.lease_shared("module", world_size=2)
     before = pids(world)
     if how == "failed":
         with pytest.raises(RankError):
@@ -291,11 +291,11 @@ def test_ranks_after_a_failure_are_fresh_ones(supply: WorldPool, how: str) -> No
     elif how == "closed":
         world.close()
     elif how == "ended":
-        supply.end("module")
+        pool.end("module")
     elif how == "busy":
         world.start(time.sleep, 60)
-    supply.give_back(world, broken=how == "broken")
-    world = supply.lease_shared("module", world_size=2)
+    pool.release(world, broken=how == "broken")
+    world = pool.lease_shared("module", world_size=2)
     assert not set(pids(world)) & set(before)
     assert world.run(summed) == [3.0, 3.0]
 
@@ -326,28 +326,28 @@ def break_group(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["pending", "dropped", "subgroups", "module", "destroyed", "uneven"])
-def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(supply: WorldPool, how: str) -> None:
+def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(pool: WorldPool, how: str) -> None:
     for _ in range(3):
-        world = supply.lease_shared("module", world_size=2)
+        world = pool.lease_shared("module", world_size=2)
         assert world.run(summed) == [3.0, 3.0]
         world.run(break_group, how)
-        supply.give_back(world)
-    world = supply.lease_shared("module", world_size=2)
+        pool.release(world)
+    world = pool.lease_shared("module", world_size=2)
     assert world.run(summed) == [3.0, 3.0]
 
 
-def test_what_ranks_printed_and_left_is_that_of_the_lease(supply: WorldPool) -> None:
+def test_what_ranks_printed_and_left_is_that_of_the_lease(pool: WorldPool) -> None:
     def speak(text: str) -> None:
         from ddpcheck.worlds import rank
 
         print(text)
         rank.save_attachment(text.encode())
 
-    world = supply.lease_shared("module", world_size=1)
+    world = pool.lease_shared("module", world_size=1)
     world.run(speak, "first")
-    supply.give_back(world)
+    pool.release(world)
     assert (world.output(0), world.attachment(0)) == ("first\n", b"first")  # until the next lease
-    world = supply.lease_shared("module", world_size=1)
+    world = pool.lease_shared("module", world_size=1)
     assert (world.output(0), world.attachment(0)) == ("", b"")
     world.run(speak, "second")
     assert (world.output(0), world.attachment(0)) == ("second\n", b"second")
@@ -360,13 +360,13 @@ def held(pid: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
-def test_nothing_accumulates_over_renewals(supply: WorldPool) -> None:
+def test_nothing_accumulates_over_renewals(pool: WorldPool) -> None:
     def cycle(count: int) -> World:
         for number in range(count):
-            world = supply.lease_shared("module", world_size=2)
+            world = pool.lease_shared("module", world_size=2)
             assert world.run(summed) == [3.0, 3.0]
             world.run(break_group, ["", "dropped", "subgroups", "uneven"][number % 4])
-            supply.give_back(world)
+            pool.release(world)
         assert world.wait_ready(30)
         return world
 
@@ -391,27 +391,27 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     servers = [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()]
-    supply = WorldPool()
-    seen = [use(supply, world_size=size) for size in (1, 2, 1, 2, 2, 2)]
-    shared = supply.lease_shared("module", world_size=2)
+    pool = WorldPool()
+    seen = [use(pool, world_size=size) for size in (1, 2, 1, 2, 2, 2)]
+    shared = pool.lease_shared("module", world_size=2)
     seen.append(pids(shared))
-    supply.give_back(shared)
-    seen.append(pids(supply.lease_shared("module", world_size=2)))
-    seen.append(pids(supply.lease(world_size=2)))
-    supply.close()
+    pool.release(shared)
+    seen.append(pids(pool.lease_shared("module", world_size=2)))
+    seen.append(pids(pool.acquire(world_size=2)))
+    pool.close()
     assert not [pid for each in seen for pid in each if psutil.pid_exists(pid)]
     assert os.listdir(tmp_path) == []
     time.sleep(0.05)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()] == servers
-    assert use(supply, world_size=1)  # and it can go on
-    supply.close()
+    assert use(pool, world_size=1)  # and it can go on
+    pool.close()
 
 
-def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(supply: WorldPool) -> None:
-    world = supply.lease(world_size=1, last=True)
+def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPool) -> None:
+    world = pool.acquire(world_size=1, last=True)
     (pid,) = pids(world)
-    supply.give_back(world)
+    pool.release(world)
     assert not world.closed
     with pytest.raises(DdpcheckError, match="closed"):
         pids(world)
@@ -419,16 +419,16 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(supply: WorldP
     while not world.gone and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(pid)
-    supply.give_back(supply.lease(world_size=1, last=True))
+    pool.release(pool.acquire(world_size=1, last=True))
     assert world.closed and not world.directory.exists()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: float) -> None:
     script = (
-        "import os, sys, time\nfrom ddpcheck.testing.world_pool import Supply\n"
+        "import os, sys, time\nfrom ddpcheck.testing.world_pool import WorldPool\n"
         "from ddpcheck.worlds.starting import server_pids\n"
-        "supply = Supply()\nworld = supply.lease(world_size=2)\npids = world.run(os.getpid)\nsupply.give_back(world)\n"
+        "pool = WorldPool()\nworld = pool.acquire(world_size=2)\npids = world.run(os.getpid)\npool.release(world)\n"
         f"print(*pids, *server_pids(), flush=True)\ntime.sleep({seconds})\nos.kill(os.getpid(), 9)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -443,19 +443,19 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: flo
     assert not any(map(psutil.pid_exists, left)) and os.listdir(tmp_path) == []
 
 
-def test_a_fork_of_the_process_has_worlds_of_its_own(supply: WorldPool) -> None:
-    world = supply.lease_shared("module", world_size=1)
+def test_a_fork_of_the_process_has_worlds_of_its_own(pool: WorldPool) -> None:
+    world = pool.lease_shared("module", world_size=1)
     mine = pids(world)
-    supply.give_back(world)
+    pool.release(world)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = 0 if pids(supply.lease_shared("module", world_size=1)) != mine else 2
+            code = 0 if pids(pool.lease_shared("module", world_size=1)) != mine else 2
         finally:
             from ddpcheck.worlds import starting as processes
 
             processes.shut_down()
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
-    assert pids(supply.lease_shared("module", world_size=1)) == mine
+    assert pids(pool.lease_shared("module", world_size=1)) == mine
