@@ -1,0 +1,133 @@
+"""Where output goes: standard output, a file, standard error, and a line of progress.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import Self, TextIO
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Report
+from ddpcheck.render import FORMATS, Format, Medium, renderer_for
+from ddpcheck.report.matrix.matrix import Matrix
+
+
+class OutputFile:
+    """A file to write. Entering finds out whether that can be done, before any work is."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._made = False
+        self._written = False
+
+    def __enter__(self) -> Self:
+        if self._path is not None:
+            self._made = not os.path.lexists(self._path)
+            try:
+                with open(self._path, "ab"):
+                    pass
+            except (OSError, ValueError) as error:
+                raise UsageError(f"cannot write {self._path}: {reason_of(error)}") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._path is not None and self._made and not self._written:
+            os.unlink(self._path)
+
+    def write(self, content: bytes) -> None:
+        assert self._path is not None
+        try:
+            with open(self._path, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {reason_of(error)}") from error
+        self._written = True
+
+
+class ReportOutput(OutputFile):
+    """Where a report goes: a file, or standard output."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, default: str | None, formats: Mapping[str, Format] = FORMATS
+    ) -> None:
+        super().__init__(None if arguments.output in (None, "-") else arguments.output)
+        medium = Medium.of(sys.stdout) if self._path is None else Medium()
+        self._renderer = renderer_for(
+            arguments.format, path=self._path, medium=medium, formats=formats, default=default
+        )
+
+    def show(self, report: Report | Matrix) -> None:
+        text = self._renderer.render(report)
+        if self._path is None:
+            print_out(text.removesuffix("\n"))
+            return
+        self.write(text.encode("utf-8", "backslashreplace"))
+        print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)
+
+
+class Progress:
+    """One line on a terminal that says what is going on, and is gone afterwards; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._medium = Medium.of(stream)
+        self._stream = stream
+        self._drawn = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.clear()
+
+    def __call__(self, text: str) -> None:
+        if self._medium.interactive:
+            self.clear()
+            line = "".join(c for c in text if c.isprintable())[: (self._medium.width or 80) - 1]
+            self._stream.write(line.encode(self._medium.encoding, "replace").decode(self._medium.encoding))
+            self._stream.flush()
+            self._drawn = True
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._stream.write("\r" + " " * ((self._medium.width or 80) - 1) + "\r")
+            self._stream.flush()
+            self._drawn = False
+
+
+def print_out(text: str) -> None:
+    """Print to standard output, in its encoding.
+
+    Raises:
+        UsageError: It is closed, or cannot be written.
+    """
+    if sys.stdout is None:
+        raise UsageError("cannot write to standard output: it is closed; name a file with -o")
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The reader has left, as `| head` does; the exit code stays. Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would fail again
+        raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
+
+
+def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
+    """Print an error or a warning to standard error."""
+    encoding = sys.stderr.encoding or "ascii"
+    text = f"ddpcheck: {kind}: {message}"
+    if detail.strip():
+        text += "\n" + textwrap.indent(detail.rstrip(), "  ")
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of an error, in the words of the operating system where it has some."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,0 +1,53 @@
+"""`ddpcheck rules` and `ddpcheck explain`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+
+from ddpcheck.cli.output import print_out
+from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
+from ddpcheck.findings.report import SCHEMA_VERSION
+from ddpcheck.findings.rules import FAMILIES, RULES, Rule, matching_rules
+from ddpcheck.render import Medium
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Explain rules."""
+    chosen = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
+    print_out("\n\n".join(_explanation(rule) for rule in chosen.values()))
+    return EXIT_CLEAN
+
+
+def _explanation(rule: Rule) -> str:
+    width = min(Medium.of(sys.stdout).width or 100, 100)
+    parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", textwrap.fill(rule.summary, width)]
+    for heading, text in (("Why it matters", rule.why), ("What to do", rule.fix)):
+        parts += ["", heading, textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  ")]
+    if rule.example:
+        parts += ["", "Example", textwrap.indent(rule.example.rstrip(), "  ")]
+    return "\n".join(parts)
+
+
+def run_rules(arguments: argparse.Namespace) -> int:
+    """List all rules."""
+    if arguments.format not in ("text", "json"):
+        raise UsageError(f"there is no format {arguments.format!r} for rules; the formats are text, json")
+    if arguments.format == "json":
+        rules = [{**asdict(rule), "severity": rule.severity.value} for rule in RULES.values()]
+        print_out(json.dumps({"schema_version": SCHEMA_VERSION, "families": dict(FAMILIES), "rules": rules}, indent=2))
+        return EXIT_CLEAN
+    lines: list[str] = []
+    for prefix, family in FAMILIES.items():
+        lines += ["", f"{prefix}xx {family}"] if lines else [f"{prefix}xx {family}"]
+        for rule in RULES.values():
+            if rule.code.startswith(prefix):
+                lines.append(f"  {rule.code} {rule.name:<34} {rule.severity.value:<8} {rule.summary}")
+    print_out("\n".join([*lines, "", "More on one of them: ddpcheck explain CODE"]))
+    return EXIT_CLEAN
