@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
 from ddpcheck.findings.errors import (
     EXIT_HANG,
@@ -25,7 +27,7 @@ from ddpcheck.findings.evidence import Call, Unexplained
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import read_log
-from ddpcheck.harness import RankHosts, RunFuture, World
+from ddpcheck.harness import RankHosts, Watch, World
 from ddpcheck.judge.collective_order import judge_empty_shards, judge_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
@@ -39,6 +41,61 @@ _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+class PhaseFuture(Protocol[Result]):
+    """A phase that is running."""
+
+    def result(self) -> list[Result]:
+        """Wait for the answers, one a rank; raises `RankError` where a rank fails."""
+
+
+class PhaseWorld(Protocol):
+    """A world as a check needs it: its ranks run phases.
+
+    Attributes:
+        directory: Holds the ranks' logs of collectives.
+        failed: Whether a phase failed, so that no other can run.
+        closed: Whether it is closed.
+    """
+
+    directory: Path
+    failed: bool
+    closed: bool
+
+    def run(self, call: Callable[[], Result], /, *, timeout: float | None = None) -> list[Result]:
+        """Run a phase, and wait for its answers, one a rank; raises `RankError` where a rank fails."""
+
+    def start(self, call: Callable[[], Result], /) -> PhaseFuture[Result]:
+        """Start a phase, and do not wait."""
+
+    def close(self) -> None:
+        """End the ranks."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+class MakeWorld(Protocol):
+    """Makes the worlds of a check, as the constructor of `World` does."""
+
+    def __call__(
+        self,
+        world_size: int,
+        /,
+        *,
+        backend: str,
+        device: str,
+        timeout: float,
+        process_group: bool,
+        preload: Sequence[str],
+        hash_seeds: bool,
+        watch: Watch | None,
+        hosts: RankHosts | None,
+    ) -> PhaseWorld: ...
 
 
 class CheckStopped(Exception):
@@ -59,11 +116,13 @@ class CheckWorlds:
         *,
         progress: Callable[[str], None],
         hosts: RankHosts | None = None,
+        make_world: MakeWorld = World,
     ) -> None:
         self.target = target
         self.asked = asked
         self.progress = progress
         self.hosts = hosts
+        self.make_world = make_world
         self.outcome = CheckState(asked)
         self._alone_in_group = False
         self._single_hang = ""
@@ -79,8 +138,8 @@ class CheckWorlds:
             self.single = stack.enter_context(self._make_world(1, group=False))
             self._worlds = stack
 
-    def _make_world(self, world_size: int, *, group: bool) -> World:
-        return World(
+    def _make_world(self, world_size: int, *, group: bool) -> PhaseWorld:
+        return self.make_world(
             world_size,
             backend=self.asked.backend if group else "gloo",
             device=self.asked.device,
@@ -118,11 +177,11 @@ class CheckWorlds:
             self.outcome.add_unexplained(what, result)
         return [otherwise if isinstance(result, Unexplained) else result for result in results]
 
-    def _start_single(self, call: Callable[[], Result]) -> RunFuture[Result]:
+    def _start_single(self, call: Callable[[], Result]) -> PhaseFuture[Result]:
         self._last_single = call
         return self.single.start(call)
 
-    def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
+    def _settle_single(self, pending: PhaseFuture[Result]) -> Result | None:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
         try:
             return pending.result()[0]
