@@ -107,9 +107,10 @@ CASES: dict[str, Case] = {
         ramp,
         (
             *VALUES,
-            "Mismatched elements: 2 / 64 (3.1%) on rank 1",
-            "Greatest absolute difference: 0.25 at index (0, 7) on rank 1 against rank 0, 8.25 instead of 8.0",
+            "Mismatched elements: 2 / 64 (3.1%) on rank 1 against rank 0",
+            "Greatest absolute difference: 0.25 at index (0, 7) on rank 1 against rank 0",
             "Greatest relative difference: 0.125 at index (0, 0) on rank 1 against rank 0",
+            "First mismatch at index (0, 0): 1.125 instead of 1.0 on rank 1 against rank 0",
         ),
     ),
     "beyond a tolerance": Case(
@@ -129,7 +130,9 @@ CASES: dict[str, Case] = {
         lambda rank: {"a": ramp(), "b": ramp(rank), "c": ramp(rank)},
         (*VALUES, "occurred for item ['b']", "1 more item is not", "['c']: values, on rank 1"),
     ),
-    "0-dim": Case(lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "1 / 1", "1.0 on rank 1 against rank 0")),
+    "0-dim": Case(
+        lambda rank: torch.tensor(float(rank == 1)), (*VALUES, "Expected 0.0 but got 1.0 on rank 1 against rank 0")
+    ),
     "bfloat16": Case(
         lambda rank: torch.full((4,), 1.0 + (rank == 1), dtype=torch.bfloat16), (*VALUES, "2.0 instead of 1.0")
     ),
@@ -144,7 +147,13 @@ CASES: dict[str, Case] = {
         lambda rank: torch.tensor([2**60 + (rank == 1)]),
         (*VALUES, "difference: 1 at index (0,)", str(2**60), "8.67361737988"),
     ),
+    "large integers with a tolerance": Case(
+        lambda rank: torch.tensor([2**25 + (rank == 1)]), (*VALUES[1:], "1 / 1"), {"rtol": 0.0, "atol": 0.5}
+    ),
     "unsigned": Case(lambda rank: torch.tensor([7 + (rank == 1)]).to(torch.uint16), (*VALUES, "8 instead of 7")),
+    "float8 within a tolerance": Case(
+        lambda rank: torch.full((4,), 1.0 + (rank == 1)).to(torch.float8_e5m2), (), {"rtol": 0.0, "atol": 1.0}
+    ),
     "sparse values": Case(
         lambda rank: torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0 + (rank == 1)], (4,)),
         (*VALUES, "item values()", "3.0 instead of 2.0"),
@@ -190,11 +199,17 @@ CASES: dict[str, Case] = {
     "numbers within a tolerance": Case(lambda rank: 3.0 + rank / 8, (), {"rtol": 0, "atol": 0.5}),
     "words": Case(lambda rank: ["a", "ab"[rank == 1]], ("Values are not equal", "'b' on rank 1", "item [1]")),
     "NaN everywhere": Case(
-        lambda rank: torch.tensor([1.0, NAN]), ("1 / 2 elements are NaN on every rank", "index (1,)", "equal_nan=True")
+        lambda rank: torch.tensor([1.0, NAN]), ("On every rank, 1 / 2 elements are NaN", "index (1,)", "equal_nan=True")
     ),
     "NaN on one rank": Case(
         lambda rank: torch.tensor([1.0, NAN if rank == 1 else 2.0]),
-        (*VALUES, "Mismatched elements: 1 / 2 (50.0%) on rank 1", "NaN: 1 of the mismatched elements", "index (1,)"),
+        (
+            *VALUES,
+            "Mismatched elements: 1 / 2 (50.0%) on rank 1",
+            "First mismatch at index (1,): nan instead of 2.0",
+            "NaN: no element is NaN on rank",
+            "1 / 2 elements are NaN, the first at index (1,) on rank 1",
+        ),
     ),
     "equal NaN": Case(lambda rank: [torch.tensor([1.0, NAN]), NAN], (), {"equal_nan": True}),
     "one NaN and another": Case(

@@ -113,7 +113,7 @@ def test_a_bug_is_told_with_its_line_and_the_whole_traceback() -> None:
     assert isinstance(bug, BugError) and bug.exit_code == 2
     assert str(bug).startswith("ddpcheck itself raised TypeError: ") and str(bug).endswith(SENTENCE)
     assert "(ddpcheck/findings/wording.py:" in str(bug) and "step 0: forward" in str(bug)
-    assert "in listed" in bug.detail
+    assert "in join_names" in bug.detail
 
 
 # On ranks, in the single process, in judges: recipes that break a part of ddpcheck where they are loaded

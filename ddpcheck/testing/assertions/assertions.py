@@ -1,8 +1,8 @@
 """Assertions for tests of distributed training: gradients, values on all ranks, and parameters that take no part.
 
 `assert_parity` is called in an ordinary test and starts ranks of its own; `assert_same_on_all_ranks` is called on every
-rank of whatever started them; `assert_no_anomalous_params` in any process. What is said is decided elsewhere, by pure
-functions: in `ddpcheck.testing.assertions.replica_values` and `ddpcheck.testing.assertions.messages`.
+rank of whatever started them; `assert_no_anomalous_params` in any process. The pure functions of
+`ddpcheck.testing.assertions.replica_values` and `ddpcheck.testing.assertions.messages` make the messages.
 
 This module is light: it imports torch only once an assertion is made.
 """
@@ -13,7 +13,8 @@ import contextlib
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import BugError, DdpcheckError, FindingsError, HangError, UsageError
 from ddpcheck.findings.exception_origin import BUG, as_bug, is_ours
@@ -21,16 +22,15 @@ from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
-from ddpcheck.testing.assertions.messages import PartAccount, parity_failure_message, tell_anomalies
+from ddpcheck.testing.assertions.messages import anomalies_message, parity_failure_message
 from ddpcheck.testing.assertions.replica_values import (
     CompareOptions,
-    Mismatch,
     RankValues,
-    ValueDiff,
     differences,
+    first_error,
     holds_nothing,
-    tell,
-    trouble_of,
+    mismatch_message,
+    usage_error,
 )
 from ddpcheck.worlds import rank as this_rank
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ddpcheck.testing.assertions.replica_values_on_rank import Item
 
 Message = str | Callable[[str], str] | None
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def assert_parity(
@@ -106,8 +108,7 @@ def assert_parity(
     from ddpcheck.report.checking.check import check
 
     _refuse_on_a_rank("assert_parity")
-    if trouble := _trouble_of_tolerances("assert_parity", rtol, atol):
-        raise UsageError(trouble)
+    _refuse(_tolerance_error(rtol, atol), "assert_parity")
     select, ignore = _several(select), _several(ignore)
     for pattern in (*select, *ignore):
         matching_rules(pattern)
@@ -177,8 +178,7 @@ def assert_same_on_all_ranks(
     """
     __tracebackhide__ = True
     options = CompareOptions(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
-    trouble = _trouble_of_tolerances("assert_same_on_all_ranks", rtol, atol)
-    message = _difference_between_ranks(value, options, trouble, group, name, timeout)
+    message = _difference_between_ranks(value, options, _tolerance_error(rtol, atol), group, name, timeout)
     if message:
         raise AssertionError(_final(message, msg))
 
@@ -250,14 +250,13 @@ def _refuse_on_a_rank(what: str) -> None:
     )
 
 
-def _trouble_of_tolerances(what: str, rtol: float | None, atol: float | None) -> str:
+def _tolerance_error(rtol: float | None, atol: float | None) -> str:
     if (rtol is None) != (atol is None):
-        missing = "rtol" if rtol is None else "atol"
-        return f"{what}: give both rtol and atol, or neither; {missing} is missing"
+        return f"give both rtol and atol, or neither; {'rtol' if rtol is None else 'atol'} is missing"
     for name, value in (("rtol", rtol), ("atol", atol)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 <= value < math.inf):
-            return f"{what}: {name} must be a number that is not negative, not {value!r}"
+            return f"{name} must be a number that is not negative, not {value!r}"
     return ""
 
 
@@ -271,6 +270,25 @@ def _as_text(report: Report) -> str:
 
 
 # Ranks
+
+
+def _attempt(
+    what: str, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> tuple[Result | None, str]:
+    """The result, or an error in a sentence that is sent to the other ranks, which wait for this one."""
+    try:
+        return function(*args, **kwargs), ""
+    except UsageError as error:
+        return None, str(error).removeprefix("detect_anomalous_params: ")
+    except Exception as error:
+        reason = as_bug(error) if is_ours(error) else f"{type(error).__name__}: {error}"
+        return None, f"{what} cannot be read ({reason})"
+
+
+def _refuse(error: str, what: str) -> None:
+    __tracebackhide__ = True
+    if error:
+        raise (BugError if BUG in error else UsageError)(f"{what}: {error}")
 
 
 def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
@@ -296,44 +314,42 @@ def _waiting(what: str, timeout: float) -> Iterator[None]:
         yield
     except RanksTimedOutError as error:
         raise HangError(
-            f"{format_ranks(error.ranks)} did not call {what} within {timeout:g} s; every rank of the "
-            "group must call it, "
-            "the same number of times"
+            f"{format_ranks(error.ranks)} did not call {what} within {timeout:g} s; every rank of the group must call "
+            "it, the same number of times"
         ) from None
     finally:
         this_rank.set_collective(before)
 
 
 def _difference_between_ranks(
-    value: Any, options: CompareOptions, trouble: str, group: dist.ProcessGroup | None, name: str, timeout: float | None
+    value: Any, options: CompareOptions, error: str, group: dist.ProcessGroup | None, name: str, timeout: float | None
 ) -> str:
     """The message, the same on every rank; empty where all is the same."""
     __tracebackhide__ = True
+    from ddpcheck.gather.state.module_description import digest_of
+    from ddpcheck.testing.assertions.replica_values_on_rank import all_distances, items_of
+
     what = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
     ranks = _ranks_of(group, what)
-    place = str(user_location() or "")
-    items, mine = _take_stock(value, options, trouble, place)
-    everyone = [mine] * len(ranks)
-    measured: dict[str, list[ValueDiff | None]] = {}
+    items, failure = _attempt("what was given", items_of, value)
+    mine = _rank_values(items or [], options, error or failure)
     if len(ranks) == 1:
-        _refuse(everyone, ranks, what)
+        _refuse(mine.error, what)
         return _NOTHING_COMPARED.format(what=what) if holds_nothing(mine) else ""
-    from ddpcheck.gather.state.module_description import digest_of
-
+    by_rank = [mine] * len(ranks)
     exchange = StoreExchange.over(group, "same", timeout)
     with _waiting(what, exchange.timeout):
-        own = [(leaf.path, leaf.key(options), leaf.nans) for leaf in mine.leaves]
-        equal = len(set(exchange.gather("digest", digest_of((options, mine.trouble, own)).encode()))) == 1
+        digest = digest_of(replace(mine, location="")).encode()
+        equal = len(set(exchange.gather("digest", digest))) == 1
         if not equal:
-            mine = mine if mine.trouble else _take_stock(items, options, "", place, canonical=True)[1]
-            everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
-        _refuse(everyone, ranks, what)
+            mine = _rank_values(items or [], options, mine.error, canonical=True)
+            by_rank = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
+        _refuse(usage_error(by_rank, ranks), what)
         if equal and holds_nothing(mine):
             return _NOTHING_COMPARED.format(what=what)
-        found = differences(everyone)
-        if not equal and found:
-            measured = _measure(found, items, options, group, exchange)
-    return tell(found, measured, everyone, ranks, name)
+        found = differences(by_rank)
+        distances = all_distances(found, items or [], options, group, exchange)
+    return mismatch_message(found, distances, by_rank, ranks, name)
 
 
 _NOTHING_COMPARED = (
@@ -342,61 +358,13 @@ _NOTHING_COMPARED = (
 )
 
 
-def _take_stock(
-    value: Any, options: CompareOptions, trouble: str, place: str, *, canonical: bool = False
-) -> tuple[list[Item], RankValues]:
-    """What this rank holds; whatever goes wrong is told to all ranks, which would wait for this one."""
-    from ddpcheck.testing.assertions.replica_values_on_rank import IncomparableError, account, items_of
+def _rank_values(items: Sequence[Item], options: CompareOptions, error: str, *, canonical: bool = False) -> RankValues:
+    from ddpcheck.testing.assertions.replica_values_on_rank import entries_of
 
-    items: list[Item] = []
-    try:
-        items = value if canonical else items_of(value)
-        if not trouble:
-            return items, account(items, options, place, canonical=canonical)
-    except IncomparableError as error:
-        trouble = trouble or str(error)
-    except Exception as error:
-        trouble = trouble or _unreadable("what was given", error)
-    return items, RankValues(options, (), place, trouble)
-
-
-def _refuse(everyone: Sequence[RankValues], ranks: Sequence[int], what: str) -> None:
-    __tracebackhide__ = True
-    if trouble := trouble_of(everyone, ranks):
-        raise _refusal(trouble if trouble.startswith("assert_") else f"{what}: {trouble}")
-
-
-def _unreadable(what: str, error: Exception) -> str:
-    """Why an assertion cannot be made, in a sentence that other ranks can repeat."""
-    said = as_bug(error) if is_ours(error) else f"{type(error).__name__}: {error}"
-    return f"{what} cannot be read ({said})"
-
-
-def _refusal(message: str) -> DdpcheckError:
-    return BugError(message) if BUG in message else UsageError(message)
-
-
-def _measure(
-    found: Sequence[Mismatch],
-    items: Sequence[Item],
-    options: CompareOptions,
-    group: dist.ProcessGroup | None,
-    exchange: StoreExchange,
-) -> dict[str, list[ValueDiff | None]]:
-    """How far values are from each other: of the first item where none may differ, of all where they may a little."""
-    from ddpcheck.testing.assertions.replica_values_on_rank import measure
-
-    wanted = [item for item in (found[:1] if options.exact else found) if item.measurable]
-    if not wanted:
-        return {}
-    here = list(exchange.ranks).index(exchange.rank)
-    tensors = {path: value for path, kind, value in items if kind == "tensor"}
-    own: list[ValueDiff | None] = []
-    for item in wanted:
-        source = exchange.ranks[item.against]
-        own.append(measure(tensors[item.path], source, options, odd=here in item.odd, group=group))
-    by_rank = [pickle.loads(data) for data in exchange.gather("measured", pickle.dumps(own))]
-    return {item.path: [of_rank[index] for of_rank in by_rank] for index, item in enumerate(wanted)}
+    entries = None
+    if not error:
+        entries, error = _attempt("what was given", entries_of, items, options, canonical=canonical)
+    return RankValues(options, entries or (), str(user_location() or ""), error)
 
 
 # Parameters
@@ -412,28 +380,15 @@ def _anomalies_on_ranks(
 ) -> str:
     """The message, the same on every rank; empty where every parameter contributes."""
     __tracebackhide__ = True
+    from ddpcheck.testing.assertions.anomalies_on_rank import anomalies_of
+
     what = "assert_no_anomalous_params"
     ranks = _ranks_of(group, what)
-    mine = _take_part(loss, model, ignore, replay)
-    everyone = [mine]
+    mine = _attempt("the graph of the loss", anomalies_of, loss, model, ignore, replay)
+    by_rank = [mine]
     if len(ranks) > 1:
         exchange = StoreExchange.over(group, "anomalous", timeout)
         with _waiting(what, exchange.timeout):
-            everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
-    troubles = {rank: one.trouble for rank, one in zip(ranks, everyone, strict=True) if one.trouble}
-    if troubles:
-        where = "" if len(troubles) == len(ranks) else f" ({format_ranks(list(troubles))})"
-        raise _refusal(f"{what}: {next(iter(troubles.values()))}{where}")
-    return tell_anomalies(everyone, ranks)
-
-
-def _take_part(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Callable[[], Any] | None) -> PartAccount:
-    """What this rank sees; whatever goes wrong is told to all ranks, which would wait for this one."""
-    from ddpcheck.testing.assertions.anomalies_on_rank import anomalies_of
-
-    try:
-        return PartAccount(tuple(anomalies_of(loss, model, ignore, replay)))
-    except UsageError as error:
-        return PartAccount(trouble=str(error).removeprefix("detect_anomalous_params: "))
-    except Exception as error:
-        return PartAccount(trouble=_unreadable("the graph of the loss", error))
+            by_rank = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
+    _refuse(first_error([error for _, error in by_rank], ranks), what)
+    return anomalies_message([anomalies or [] for anomalies, _ in by_rank], ranks)

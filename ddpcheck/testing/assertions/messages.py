@@ -1,4 +1,4 @@
-"""What a test accepts: from a report, or from what each rank says of its parameters, to the message of an assertion.
+"""Messages of assertions: from a report, and from the anomalies that each rank finds.
 
 Pure functions on plain data. This module is light: it never imports torch.
 """
@@ -33,7 +33,7 @@ def parity_failure_message(
     ignore: Sequence[str] = (),
     tolerance: tuple[float, float] | None = None,
 ) -> str:
-    """Why the gradients of a report are not those of its references, or cannot be said to be; empty where they are.
+    """The message of an assertion on a report's gradients: they differ, or were not compared; empty where they agree.
 
     Args:
         report: With all findings, whatever is ignored.
@@ -49,7 +49,7 @@ def parity_failure_message(
         if any(_is_kept(code, select, ignore) for code in codes)
     }
     entries = [entry for entry in report.parity if entry.reference in wanted.values()]
-    far = [entry for entry in entries if _is_far(entry, tolerance)]
+    far = [entry for entry in entries if not _error(entry, tolerance) <= _allowed(entry, tolerance)]
     if tolerance is not None and not far:
         kept = tuple(finding for finding in kept if finding.code not in _BY_TOLERANCE)
     explained = {finding.code for finding in relevant} if tolerance is None else set()
@@ -57,7 +57,7 @@ def parity_failure_message(
     withheld = [finding for finding in relevant if finding.code in _NO_VERDICT and finding not in kept]
     lacking = [] if report.error is None else [report.error.message]
     lacking += [_not_made(check, report) for check in wanted if report.error is None and _was_not_made(check, report)]
-    lines = [line for finding in (*kept, *withheld) for line in _told(finding)]
+    lines = [line for finding in (*kept, *withheld) for line in _finding_lines(finding)]
     if unexplained or (far and tolerance is not None):
         lines += _beyond(far, len(entries), tolerance)
         lines += [f"  note: {note}" for note in report.world.get("notes", ()) if tolerance is None]
@@ -71,14 +71,33 @@ def parity_failure_message(
 
 
 def _beyond(far: Sequence[ParityEntry], of: int, tolerance: tuple[float, float] | None) -> list[str]:
-    worst = sorted(far, key=lambda entry: -_excess(entry, tolerance))[:_MOST_ENTRIES]
-    more = [f"  and {len(far) - len(worst)} more"] if len(far) > len(worst) else []
-    allowed = [f"{len(far)} of {of} comparisons of a gradient with its reference are beyond the tolerance:"]
-    return [*allowed, *(_entry(entry, tolerance) for entry in worst), *more]
+    worst = sorted(far, key=lambda entry: -_error(entry, tolerance) / (_allowed(entry, tolerance) or 1e-300))
+    lines = [f"{len(far)} of {of} comparisons of a gradient with its reference are beyond the tolerance:"]
+    for entry in worst[:_MOST_ENTRIES]:
+        got, allowed = _error(entry, tolerance), _allowed(entry, tolerance)
+        how = f"relative error {got:.2g}, allowed {allowed:.2g}"
+        if tolerance is not None:
+            rtol, atol = tolerance
+            terms = f"{atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g}"
+            how = f"norm of the difference {got:.4g}, allowed {allowed:.4g} ({terms})"
+        lines.append(f"  {entry.parameter} in step {entry.step}, against {entry.reference}: {how}")
+    return [*lines, f"  and {len(far) - _MOST_ENTRIES} more"] if len(far) > _MOST_ENTRIES else lines
+
+
+def _error(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float:
+    return entry.relative_error if tolerance is None else entry.absolute_error
+
+
+def _allowed(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float:
+    """How large `_error` may be; with a tolerance it follows from |g - r| <= atol + rtol * |r| for every element."""
+    if tolerance is None:
+        return entry.tolerance
+    rtol, atol = tolerance
+    return atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
 
 
 def _is_on_gradients(finding: Finding) -> bool:
-    """Whether a finding is a difference of gradients, has one as its consequence, or makes training wrong anyhow."""
+    """Whether a finding is a difference of gradients, has one as its consequence, or is an error."""
     carries = any(fact.startswith("with it comes DDP3") for fact in finding.evidence)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or carries
 
@@ -103,39 +122,7 @@ def _not_made(check: str, report: Report) -> str:
     return f"{what}: {result.detail if result and result.detail else 'not reached'}"
 
 
-def _room(entry: ParityEntry, tolerance: tuple[float, float]) -> float:
-    """How large the norm of the difference may be; follows from |g - r| <= atol + rtol * |r| for every element."""
-    rtol, atol = tolerance
-    return atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
-
-
-def _is_far(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
-    if tolerance is None:
-        return not entry.relative_error <= entry.tolerance
-    return not entry.absolute_error <= _room(entry, tolerance)
-
-
-def _excess(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float:
-    got, room = (
-        (entry.relative_error, entry.tolerance)
-        if tolerance is None
-        else (entry.absolute_error, _room(entry, tolerance))
-    )
-    return got / room if room else math.inf
-
-
-def _entry(entry: ParityEntry, tolerance: tuple[float, float] | None) -> str:
-    where = f"  {entry.parameter} in step {entry.step}, against {entry.reference}:"
-    if tolerance is None:
-        return f"{where} relative error {entry.relative_error:.2g}, allowed {entry.tolerance:.2g}"
-    rtol, atol = tolerance
-    return (
-        f"{where} norm of the difference {entry.absolute_error:.4g}, allowed {_room(entry, tolerance):.4g} "
-        f"({atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g})"
-    )
-
-
-def _told(finding: Finding) -> list[str]:
+def _finding_lines(finding: Finding) -> list[str]:
     where = f" (at {finding.location})" if finding.location else ""
     lines = [f"{finding.code} {', '.join(finding.subjects)}: {finding.message}{where}"]
     lines += [f"  {fact}" for fact in finding.evidence]
@@ -164,51 +151,34 @@ class Anomaly:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PartAccount:
-    """What one rank says of its parameters and its loss; `trouble` where it can say nothing."""
-
-    anomalies: tuple[Anomaly, ...] = ()
-    trouble: str = ""
-
-
-def tell_anomalies(accounts: Sequence[PartAccount], ranks: Sequence[int]) -> str:
-    """The message of the assertion; empty where no rank has anything to say."""
+def anomalies_message(by_rank: Sequence[Sequence[Anomaly]], ranks: Sequence[int]) -> str:
+    """The message of an assertion on the anomalies of all ranks; empty where there are none."""
     where: dict[str, list[int]] = {}
     by_name: dict[str, Anomaly] = {}
-    for rank, account in zip(ranks, accounts, strict=True):
-        for anomaly in account.anomalies:
+    for rank, anomalies in zip(ranks, by_rank, strict=True):
+        for anomaly in anomalies:
             where.setdefault(anomaly.name, []).append(rank)
             by_name.setdefault(anomaly.name, anomaly)
     if not by_name:
         return ""
-    missing = [one for one in by_name.values() if one.registered]
-    everywhere = [one for one in missing if len(where[one.name]) == len(ranks)]
-    somewhere = [one for one in missing if one not in everywhere]
-    strange = [one for one in by_name.values() if not one.registered]
+    unused = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
+    some = "on some ranks only, on which DDP hangs (DDP104)"
+    foreign = "of the model, so DDP never synchronises"
+    groups: dict[tuple[str, str], list[Anomaly]] = {
+        (f"parameter gets no gradient {unused}", f"parameters get no gradient {unused}"): [],
+        (f"parameter contributes {some}", f"parameters contribute {some}"): [],
+        (
+            f"tensor gets a gradient and is no parameter {foreign} it (DDP106)",
+            f"tensors get a gradient and are no parameters {foreign} them (DDP106)",
+        ): [],
+    }
+    everywhere, somewhere, unregistered = groups.values()
+    for one in by_name.values():
+        missing = everywhere if len(where[one.name]) == len(ranks) else somewhere
+        (missing if one.registered else unregistered).append(one)
     lines = ["Not every parameter takes part in the loss!"]
-    for group, one_is, several_are in (
-        (
-            everywhere,
-            "parameter gets no gradient from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or "
-            "detached)",
-            "parameters get no gradient from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or "
-            "detached)",
-        ),
-        (
-            somewhere,
-            "parameter contributes on some ranks only, on which DDP hangs (DDP104)",
-            "parameters contribute on some ranks only, on which DDP hangs (DDP104)",
-        ),
-        (
-            strange,
-            "tensor gets a gradient and is no parameter of the model, so DDP never synchronises it (DDP106)",
-            "tensors get a gradient and are no parameters of the model, so DDP never synchronises them (DDP106)",
-        ),
-    ):
-        if not group:
-            continue
-        lines += ["", f"{len(group)} {plural_verb(one_is, several_are, group)}:"]
+    for (one_is, several_are), group in groups.items():
+        lines += ["", f"{len(group)} {plural_verb(one_is, several_are, group)}:"] if group else []
         for one in group:
             at = f", made at {one.location}" if one.location else ""
             on = f", {'not ' if one.registered else ''}on {format_ranks(where[one.name])}"

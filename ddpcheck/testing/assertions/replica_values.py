@@ -1,7 +1,6 @@
-"""Whether all ranks hold the same values: from what each rank says of its own to the message of an assertion.
+"""Whether all ranks hold the same values: from each rank's list of its items to the message of an assertion.
 
-Pure functions on plain data; what a rank says of its tensors is gathered in `replica_values_on_rank`. The wording is
-that of `torch.testing.assert_close`.
+Pure functions on plain data that `replica_values_on_rank` gathers. The words are those of `torch.testing.assert_close`.
 
 This module is light: it never imports torch.
 """
@@ -11,14 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.wording import format_ranks, plural_verb
 
 _MOST_ITEMS = 8  # that are named after the first one that differs
-_MOST_RANKS = 4  # whose numbers are given one by one
+_MOST_GROUPS = 4  # of ranks, whose numbers are given
 _NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True where it is meant."
+_LEAVES = frozenset({"tensor", "number", "value"})  # all other kinds are containers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,96 +39,53 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One item that a rank holds: a tensor, a number, another plain value, or a container that counts its items.
+    """One item that a rank holds: a tensor, a number, another plain value, or a container.
 
     Attributes:
         path: How it is reached from the argument, as Python spells it; empty for the argument itself.
-        kind: "tensor", "number", "value", or what sort of container it is.
-        dtype: Of a tensor.
-        shape: Likewise.
-        layout: Likewise.
-        device: Its type, likewise.
-        stride: Likewise, where it is dense.
+        kind: "tensor", "number", "value", or the kind of container.
         value: A number, the text of a plain value, or how many items a container has.
-        fingerprint: Of the tensor's values.
-        nans: How many of them are NaN.
-        first_nan: Index of the first one.
+        attributes: Of a tensor: its shape, dtype and so on, as far as they are compared.
+        fingerprint: Of a tensor's values.
+        nans: How many elements are NaN, and where the first one is; empty where none is.
     """
 
     path: str
     kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    layout: str = ""
-    device: str = ""
-    stride: tuple[int, ...] = ()
     value: Any = None
+    attributes: tuple[tuple[str, str], ...] = ()
     fingerprint: int = 0
-    nans: int = 0
-    first_nan: tuple[int, ...] = ()
+    nans: str = ""
 
-    def key(self, options: CompareOptions) -> Hashable:
-        """What must be the same on every rank."""
-        device = self.device if options.check_device else ""
-        stride = self.stride if options.check_stride else ()
-        value = repr(self.value)  # 1, 1.0 and True are three things, and a NaN is one
-        return (self.kind, self.dtype, self.shape, self.layout, device, stride, value, self.fingerprint)
+    @property
+    def key(self) -> Hashable:
+        """Everything that must be the same on every rank."""
+        return (self.kind, self.attributes, repr(self.value), self.fingerprint)  # 1, 1.0 and True are three things
 
-    def described(self) -> str:
-        """What it is, in words."""
+    def __str__(self) -> str:
         if self.kind == "tensor":
-            return f"a tensor of shape {self.shape} and dtype {self.dtype}"
-        if self.kind in ("number", "value"):
+            named = dict(self.attributes)
+            return f"a tensor of shape {named['shape']} and dtype {named['dtype']}"
+        if self.kind in _LEAVES:
             return str(self.value)
         return f"a {self.kind} of {self.value} item{'' if self.value == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankValues:
-    """What one rank says of what it holds.
+    """The items of one rank.
 
     Attributes:
         options: How it was asked to compare.
-        leaves: In order.
-        place: The line that asked, as "path:line".
-        trouble: Why it cannot be compared; empty where it can.
+        entries: In order.
+        location: The line of the assertion, as "path:line".
+        error: Why they cannot be compared; empty where they can.
     """
 
     options: CompareOptions
-    leaves: tuple[Entry, ...] = ()
-    place: str = ""
-    trouble: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDiff:
-    """How the values of one tensor on one rank differ from those on the rank that they are measured against.
-
-    Attributes:
-        elements: How many there are.
-        mismatched: How many of them differ.
-        nans: How many of those are NaN on one of the two.
-        first: Index of the first one that differs.
-        absolute: The greatest absolute difference, of those that are no NaN.
-        at: Its index.
-        got: The value there.
-        want: The value on the other rank.
-        relative: The greatest difference relative to the other rank's value.
-        relative_at: Its index.
-        trouble: Why nothing could be measured.
-    """
-
-    elements: int = 0
-    mismatched: int = 0
-    nans: int = 0
-    first: tuple[int, ...] = ()
-    absolute: float | int = -1.0
-    at: tuple[int, ...] = ()
-    got: Any = None
-    want: Any = None
-    relative: float = -1.0
-    relative_at: tuple[int, ...] = ()
-    trouble: str = ""
+    entries: tuple[Entry, ...] = ()
+    location: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,77 +94,85 @@ class Mismatch:
 
     Attributes:
         path: Which.
-        leaves: What each rank holds there; None where it holds nothing.
-        against: Position of the first rank that holds what most ranks hold.
-        odd: Positions of those that hold something else.
-        measurable: Whether only values differ, so that they can be measured against each other.
+        entries: What each rank holds there; None where it holds nothing.
+        reference: Position of the first rank that holds what most ranks hold.
+        odd: Positions of those that hold something else; empty where all hold the same NaN.
+        measurable: Whether only values of tensors differ, so that they can be measured against each other.
     """
 
     path: str
-    leaves: tuple[Entry | None, ...]
-    against: int
+    entries: tuple[Entry | None, ...]
+    reference: int
     odd: tuple[int, ...]
     measurable: bool
 
 
-def trouble_of(accounts: Sequence[RankValues], ranks: Sequence[int]) -> str:
-    """Why nothing can be said: wrong use, told alike on every rank; empty where all is well."""
-    said = {rank: account.trouble for rank, account in zip(ranks, accounts, strict=True) if account.trouble}
-    if said:
-        where = "" if len(said) == len(accounts) else f" ({format_ranks(list(said))})"
-        return f"{next(iter(said.values()))}{where}"
-    options = [account.options for account in accounts]
+Distances = Mapping[str, Sequence[tuple[float, str]]]
+"""By path, of each rank: the greatest difference from the reference rank's values, and a text; empty if near enough."""
+
+
+def usage_error(by_rank: Sequence[RankValues], ranks: Sequence[int]) -> str:
+    """Why nothing can be compared, the same on every rank; empty where it can be."""
+    if error := first_error([values.error for values in by_rank], ranks):
+        return error
+    options = [values.options for values in by_rank]
     if len(set(options)) > 1:
-        return f"the ranks compare in different ways: {_who(options, ranks)}; give the same options on every rank"
+        return f"the ranks compare in different ways: {_on_ranks(options, ranks)}; give the same options on every rank"
     return ""
 
 
-def holds_nothing(account: RankValues) -> bool:
-    """Whether there is no tensor, number or text at all, so that a comparison would pass whatever the ranks did."""
-    return all(leaf.value == "None" for leaf in account.leaves if leaf.kind in ("tensor", "number", "value"))
+def first_error(errors: Sequence[str], ranks: Sequence[int]) -> str:
+    """The first of the ranks' errors, with the ranks that have one unless all have."""
+    failed = [rank for rank, error in zip(ranks, errors, strict=True) if error]
+    where = "" if len(failed) in (0, len(ranks)) else f" ({format_ranks(failed)})"
+    return f"{next(filter(None, errors), '')}{where}"
 
 
-def differences(accounts: Sequence[RankValues]) -> list[Mismatch]:
+def holds_nothing(values: RankValues) -> bool:
+    """Whether there is no tensor, number or text at all, so that a comparison would always pass."""
+    return all(entry.value == "None" for entry in values.entries if entry.kind in _LEAVES)
+
+
+def differences(by_rank: Sequence[RankValues]) -> list[Mismatch]:
     """The items that are not the same on all ranks, in order; with a tolerance, also those that may be near enough."""
-    options = accounts[0].options
-    by_rank = [{leaf.path: leaf for leaf in account.leaves} for account in accounts]
+    options = by_rank[0].options
+    by_path = [{entry.path: entry for entry in values.entries} for values in by_rank]
     found = []
-    for path in dict.fromkeys(path for leaves in by_rank for path in leaves):
-        leaves = tuple(of_rank.get(path) for of_rank in by_rank)
-        keys = [leaf and leaf.key(options) for leaf in leaves]
-        nans = not options.equal_nan and any(leaf is not None and leaf.nans for leaf in leaves)
+    for path in dict.fromkeys(path for entries in by_path for path in entries):
+        entries = tuple(of_rank.get(path) for of_rank in by_path)
+        keys = [entry and entry.key for entry in entries]
         common = Counter(keys).most_common(1)[0][0]
-        against = keys.index(common)
-        if (len(set(keys)) == 1 and not nans) or _numbers_are_close(leaves, against, options):
+        reference = keys.index(common)
+        nans = not options.equal_nan and any(entry and entry.nans for entry in entries)
+        if (len(set(keys)) == 1 and not nans) or _numbers_are_close(entries, reference, options):
             continue
         odd = tuple(place for place, key in enumerate(keys) if key != common)
-        alike = len({leaf and replace(leaf, fingerprint=0).key(options) for leaf in leaves}) == 1
-        found.append(Mismatch(path, leaves, against, odd, alike and bool(odd)))
+        alike = len({entry and (entry.kind, entry.attributes) for entry in entries}) == 1
+        tensors = all(entry and entry.kind == "tensor" for entry in entries)
+        found.append(Mismatch(path, entries, reference, odd, measurable=bool(odd) and alike and tensors))
     return found
 
 
-def _numbers_are_close(leaves: Sequence[Entry | None], against: int, options: CompareOptions) -> bool:
-    """Whether the leaves are numbers within the tolerance of one of them."""
-    if any(leaf is None or leaf.kind != "number" for leaf in leaves):
+def _numbers_are_close(entries: Sequence[Entry | None], reference: int, options: CompareOptions) -> bool:
+    """Whether the items are numbers of one type, within the tolerance of one of them."""
+    values = [entry.value for entry in entries if entry and entry.kind == "number"]
+    if len(values) < len(entries) or len(set(map(type, values))) > 1 or isinstance(values[0], bool):
         return False
-    values = [leaf.value for leaf in leaves if leaf is not None]
-    want = values[against]
-    if any(type(value) is not type(want) or isinstance(value, bool) for value in values):
-        return False
-    return all(_is_close(value, want, options) for value in values)
+    want = values[reference]
+
+    def is_close(got: Any) -> bool:
+        if got == want or (options.equal_nan and got != got and want != want):
+            return True
+        distance = abs(got - want)
+        return bool(distance <= options.atol + options.rtol * abs(want) and math.isfinite(distance))
+
+    return all(map(is_close, values))
 
 
-def _is_close(got: Any, want: Any, options: CompareOptions) -> bool:
-    if got == want or (options.equal_nan and got != got and want != want):
-        return True
-    distance, room = abs(got - want), options.atol + options.rtol * abs(want)
-    return bool(distance <= room and math.isfinite(distance))
-
-
-def tell(
+def mismatch_message(
     found: Sequence[Mismatch],
-    measured: Mapping[str, Sequence[ValueDiff | None]],
-    accounts: Sequence[RankValues],
+    distances: Distances,
+    by_rank: Sequence[RankValues],
     ranks: Sequence[int],
     name: str = "",
 ) -> str:
@@ -215,128 +180,104 @@ def tell(
 
     Args:
         found: Of `differences`.
-        measured: By path, what each rank has measured; None for ranks that hold the common values. An item of which
-            only values differ, and that is not here, counts as different without numbers.
-        accounts: Of all ranks.
+        distances: An item of which only values differ, and that is not here, counts as different without numbers.
+        by_rank: The items of all ranks.
         ranks: Their numbers.
-        name: What the user calls it.
+        name: The user's name for the argument.
     """
-    options = accounts[0].options
-    real = [
-        item
-        for item in found
-        if item.path not in measured or any(one and (one.mismatched or one.trouble) for one in measured[item.path])
-    ]
+    real = [item for item in found if item.path not in distances or any(text for _, text in distances[item.path])]
     if not real:
         return ""
-    first = real[0]
-    lines = _told(first, measured.get(first.path), options, ranks)
+    first, others = real[0], real[1:]
+    lines = _details(first, distances, by_rank[0].options, ranks)
     if spelled_path := _spelled_path(first, name):
         lines += ["", f"The failure occurred for item {spelled_path}"]
-    others = [other for other in real if other is not first]
     if others:
         lines.append(f"{len(others)} more {plural_verb('item is', 'items are', others)} not the same on all ranks:")
-        lines += [_in_a_line(other, measured.get(other.path), name, ranks) for other in others[:_MOST_ITEMS]]
+        lines += [_in_a_line(other, distances, name, ranks) for other in others[:_MOST_ITEMS]]
         lines += [f"  and {len(others) - _MOST_ITEMS} more"] if len(others) > _MOST_ITEMS else []
-    places = [account.place for account in accounts]
-    if len(set(places)) > 1:
-        lines.append(f"The ranks did not ask at the same line: {_who(places, ranks)}")
+    locations = [values.location for values in by_rank]
+    if len(set(locations)) > 1:
+        lines.append(f"The ranks did not ask at the same line: {_on_ranks(locations, ranks)}")
     return "\n".join(lines)
 
 
-def _told(
-    item: Mismatch, measured: Sequence[ValueDiff | None] | None, options: CompareOptions, ranks: Sequence[int]
-) -> list[str]:
+def _details(item: Mismatch, distances: Distances, options: CompareOptions, ranks: Sequence[int]) -> list[str]:
     """One item that differs, at length."""
-    some = [leaf for leaf in item.leaves if leaf is not None]
-    kinds = {leaf.kind for leaf in some}
-    if len(some) < len(ranks):
-        said = [leaf.described() if leaf else "nothing" for leaf in item.leaves]
-        return ["Items are not the same on all ranks!", "", f"Not every rank holds it: {_who(said, ranks)}."]
-    if len(kinds) > 1 or not kinds & {"tensor", "number", "value"}:
-        said = [leaf.described() for leaf in some]
-        return ["Items are not the same on all ranks!", "", f"The ranks hold different things: {_who(said, ranks)}."]
     how = "equal" if options.exact else "close"
+    some = [entry for entry in item.entries if entry is not None]
+    kinds = {entry.kind for entry in some}
+    if len(some) < len(ranks):
+        spelled = _on_ranks([entry or "nothing" for entry in item.entries], ranks)
+        return ["Items are not the same on all ranks!", "", f"Not every rank holds it: {spelled}."]
+    if len(kinds) > 1 or not kinds <= _LEAVES:
+        return [
+            "Items are not the same on all ranks!",
+            "",
+            f"The ranks hold different things: {_on_ranks(some, ranks)}.",
+        ]
     if kinds != {"tensor"}:
         what = "Scalars" if kinds == {"number"} else "Values"
-        lines = [f"{what} are not {how} on all ranks!", "", f"{_who([leaf.value for leaf in some], ranks)}."]
+        lines = [f"{what} are not {how} on all ranks!", "", f"{_on_ranks(some, ranks)}."]
         return lines if item.odd else [*lines, _NAN_ADVICE]
-    attributes = ["shape", "dtype", "layout"]
-    attributes += ["device"] * options.check_device + ["stride"] * options.check_stride
-    differing = [a for a in attributes if len({getattr(leaf, a) for leaf in some}) > 1]
     lines = [f"Tensor-likes are not {how} on all ranks!", ""]
-    for attribute in differing:
-        values = [getattr(leaf, attribute) for leaf in some]
-        lines.append(f"The values for attribute '{attribute}' do not match: {_who(values, ranks)}.")
-    if differing:
-        return lines
     if not item.odd:
-        leaf = some[0]
-        at = f", the first at index {leaf.first_nan}" if leaf.shape else ""
-        share = f"{leaf.nans} / {math.prod(leaf.shape)} elements are NaN on every rank{at}"
-        return [*lines, f"{share}.", _NAN_ADVICE]
-    odd = _odd_ranks(item, measured, ranks)
+        return [*lines, f"On every rank, {some[0].nans}.", _NAN_ADVICE]
+    if not item.measurable:
+        named = [dict(entry.attributes) for entry in some]
+        values = {name: [of_rank[name] for of_rank in named] for name in named[0]}
+        return lines + [
+            f"The values for attribute '{name}' do not match: {_on_ranks(of_ranks, ranks)}."
+            for name, of_ranks in values.items()
+            if len(set(of_ranks)) > 1
+        ]
+    odd = _odd_ranks(item, distances, ranks)
     same = [rank for rank in ranks if rank not in odd]
     lines.append(f"{format_ranks(odd).capitalize()} {plural_verb('differs', 'differ', odd)} from {format_ranks(same)}.")
-    return lines + (_numbers(measured, item, options, ranks) if measured else [])
+    return lines + _numbers(item, distances, ranks)
 
 
-def _odd_ranks(item: Mismatch, measured: Sequence[ValueDiff | None] | None, ranks: Sequence[int]) -> list[int]:
+def _odd_ranks(item: Mismatch, distances: Distances, ranks: Sequence[int]) -> list[int]:
     """The ranks that differ by more than they may."""
-    if measured is None:
+    if item.path not in distances:
         return [ranks[place] for place in item.odd]
-    return [rank for rank, one in zip(ranks, measured, strict=True) if one and (one.mismatched or one.trouble)]
+    return [rank for rank, (_, text) in zip(ranks, distances[item.path], strict=True) if text]
 
 
-def _numbers(
-    measured: Sequence[ValueDiff | None], item: Mismatch, options: CompareOptions, ranks: Sequence[int]
-) -> list[str]:
-    """How many elements differ, and which most."""
-    those = {rank: one for rank, one in zip(ranks, measured, strict=True) if one and (one.mismatched or one.trouble)}
-    trouble = {rank: one.trouble for rank, one in those.items() if one.trouble}
-    if trouble:
-        return [f"How far could not be measured on {format_ranks(list(trouble))}: {next(iter(trouble.values()))}"]
-    counts = [
-        f"{one.mismatched} / {one.elements} ({one.mismatched / one.elements:.1%}) on rank {rank}"
-        for rank, one in list(those.items())[:_MOST_RANKS]
+def _numbers(item: Mismatch, distances: Distances, ranks: Sequence[int]) -> list[str]:
+    """How far values differ, the ranks with the greatest differences first."""
+    groups: dict[str, list[int]] = {}
+    worst_first = sorted(zip(distances.get(item.path, ()), ranks, strict=False), key=lambda pair: -pair[0][0])
+    for (_, text), rank in worst_first:
+        if text:
+            groups.setdefault(text, []).append(rank)
+    lines = [
+        f"{line} on {format_ranks(odd)} against rank {ranks[item.reference]}"
+        for text, odd in list(groups.items())[:_MOST_GROUPS]
+        for line in text.splitlines()
     ]
-    more = f" and on {len(those) - _MOST_RANKS} more" if len(those) > _MOST_RANKS else ""
-    lines = [f"Mismatched elements: {', '.join(counts)}{more}"]
-    against = f"against rank {ranks[item.against]}"
-    for title, index, allowed in (("absolute", "at", options.atol), ("relative", "relative_at", options.rtol)):
-        by_rank: dict[int, Any] = {rank: getattr(one, title) for rank, one in those.items()}
-        rank = max(by_rank, key=by_rank.__getitem__)
-        worst, place = by_rank[rank], getattr(those[rank], index)
-        if worst < 0:
-            continue  # there is nothing but NaN
-        line = f"Greatest {title} difference: {worst}{f' at index {place}' if place else ''} on rank {rank} {against}"
-        line += f", {those[rank].got} instead of {those[rank].want}" if title == "absolute" else ""
-        lines.append(line + ("" if options.exact else f" (up to {allowed} allowed)"))
-    for rank, one in list(those.items())[:_MOST_RANKS]:
-        if one.nans:
-            at = f", the first mismatch at index {one.first}" if one.first else ""
-            whose = f"on rank {rank} or on rank {ranks[item.against]}"
-            lines.append(f"NaN: {one.nans} of the mismatched elements are NaN {whose}{at}")
-    return lines
+    more = [rank for odd in list(groups.values())[_MOST_GROUPS:] for rank in odd]
+    lines += [f"Less far apart: {format_ranks(more)}"] if more else []
+    nans = [entry.nans or "no element is NaN" if entry else "" for entry in item.entries]
+    return [*lines, f"NaN: {_on_ranks(nans, ranks)}"] if len(set(nans)) > 1 else lines
 
 
-def _in_a_line(item: Mismatch, measured: Sequence[ValueDiff | None] | None, name: str, ranks: Sequence[int]) -> str:
+def _in_a_line(item: Mismatch, distances: Distances, name: str, ranks: Sequence[int]) -> str:
     path = _spelled_path(item, name)
-    if None in item.leaves:
-        return (
-            f"  {path}: only on {format_ranks([rank for rank, leaf in zip(ranks, item.leaves, strict=True) if leaf])}"
-        )
+    if None in item.entries:
+        holders = [rank for rank, entry in zip(ranks, item.entries, strict=True) if entry]
+        return f"  {path}: only on {format_ranks(holders)}"
     if not item.odd:
         return f"  {path}: NaN on every rank"
     what = "values" if item.measurable else "what it is"
-    return f"  {path}: {what}, on {format_ranks(_odd_ranks(item, measured, ranks))}"
+    return f"  {path}: {what}, on {format_ranks(_odd_ranks(item, distances, ranks))}"
 
 
 def _spelled_path(item: Mismatch, name: str) -> str:
     return f"{name}{item.path}" if name or item.path.startswith("[") else item.path.removeprefix(".")
 
 
-def _who(values: Sequence[Any], ranks: Sequence[int]) -> str:
+def _on_ranks(values: Sequence[Any], ranks: Sequence[int]) -> str:
     """The values of all ranks, equal ones together: "a on rank 0; b on ranks 1 and 2"."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):

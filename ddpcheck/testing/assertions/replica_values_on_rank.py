@@ -1,4 +1,4 @@
-"""What a rank holds, item by item, and how far its tensors are from another rank's: for `assert_same_on_all_ranks`.
+"""The items that a rank holds, and how far its tensors are from another rank's: for `assert_same_on_all_ranks`.
 
 Tensors stay where they are: a fingerprint of each is computed there, and values move only once every rank has said that
 its own differ, in pieces of `_PIECE` bytes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,33 +18,39 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.state.module_description import fingerprint
-from ddpcheck.testing.assertions.replica_values import CompareOptions, Entry, RankValues, ValueDiff
+from ddpcheck.testing.assertions.replica_values import CompareOptions, Distances, Entry, Mismatch
 
 _PIECE = 1 << 24
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
 _KEYS = (str, bytes, int, float, complex, bool, type(None), enum.Enum)
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_PARTS = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.jagged: ("offsets", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that return the dense parts of a tensor, by layout."""
 
 Item = tuple[str, str, Any]
 """Path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container."""
-
-
-class IncomparableError(Exception):
-    """Something that cannot be compared across ranks; the message says what, where and what to do."""
 
 
 def items_of(value: Any) -> list[Item]:
     """Everything in `value` (a tensor, a number, a module or any nest of them), flat, in an order of its own.
 
     Raises:
-        IncomparableError: There is something in it that has no values, or none that could be compared.
+        UsageError: There is something in it that has no values, or none that could be compared.
     """
     try:
         with torch.no_grad():
             return list(_walk(value, "", ()))
     except RecursionError:
-        raise IncomparableError("the argument is nested too deeply; pass its tensors in a flat list") from None
+        raise UsageError("the argument is nested too deeply; pass its tensors in a flat list") from None
 
 
 def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
@@ -64,7 +71,7 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
         yield from _walk_numpy(value, path)
     else:
         if id(value) in inside:
-            raise IncomparableError(f"{_place(path)} contains itself")
+            raise UsageError(f"{_place(path)} contains itself")
         entries, kind = _entries(value, path)
         yield path, kind, len(entries)
         for key, entry in entries:
@@ -76,7 +83,7 @@ def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
     if isinstance(value, Mapping):
         strange = next((key for key in value if not isinstance(key, _KEYS) and not _is_plain_tuple(key)), None)
         if strange is not None:
-            raise IncomparableError(
+            raise UsageError(
                 f"{_place(path)} has a key of type {type(strange).__name__}, which other ranks cannot be asked for; "
                 "use strings or numbers (optimizer.state_dict() and not optimizer.state)"
             )
@@ -88,7 +95,7 @@ def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
         return [(f".{name}", getattr(value, name)) for name in fields], "dataclass"
     if isinstance(value, Sequence | Iterator) or type(value).__name__ == "deque":
         return [(f"[{index}]", entry) for index, entry in enumerate(value)], "sequence"
-    raise IncomparableError(
+    raise UsageError(
         f"{_place(path)} is of type {type(value).__qualname__}, which cannot be compared across ranks; pass tensors, "
         "numbers, strings, None, modules, or lists, tuples, dicts and dataclasses of them"
     )
@@ -106,21 +113,21 @@ def _walk_numpy(value: Any, path: str) -> Iterator[Item]:
     try:
         tensor = torch.from_numpy(value.copy()) if getattr(value, "ndim", 0) else torch.tensor(value.item())
     except Exception as error:
-        raise IncomparableError(f"{_place(path)} is a numpy value that torch does not take: {error}") from None
+        raise UsageError(f"{_place(path)} is a numpy value that torch does not take: {error}") from None
     yield from _walk_tensor(tensor, path)
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
     """The tensor, and the parts of which it consists where it is not dense."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise IncomparableError(f"{_place(path)} is lazy and has no values yet; run a forward pass first")
+        raise UsageError(f"{_place(path)} is lazy and has no values yet; run a forward pass first")
     if type(tensor).__module__.startswith("torch.distributed"):
-        raise IncomparableError(
+        raise UsageError(
             f"{_place(path)} is a {type(tensor).__name__}, of which each rank holds a part; pass .full_tensor() or "
             ".to_local()"
         )
     if tensor.is_meta:
-        raise IncomparableError(f"{_place(path)} is on the meta device and has no values")
+        raise UsageError(f"{_place(path)} is on the meta device and has no values")
     tensor = tensor.detach()
     yield path, "tensor", tensor
     if tensor.is_quantized:
@@ -128,80 +135,62 @@ def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
     elif tensor.is_nested and tensor.layout != torch.jagged:
         for index, part in enumerate(tensor.unbind()):
             yield from _walk_tensor(part, f"{path}[{index}]")
-    else:
-        for name, part in _parts(tensor):
-            yield f"{path}.{name}()", "tensor", part
+    elif tensor.layout != torch.strided:
+        merged = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+        for name in _PARTS.get(tensor.layout, ("to_dense",)):
+            yield f"{path}.{name}()", "tensor", getattr(merged, name)()
 
 
-def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    if tensor.layout == torch.strided:
-        return []
-    if tensor.layout == torch.sparse_coo:
-        merged = tensor.coalesce()
-        return [("indices", merged.indices()), ("values", merged.values())]
-    if tensor.layout == torch.jagged:
-        return [("offsets", tensor.offsets()), ("values", tensor.values())]  # type: ignore[attr-defined]  # of nested tensors
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [
-            ("crow_indices", tensor.crow_indices()),
-            ("col_indices", tensor.col_indices()),
-            ("values", tensor.values()),
-        ]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [
-            ("ccol_indices", tensor.ccol_indices()),
-            ("row_indices", tensor.row_indices()),
-            ("values", tensor.values()),
-        ]
-    return [("to_dense", tensor.to_dense())]
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the tensor itself has values, and not only its parts."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-def account(items: Sequence[Item], options: CompareOptions, place: str, *, canonical: bool) -> RankValues:
-    """Say what the items are, with a fingerprint of each tensor.
+def entries_of(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[Entry, ...]:
+    """Each item as other ranks are told of it, with a fingerprint of each tensor.
 
     Args:
         items: Of `items_of`.
         options: How they will be compared.
-        place: The line that asked.
         canonical: Let values that are equal have the same bits: 0.0 and -0.0, and one NaN and another. Costs a copy,
             and matters only once bits differ.
     """
     with torch.no_grad():
-        leaves = [_leaf(path, kind, value, options, canonical=canonical) for path, kind, value in items]
-    return RankValues(options, tuple(leaves), place)
+        return tuple(_entry(*item, options, canonical=canonical) for item in items)
 
 
-def _leaf(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> Entry:
+def _entry(path: str, kind: str, value: Any, options: CompareOptions, *, canonical: bool) -> Entry:
     if kind == "number":
-        return Entry(path, kind, value=value, nans=int(value != value))
+        return Entry(path, kind, value, nans="it is NaN" if value != value else "")
     if kind != "tensor":
-        return Entry(path, kind, value=value)
-    whole = _is_whole(value)
-    nans = _nans(value) if whole and not options.equal_nan else None
-    count = 0 if nans is None else int(nans.count_nonzero())
+        return Entry(path, kind, value)
+    dense = value.layout == torch.strided and not value.is_quantized and not value.is_nested
+    attributes = {
+        "shape": (value.size(0),) if value.is_nested else tuple(map(int, value.shape)),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "layout": str(value.layout).removeprefix("torch."),
+    }
+    if options.check_device:
+        attributes["device"] = value.device.type
+    if options.check_stride:
+        attributes["stride"] = tuple(value.stride()) if dense else ()
     return Entry(
         path,
         kind,
-        dtype=str(value.dtype).removeprefix("torch."),
-        shape=tuple(int(size) for size in value.shape) if not value.is_nested else (value.size(0),),
-        layout=str(value.layout).removeprefix("torch."),
-        device=value.device.type,
-        stride=tuple(value.stride()) if whole else (),
-        fingerprint=fingerprint(_canonical(value) if canonical else value) if whole else 0,
-        nans=count,
-        first_nan=_unravel(int(nans.reshape(-1).int().argmax()), nans.shape) if nans is not None and count else (),
+        attributes=tuple((name, str(text)) for name, text in attributes.items()),
+        fingerprint=fingerprint(_canonical(value) if canonical else value) if dense else 0,
+        nans=_nans(value) if dense else "",
     )
 
 
-def _nans(tensor: torch.Tensor) -> torch.Tensor | None:
+def _nans(tensor: torch.Tensor) -> str:
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
-    return torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+        return ""
+    nans = torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    count = int(nans.count_nonzero())
+    at = f", the first at index {_first(nans)}" if count and tensor.dim() else ""
+    return f"{count} / {tensor.numel()} elements are NaN{at}" if count else ""
+
+
+def _first(mask: torch.Tensor) -> tuple[int, ...]:
+    """Index of the first True."""
+    place = mask.reshape(-1).byte().argmax()
+    return tuple(int(index) for index in torch.unravel_index(place, mask.shape))
 
 
 def _canonical(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,43 +202,42 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
     return real.masked_fill_(torch.isnan(real), math.nan)
 
 
-def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        flat, rest = divmod(flat, size)
-        index.append(rest)
-    return tuple(reversed(index))
-
-
 # Values
 
 
-def measure(tensor: torch.Tensor, source: int, options: CompareOptions, *, odd: bool, group: Any) -> ValueDiff | None:
-    """Send the values of rank `source` to all ranks of `group`; how far `tensor` is from them where it is `odd`.
+def all_distances(
+    found: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
+) -> Distances:
+    """How far values are from each other: of the first item where none may differ, of all where they may a little.
 
-    A collective: every rank has said before that it holds a tensor of this shape and dtype here.
-
-    Args:
-        tensor: Dense; this rank's.
-        source: The rank to measure against.
-        options: Tolerances.
-        odd: Whether this rank's values are others.
-        group: Of the ranks.
+    Called on every rank of `group`: values of reference ranks go to all ranks, by collectives.
     """
-    own = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    carrier = _carrier(group)
-    total = ValueDiff(elements=own.numel())
+    wanted = [item for item in (found[:1] if options.exact else found) if item.measurable]
+    if not wanted:
+        return {}
+    here = list(exchange.ranks).index(exchange.rank)
+    tensors = {path: value for path, kind, value in items if kind == "tensor"}
     with torch.no_grad():
-        for start in range(0, own.numel(), step := max(_PIECE // own.element_size(), 1)):
-            piece = own[start : start + step].clone().view(torch.uint8).to(carrier)
-            mine = own[start : start + step].cpu()
-            dist.broadcast(piece, src=source, group=group)
-            if odd and not total.trouble:
-                try:
-                    total = _compare(total, mine, piece.cpu().view(own.dtype), options, start, tensor.shape)
-                except Exception as error:  # the others go on and wait for this rank
-                    total = ValueDiff(elements=own.numel(), trouble=f"{type(error).__name__}: {error}")
-    return total if odd else None
+        own = []
+        for item in wanted:
+            tensor = tensors[item.path].detach().resolve_conj().resolve_neg().contiguous()
+            received = _received(tensor, exchange.ranks[item.reference], group, keep=here in item.odd)
+            own.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
+    by_rank = [pickle.loads(data) for data in exchange.gather("measured", pickle.dumps(own))]
+    return {item.path: [of_rank[index] for of_rank in by_rank] for index, item in enumerate(wanted)}
+
+
+def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
+    """The values that rank `source` has in the place of `tensor`, in main memory, or None where they are not kept."""
+    received = torch.empty_like(tensor, device="cpu") if keep else None
+    pieces = tensor.reshape(-1).view(torch.uint8).split(_PIECE)
+    into = pieces if received is None else received.reshape(-1).view(torch.uint8).split(_PIECE)
+    for piece, place in zip(pieces, into, strict=True):
+        carried = piece.to(_carrier(group), copy=True)
+        dist.broadcast(carried, src=source, group=group)
+        if keep:
+            place.copy_(carried)
+    return received
 
 
 def _carrier(group: Any) -> torch.device:
@@ -258,39 +246,25 @@ def _carrier(group: Any) -> torch.device:
     return torch.device("cpu" if "cpu" in kinds else kinds[0])  # of several GPUs: the one that is in use
 
 
-def _compare(
-    total: ValueDiff, got: torch.Tensor, want: torch.Tensor, options: CompareOptions, start: int, shape: Sequence[int]
-) -> ValueDiff:
-    """`total` with one more piece of the tensor, which begins at element `start`."""
-    exact_got, exact_want = (t.view(_SIGNED[t.dtype]) if t.dtype in _SIGNED else t for t in (got, want))
-    wide = torch.complex128 if got.is_complex() else torch.float64
+def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) -> tuple[float, str]:
+    """The greatest difference, and the text of `torch.testing.assert_close`; empty where values are near enough."""
+    if got.is_complex():
+        wide = torch.promote_types(got.dtype, torch.complex64)
+    elif got.is_floating_point():
+        wide = got.dtype if got.dtype.itemsize >= 4 else torch.float32
+    else:
+        wide = torch.int64 if options.exact else torch.float64  # isclose would round integers to float32
     left, right = got.to(wide), want.to(wide)
-    nans = left.isnan() | right.isnan()
-    distance = (left - right).abs()
-    matches = (left == right) if got.is_floating_point() or got.is_complex() else (exact_got == exact_want)
-    if not options.exact:
-        matches |= (distance <= options.atol + options.rtol * right.abs()) & distance.isfinite()
-    if options.equal_nan:
-        matches |= left.isnan() & right.isnan()
-    wrong = ~matches
-    if not wide.is_complex and not got.is_floating_point():
-        distance = torch.where(wrong, distance.clamp(min=1.0), distance)  # float64 has not all large integers
-    count = int(wrong.count_nonzero())
-    if not count:
-        return total
-    found = dataclasses.replace(
-        total, mismatched=total.mismatched + count, nans=total.nans + int((wrong & nans).count_nonzero())
-    )
-    if not total.mismatched:
-        found = dataclasses.replace(found, first=_unravel(start + int(wrong.int().argmax()), shape))
-    counted = torch.where(wrong & ~nans, distance, -1.0)
-    place = int(counted.argmax())
-    if float(counted[place]) > found.absolute:
-        one, other = got[place].item(), want[place].item()
-        exact = abs(int(one) - int(other)) if isinstance(one, int) else float(counted[place])
-        found = dataclasses.replace(found, absolute=exact, at=_unravel(start + place, shape), got=one, want=other)
-    share = torch.where(counted >= 0, counted / right.abs(), -1.0)
-    place = int(share.argmax())
-    if float(share[place]) > found.relative:
-        found = dataclasses.replace(found, relative=float(share[place]), relative_at=_unravel(start + place, shape))
-    return found
+    try:
+        torch.testing.assert_close(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
+        return 0.0, ""
+    except AssertionError as error:
+        lines = [line.rstrip(".") for line in str(error).partition("\n\n")[2].splitlines()]
+    except Exception as error:  # the others go on and wait for this rank
+        return math.inf, f"How far could not be measured ({type(error).__name__}: {error})"
+    if got.dim():
+        close = torch.isclose(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
+        first = _first(~close)
+        lines.append(f"First mismatch at index {first}: {got[first].item()} instead of {want[first].item()}")
+    worst = float((left - right).abs().max())
+    return math.inf if math.isnan(worst) else worst, "\n".join(lines)
