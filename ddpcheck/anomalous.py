@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.findings.evidence import PathEnd, StepEvidence, WrapperFacts
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.parameters import judge_parameters
@@ -87,7 +88,7 @@ def detect_anomalous_params(
         rank=0,
         step=0,
         states={name: "missing" if name in set(missing) else "contributes" for name in parameters},
-        ends=ends,
+        path_ends=ends,
         unregistered=leaves,
     )
     aliases = all_names(model)

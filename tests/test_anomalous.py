@@ -9,7 +9,8 @@ import pytest
 
 from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence import Changed, PathEnd, StepEvidence, Unregistered, WrapperFacts
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
@@ -171,7 +172,10 @@ def test_zero_gradients_are_grouped_by_where_they_become_zero() -> None:
 
 
 def test_parameters_that_forward_creates_are_told_apart_from_those_in_a_list() -> None:
-    leaves = (Unregistered("late.weight", (2, 2), HERE, late=True), Unregistered("layers[0].weight", (2, 2)))
+    leaves = (
+        UnregisteredTensor("late.weight", (2, 2), HERE, created_in_forward=True),
+        UnregisteredTensor("layers[0].weight", (2, 2)),
+    )
     late, listed = judge(two_ranks(unregistered=leaves))
     assert (late.code, listed.code) == ("DDP106", "DDP106") and late.fix != listed.fix
     assert "created in the forward pass" in late.message and "created" not in listed.message
@@ -181,7 +185,7 @@ BLOCKS = ("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight"
 
 
 def test_what_holds_a_tensor_that_is_not_registered_is_told_with_its_name() -> None:
-    finding = only(judge(two_ranks(unregistered=(Unregistered("SCALE", (1,), kind="global variable"),))))
+    finding = only(judge(two_ranks(unregistered=(UnregisteredTensor("SCALE", (1,), kind="global variable"),))))
     assert finding.subjects == ("SCALE",) and finding.message.startswith("The global variable SCALE receives gradient")
 
 
@@ -208,7 +212,7 @@ def changed(what: str, *, missing: bool = True, by: str = "", ranks: tuple[int, 
             rank,
             step,
             missing=("head.weight",) if missing and step else (),
-            changed={"head.weight": Changed(what, HERE, by)} if step and rank in ranks else {},
+            changed={"head.weight": ParameterChange(what, HERE, by)} if step and rank in ranks else {},
         )
         for step in range(3)
         for rank in range(2)
@@ -301,9 +305,9 @@ def test_where_all_gradients_are_zero_nothing_was_compared_and_that_is_another_r
 
 def test_leaves_that_nobody_registered_are_one_finding_a_holder() -> None:
     leaves = (
-        Unregistered("blocks[0].weight", (2, 2), HERE),
-        Unregistered("blocks[1].weight", (2, 2)),
-        Unregistered("raw", (3,)),
+        UnregisteredTensor("blocks[0].weight", (2, 2), HERE),
+        UnregisteredTensor("blocks[1].weight", (2, 2)),
+        UnregisteredTensor("raw", (3,)),
     )
     by_list, by_tensor = judge(two_ranks(unregistered=leaves))
     assert (by_list.code, by_list.subjects, by_list.location) == (
@@ -325,7 +329,7 @@ def test_searching_for_unused_parameters_where_there_never_are_any_is_a_note() -
 
 
 def test_an_output_without_tensors_blinds_the_search_for_unused_parameters() -> None:
-    evidence = two_ranks(output_type="Output", invisible=())
+    evidence = two_ranks(output_type="Output", hidden_from_ddp=())
     assert only(judge(evidence, FINDS_UNUSED)).code == "DDP112"
     assert only(judge(evidence, FINDS_UNUSED)).subjects == ("Output",)
     assert judge(evidence, PLAIN) == []
@@ -334,7 +338,7 @@ def test_an_output_without_tensors_blinds_the_search_for_unused_parameters() -> 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_parameters_that_the_search_cannot_see_are_marked_ready_twice(reentrant: bool) -> None:
-    finding = only(judge(two_ranks(invisible=("head.weight",), reentrant=reentrant), FINDS_UNUSED))
+    finding = only(judge(two_ranks(hidden_from_ddp=("head.weight",), reentrant=reentrant), FINDS_UNUSED))
     assert (finding.code, finding.subjects) == ("DDP406", ("head.weight",))
     assert ("re-entrant checkpoint" in finding.evidence[0]) is reentrant
 

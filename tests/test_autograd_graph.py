@@ -20,7 +20,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from ddpcheck.findings.evidence import PathEnd  # noqa: E402
+from ddpcheck.findings.evidence.parameters import PathEnd  # noqa: E402
 from ddpcheck.gather.autograd import autograd_graph as graph  # noqa: E402
 from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
     EngineProbe,
@@ -425,7 +425,7 @@ def test_what_is_cut_in_one_block_is_known_to_be_cut_together(switch: Any) -> No
 
     suspects = {name: p for name, p in model.named_parameters() if not name.startswith("head")}
     ends = Explainer(model, forward).explain(suspects).values()
-    assert {end.region.line for end in ends if end.region} == {marked_line(forward, "# <- region")}
+    assert {end.no_grad_location.line for end in ends if end.no_grad_location} == {marked_line(forward, "# <- region")}
     assert len(ends) == 4 and len({end.location for end in ends}) == 2
 
 

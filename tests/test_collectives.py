@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, RankError, RankFailure
-from ddpcheck.findings.evidence import Call, Packed
+from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
@@ -268,8 +268,8 @@ def test_a_rank_that_comes_late_is_waited_for(watched: DdpWorld) -> None:
 # --- What is packed ------------------------------------------------------------------------------------------------
 
 
-def packed(*values: float, operation: str = "all_reduce", location: str = "loss.py:7") -> Packed:
-    return Packed(operation, location, values)
+def packed(*values: float, operation: str = "all_reduce", location: str = "loss.py:7") -> ReductionInput:
+    return ReductionInput(operation, location, values)
 
 
 def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank() -> None:
@@ -294,7 +294,7 @@ def test_the_same_numbers_in_another_order_are_told_with_the_line_and_the_rank()
     ],
     ids=["equal", "values", "sizes", "not known", "slots", "slots of ones", "slots of a large number", "operations"],
 )
-def test_what_is_not_a_reordering_is_no_finding(one: Packed, other: Packed) -> None:
+def test_what_is_not_a_reordering_is_no_finding(one: ReductionInput, other: ReductionInput) -> None:
     assert judge_packing([[one], [other]]) == []
 
 

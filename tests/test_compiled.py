@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from ddpcheck.findings.evidence import CompiledStep, Difference, WrapperFacts
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.compiled_step import judge_compiled, plain_name, tell_compiled
 from ddpcheck.judge.single_process import JudgeContext

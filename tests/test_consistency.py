@@ -9,7 +9,7 @@ import pytest
 import ddpcheck
 from ddpcheck.consistency import check_consistency
 from ddpcheck.findings.errors import HangError, UsageError
-from ddpcheck.findings.evidence import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_layouts, judge_values_after_wrapping

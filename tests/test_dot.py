@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity

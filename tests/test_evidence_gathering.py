@@ -118,7 +118,7 @@ def recorder(net: nn.Module, rate: float = 0.1) -> tuple[Any, torch.optim.Optimi
 
 
 def kinds(found: Recorder) -> list[str]:
-    return [event.kind + (" lost" if event.lost else "") for event in found.events]
+    return [event.kind + (" lost" if event.discarded else "") for event in found.events]
 
 
 def test_gradients_count_as_lost_only_where_nobody_has_used_them() -> None:

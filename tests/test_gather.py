@@ -354,7 +354,7 @@ def test_a_distance_is_relative_and_names_the_worst_element() -> None:
     found = difference("w", got, want, scale=norm(want), tolerance=1e-6)
     assert found.bad and found.error == pytest.approx(3 / math.sqrt(6))
     assert (found.worst_index, found.worst_got, found.worst_want) == ((1, 2), 4.0, 1.0)
-    assert (found.elements, found.beyond) == (6, 1)
+    assert (found.elements, found.elements_beyond) == (6, 1)
     same = difference("w", want, want, scale=norm(want), tolerance=0.0)
     assert not same.bad and same.error == 0.0
 

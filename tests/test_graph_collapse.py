@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.report import Location
 from ddpcheck.report.graph.collapse import FOLD_FROM, MOST_NODES, fold
 from ddpcheck.report.graph.drawing_data import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence import Difference
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
@@ -474,7 +474,7 @@ def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
 def test_a_difference_without_an_analysis_is_no_tick() -> None:
     outcome = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
     with outcome.phase("parity"):
-        outcome.add_single_differences(0, (Difference("a", 0.5, 1e-6, distance=0.5, size=1.0),))
+        outcome.add_single_differences(0, (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),))
     outcome.judge({})
     report: Report = outcome.report()
     assert next(check for check in report.checks if check.name == "parity").status == "failed", shown(report)

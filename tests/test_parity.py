@@ -6,15 +6,11 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure
-from ddpcheck.findings.evidence import (
-    Call,
-    DdpStepEvidence,
-    Difference,
-    GradientHook,
-    LossTerm,
-    ShardAnalysis,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
+from ddpcheck.findings.evidence.single_process import LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
@@ -40,13 +36,21 @@ def good(name: str) -> Difference:
 
 
 def scaled(name: str, ratio: float) -> Difference:
-    return Difference(name, abs(ratio - 1), TOLERANCE, ratio=ratio, residual=1e-8, elements=4, beyond=4)
+    return Difference(name, abs(ratio - 1), TOLERANCE, ratio=ratio, residual=1e-8, elements=4, elements_beyond=4)
 
 
 def off(name: str, error: float = 0.5) -> Difference:
     """Away from its reference, by no constant factor."""
     return Difference(
-        name, error, TOLERANCE, ratio=0.8, residual=error * 0.9, elements=4, beyond=3, worst_index=(1, 0), worst_got=2.0
+        name,
+        error,
+        TOLERANCE,
+        ratio=0.8,
+        residual=error * 0.9,
+        elements=4,
+        elements_beyond=3,
+        worst_index=(1, 0),
+        worst_got=2.0,
     )
 
 
@@ -360,7 +364,7 @@ def test_micro_batches_that_are_not_divided_by_their_number() -> None:
 
 
 def test_a_term_that_doubles_with_the_batch_is_a_sum_whatever_couples_the_samples() -> None:
-    summed, coupled = judge_single(off("a"), terms=(replace(COUPLED, summed=True),))
+    summed, coupled = judge_single(off("a"), terms=(replace(COUPLED, doubles_with_batch=True),))
     assert (summed.code, coupled.code) == ("DDP305", "DDP304") and "The loss sums" in summed.message
 
 
@@ -416,7 +420,7 @@ START = [dict.fromkeys(NAMES, -1)] * 2
 
 
 def moved(rank: int, before: int, after: int) -> DdpStepEvidence:
-    return ddp_step(rank, before={**START[0], "a": before}, parameters={"a": after, "b": 1, "c": 2})
+    return ddp_step(rank, parameters_after_backward={**START[0], "a": before}, parameters={"a": after, "b": 1, "c": 2})
 
 
 def test_a_rank_that_skips_the_step_a_change_by_hand_and_a_change_in_forward_are_told_apart() -> None:
@@ -432,7 +436,7 @@ def test_a_rank_that_skips_the_step_a_change_by_hand_and_a_change_in_forward_are
 
 def test_a_tensor_that_the_first_step_makes_and_keeps_differs_between_ranks() -> None:
     def steps(*values: int) -> list[DdpStepEvidence]:
-        return [ddp_step(r, s, late_state={"cache": v + 10 * r}) for s, v in enumerate(values) for r in (0, 1)]
+        return [ddp_step(r, s, new_state={"cache": v + 10 * r}) for s, v in enumerate(values) for r in (0, 1)]
 
     known = replace(KNOWN, differs=True)
     finding = only(judge_state(steps(1, 1), known, gradients_differ=False))

@@ -135,12 +135,12 @@ def test_what_is_close_element_by_element_is_close_as_a_whole(
     near = want + torch.tensor(noise[: len(got)], dtype=torch.float64) * (atol + rtol * want.abs()) * 0.999
     hypothesis.assume(torch.allclose(near, want, rtol=rtol, atol=atol))
     found = difference("weight", near, want, scale=1.0, tolerance=1.0)
-    one = ParityEntry(0, "weight", "local", 0.0, 0.0, found.distance, found.size, found.elements)
+    one = ParityEntry(0, "weight", "local", 0.0, 0.0, found.absolute_error, found.reference_norm, found.elements)
     other = entry("single-process", absolute_error=0.0)
-    slack = 1e-12 * (1 + found.size)  # of the norms themselves
+    slack = 1e-12 * (1 + found.reference_norm)  # of the norms themselves
     assert (
         parity_failure_message(
-            report(parity=(replace(one, absolute_error=found.distance - slack), other)), tolerance=(rtol, atol)
+            report(parity=(replace(one, absolute_error=found.absolute_error - slack), other)), tolerance=(rtol, atol)
         )
         == ""
     )

@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.evidence import (
-    DdpStepEvidence,
-    LocalStep,
-    LoopEvent,
-    SharedDraw,
-    StepEvidence,
-    Wrapped,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
@@ -84,7 +78,7 @@ def test_passes_that_are_averaged_in_the_end_are_clean() -> None:
 
 
 def test_gradients_that_are_zeroed_before_anybody_used_them() -> None:
-    lost = event("zero_grad", 7, lost=("a",))
+    lost = event("zero_grad", 7, discarded=("a",))
     finding = only(judge_loop(steps(LOCAL, BACKWARD, lost, *SYNCED), unequal=False))
     assert (finding.code, finding.location) == ("DDP517", Location("train.py", 7)) and "train.py:5" in finding.evidence[
         0
@@ -129,24 +123,26 @@ def test_ranks_that_draw_the_same_numbers() -> None:
     assert judge_draws([[draw], [replace(draw, fingerprint=18)]]) == [] and judge_draws([[draw]]) == []
 
 
-def wrapped(**more: Any) -> Wrapped:
-    return Wrapped(WrapperFacts(), {}, {}, {"a": 1, "b": 2}, {}, None, "DistributedDataParallel", False, **more)
+def wrapped(**more: Any) -> WrappedModule:
+    return WrappedModule(WrapperFacts(), {}, {}, {"a": 1, "b": 2}, {}, None, "DistributedDataParallel", False, **more)
 
 
 def test_values_that_were_changed_after_wrapping_on_a_rank() -> None:
-    here = wrapped(constructed={"a": 1, "b": 2})
+    here = wrapped(parameters_at_construction={"a": 1, "b": 2})
     loaded = replace(here, parameters={"a": 9, "b": 2})
     finding = only(judge_values_changed([loaded, here]))
     assert (finding.code, finding.subjects, finding.ranks) == ("DDP515", ("a",), (0,))
     assert judge_values_changed([loaded, loaded]) == [] and judge_values_changed([here, here]) == []
-    assert judge_values_changed([replace(loaded, constructed={}), here]) == []
+    assert judge_values_changed([replace(loaded, parameters_at_construction={}), here]) == []
 
 
 def test_parameters_that_no_optimizer_moves() -> None:
-    stays = DdpStepEvidence(0, 0, {"a": 5, "b": 6}, {"a": 1, "b": 2}, before={"a": 1, "b": 3})
-    finding = only(judge_optimizer([wrapped(lacking=("a", "b"))], [stays], Names()))
+    stays = DdpStepEvidence(0, 0, {"a": 5, "b": 6}, {"a": 1, "b": 2}, parameters_after_backward={"a": 1, "b": 3})
+    finding = only(judge_optimizer([wrapped(not_in_optimizer=("a", "b"))], [stays], Names()))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP504", ("a",), Severity.WARNING)
-    stale = only(judge_optimizer([wrapped(lacking=("a",), strange=2)], [stays], Names()))
+    stale = only(judge_optimizer([wrapped(not_in_optimizer=("a",), foreign_tensors=2)], [stays], Names()))
     assert stale.severity is Severity.ERROR and "2 tensors" in stale.evidence[0]
-    assert judge_optimizer([wrapped(lacking=("b",))], [stays], Names()) == []  # moves, by copies of its own perhaps
+    assert (
+        judge_optimizer([wrapped(not_in_optimizer=("b",))], [stays], Names()) == []
+    )  # moves, by copies of its own perhaps
     assert judge_optimizer([wrapped()], [stays], Names()) == []

@@ -142,7 +142,7 @@ def test_a_rank_whose_fault_comes_late_is_heard_at_the_next_question(rank):
     assert [(finding.code, finding.steps) for finding in told] == [("DDP104", (41,))]
 
 
-class Unregistered(nn.Module):
+class UnregisteredTensor(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -154,7 +154,7 @@ class Unregistered(nn.Module):
 
 def test_layers_in_a_list_are_told_in_the_first_step():
     torch.manual_seed(0)
-    model = CheckedDistributedDataParallel(Unregistered())
+    model = CheckedDistributedDataParallel(UnregisteredTensor())
     with pytest.raises(FindingsError):
         train(model, 2)
     assert found(model) == [("DDP106", ("extra[0].weight", "extra[0].bias"), (), ())]

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Collection, Iterator, Sequence
 
 from ddpcheck.findings.errors import EmptyShardError, RankError, RankFailure
-from ddpcheck.findings.evidence import Call, Packed
+from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -80,7 +80,7 @@ def _parse_location(text: str) -> Location | None:
     return Location(path, int(line)) if path and line.isdigit() else None
 
 
-def judge_packing(sent: Sequence[Sequence[Packed]]) -> list[Finding]:
+def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
     """DDP407: reductions into which ranks put the same numbers in another order, although they had the same samples.
 
     Args:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddpcheck.findings.evidence import CompiledStep, Difference
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.judge_context import JudgeContext
@@ -41,7 +42,7 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
                     "it leaves without torch.compile.",
                     steps=(step,),
                     location=known.names.location(list(wrong)),
-                    evidence=[difference.tell() for difference in sorted(wrong.values(), key=_error)[:3]],
+                    evidence=[*map(str, sorted(wrong.values(), key=_error)[:3])],
                 )
             ]
     return []

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.evidence import Changed, StepEvidence, WrapperFacts
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import Names, format_ranks, format_steps, join_names, make_finding, plural_verb
@@ -55,11 +56,11 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
     """DDP503: parameters that a forward pass replaces, removes, freezes, unfreezes or casts after DDP has seen them."""
     if not wrapper.is_ddp:
         return []
-    groups: dict[tuple[Changed, int], dict[str, set[int]]] = {}
-    first: dict[str, tuple[Changed, int]] = {}
+    groups: dict[tuple[ParameterChange, int], dict[str, set[int]]] = {}
+    first: dict[str, tuple[ParameterChange, int]] = {}
     for item in sorted(evidence, key=lambda item: item.step):
         for name, change in item.changed.items():
-            idle = change.what in ("removed", "frozen")  # nothing is lost where DDP looks who is unused
+            idle = change.kind in ("removed", "frozen")  # nothing is lost where DDP looks who is unused
             if idle and (wrapper.tolerates_unused or not any(e.states.get(name) == "missing" for e in evidence)):
                 continue
             key = first.setdefault(name, (change, item.step))
@@ -71,13 +72,14 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
         ranks = tuple(sorted(set().union(*group.values())))
         words = {"it": plural_verb("the one", "those", subjects), "is_are": plural_verb("is", "are", subjects)}
         words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
-        what = f"{plural_verb('was', 'were', subjects)} {change.what}{f' by {change.by}' if change.by else ''}"
+        by = f" by {change.replacement}" if change.replacement else ""
+        what = f"{plural_verb('was', 'were', subjects)} {change.kind}{by}"
         findings.append(
             make_finding(
                 "DDP503",
                 subjects,
                 f"{join_names(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
-                f"{_CHANGES[change.what].format(**words)}.",
+                f"{_CHANGES[change.kind].format(**words)}.",
                 ranks=ranks if len(ranks) < world_size else (),
                 location=change.location or names.location(list(group)),
             )
@@ -217,7 +219,7 @@ def _why_there(group: Sequence[str], missing: Mapping[str, list[StepEvidence]]) 
     """Why the gradients of `group` were missing where they were, each reason once."""
     facts: dict[str, None] = {}
     for name in group:
-        for end in dict.fromkeys(item.ends[name] for item in missing[name] if name in item.ends):
+        for end in dict.fromkeys(item.path_ends[name] for item in missing[name] if name in item.path_ends):
             at = f" at {end.location}" if end.location else ""
             if end.cause == "cut":
                 facts[f"there the path is cut by {end.reason}{at}"] = None

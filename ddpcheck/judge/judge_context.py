@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpcheck.findings.evidence import LOOSEST_FIT, Call, Difference, GradientHook, ShardAnalysis, WrapperFacts
+from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
+from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, ShardAnalysis
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, make_finding
 

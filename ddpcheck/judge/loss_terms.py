@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddpcheck.findings.evidence import LossTerm
+from ddpcheck.findings.evidence.single_process import LossTerm
 from ddpcheck.findings.report import Finding
 from ddpcheck.judge.judge_context import SingleProcessFacts
 
@@ -26,7 +26,7 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     if all(term.coupled and not term.count and not term.is_sum for term in wrong):
         fitted = []  # one weight a shard fits the root of a mean, too
     rest = [term for term in wrong if term not in fitted]
-    fitted += [term for term in rest if term.summed and not facts.world_changed]
+    fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
     found = [judge_normalisation(facts, fitted)] if fitted else []
     counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
     if facts.known.drew:
@@ -63,7 +63,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
     told: dict[str, str] = {}
     for term in worst_first:
         spoken = spoken_term(term, facts.analysis.terms)
-        if term.summed or (world_size > 1 and term.is_sum):
+        if term.doubles_with_batch or (world_size > 1 and term.is_sum):
             what = (
                 f"{spoken} sums over samples, and DDP averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"

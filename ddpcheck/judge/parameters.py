@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpcheck.findings.evidence import PathEnd, StepEvidence, Unregistered, WrapperFacts
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -96,9 +97,11 @@ def _judge_always(
     groups: dict[tuple[Any, ...], list[str]] = {}
     ends: dict[str, PathEnd] = {}
     for name in always:
-        end = next((item.ends[name] for item in evidence if name in item.ends), PathEnd("unknown"))
+        end = next((item.path_ends[name] for item in evidence if name in item.path_ends), PathEnd("unknown"))
         ends[name] = end
-        where = family_of(name, set(always), trainable) if end.cause == "unused" else end.region or end.location
+        where = (
+            family_of(name, set(always), trainable) if end.cause == "unused" else end.no_grad_location or end.location
+        )
         groups.setdefault((end.cause, end.reason, where, name in wrapper.sparse), []).append(name)
     steps = len({item.step for item in evidence})
     findings = []
@@ -121,8 +124,8 @@ def _judge_always(
         elif end.cause == "cut":
             code = "DDP103"
             message = f"The path from {join_names(subjects)} to the loss is cut by {end.reason}{at}{inside}."
-            if end.region not in (None, end.location):
-                facts.append(f"{end.reason} begins at {end.region}")
+            if end.no_grad_location not in (None, end.location):
+                facts.append(f"{end.reason} begins at {end.no_grad_location}")
         else:
             code = "DDP102"
             message = f"What {join_names(subjects)} made{at}{inside} does not reach the loss."
@@ -155,7 +158,7 @@ def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int)
     for name in evidence[0].states if evidence else ():
         seen = [item for item in evidence if item.states.get(name) == "lost"]
         if seen:
-            end = next((item.ends[name] for item in seen if name in item.ends), PathEnd("lost"))
+            end = next((item.path_ends[name] for item in seen if name in item.path_ends), PathEnd("lost"))
             lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
     findings = []
     for (ranks, end), group in lost.items():
@@ -212,7 +215,7 @@ def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
 
 
 def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> list[Finding]:
-    found: dict[str, Unregistered] = {}
+    found: dict[str, UnregisteredTensor] = {}
     ranks: dict[str, set[int]] = {}
     for item in evidence:
         for leaf in item.unregistered:
@@ -221,7 +224,7 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
     groups: dict[tuple[bool, str, tuple[int, ...]], list[str]] = {}
     for name in found:
         holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
-        groups.setdefault((found[name].late, holder, tuple(sorted(ranks[name]))), []).append(name)
+        groups.setdefault((found[name].created_in_forward, holder, tuple(sorted(ranks[name]))), []).append(name)
     findings = []
     for (late, _, on_ranks), group in groups.items():
         one = len(group) == 1
@@ -263,7 +266,7 @@ def _judge_visibility(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, n
     """DDP112 and DDP406: what arrives twice, and what DDP's search for unused parameters cannot see."""
     findings = []
     if wrapper.tolerates_unused and wrapper.is_ddp:
-        invisible = list(dict.fromkeys(name for item in evidence for name in item.invisible))
+        invisible = list(dict.fromkeys(name for item in evidence for name in item.hidden_from_ddp))
         output_type = next((item.output_type for item in evidence if item.output_type), "")
         reentrant = any(item.reentrant for item in evidence)
         if output_type:

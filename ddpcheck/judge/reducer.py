@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.errors import RankError
-from ddpcheck.findings.evidence import LOOSEST_FIT, DdpStepEvidence, Difference
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks, format_steps, join_names, make_finding, plural_verb
@@ -57,7 +59,7 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
     names = [name for name in unequal if name not in ignored]
     steps = sorted({step for name in names for step in unequal[name]})
     facts = _said_to_the_wrapper(known, names)
-    facts += [wrong[name][min(wrong[name])].tell() for name in names if name in wrong][:3]
+    facts += [str(wrong[name][min(wrong[name])]) for name in names if name in wrong][:3]
     if bypassed:
         ranks = tuple(sorted({item.rank for item in bypassed}))
         findings.append(
@@ -122,7 +124,7 @@ def _judge_mismatch(
     differences = [of_name[min(of_name)] for of_name in wrong.values()]
     worst = sorted(differences, key=lambda item: -float(f"{item.error:.2g}"))
     ratio = _constant_ratio(differences)
-    facts = [*_said_to_the_wrapper(known, names), *(item.tell() for item in worst[:3])]
+    facts = [*_said_to_the_wrapper(known, names), *map(str, worst[:3])]
     if ratio is not None:
         return make_finding(
             "DDP303",
@@ -141,8 +143,9 @@ def _judge_mismatch(
         return make_finding(
             "DDP310",
             known.names.subjects(names),
-            f"{hook.what[0].upper()}{hook.what[1:]}, registered while wrapping, is in the way of gradients: what the "
-            f"wrapper left in .grad of {counted(len(names), 'parameter')} is not the average of the ranks' own.",
+            f"{hook.description[0].upper()}{hook.description[1:]}, registered while wrapping, is in the way of "
+            f"gradients: what the wrapper left in .grad of {counted(len(names), 'parameter')} is not the average of "
+            "the ranks' own.",
             steps=some_steps(steps, len(by_step)),
             location=hook.location or known.names.location(names),
             evidence=[*(f"in the way of gradients: {hook}" for hook in known.wrap_hooks[:3]), *facts],
@@ -309,7 +312,7 @@ def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
 def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], known: JudgeContext) -> list[Finding]:
     """DDP515: parameters that part between ranks before the optimizer's first step has touched them."""
     first = min(by_step)
-    differing = differing_names([item.computed_with for item in by_step[first]])
+    differing = differing_names([item.parameters_before_optimizer for item in by_step[first]])
     names = [name for name in differing if name not in known.apart]
     if not names:
         return []
@@ -330,13 +333,13 @@ def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], kno
 def _lasting(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[str]:
     """Unregistered tensors that the first step has made, that stay as they are, and that differ between ranks."""
     first, *others = by_step.values()
-    names = differing_names([item.late_state for item in first])
+    names = differing_names([item.new_state for item in first])
     return [
         name
         for name in names
         if others
         and all(
-            item.late_state.get(name) == made.late_state[name]
+            item.new_state.get(name) == made.new_state[name]
             for items in others
             for item, made in zip(items, first, strict=True)
         )

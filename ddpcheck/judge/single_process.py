@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ddpcheck.findings.evidence import LOOSEST_FIT, Call, Difference, LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, join_names, make_finding
 from ddpcheck.judge.judge_context import (
@@ -47,7 +49,7 @@ def judge_single_process(
         tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
         analysis=analysis or ShardAnalysis(trouble="they were not run"),
         known=known,
-        evidence=(count, *(item.tell() for item in worst[:3])),
+        evidence=(count, *map(str, worst[:3])),
     )
     return next((found for explain in EXPLANATIONS if (found := explain(facts))), [judge_unexplained(facts)])
 
@@ -65,7 +67,11 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
         return []
     where = next((hook.location for hook in known.hooks if hook.location), None)
     subjects = known.names.subjects(known.nonlinear if nonlinear else names)
-    said = f"{known.hooks[0].what[0].upper()}{known.hooks[0].what[1:]}" if known.hooks else "Something in backward"
+    said = (
+        f"{known.hooks[0].description[0].upper()}{known.hooks[0].description[1:]}"
+        if known.hooks
+        else "Something in backward"
+    )
     return [
         facts.finding(
             "DDP310",
@@ -312,6 +318,6 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
             f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
             ranks=ranks if len(ranks) < len(differences) else (),
             steps=(step,),
-            evidence=[worst.tell(), "the generators of torch, numpy and random were seeded alike both times"],
+            evidence=[str(worst), "the generators of torch, numpy and random were seeded alike both times"],
         )
     ]

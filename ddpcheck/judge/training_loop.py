@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw, Wrapped
+from ddpcheck.findings.evidence.modules import WrappedModule
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, format_ranks, join_names, make_finding
@@ -16,18 +17,22 @@ from ddpcheck.findings.wording import Names, format_ranks, join_names, make_find
 # Values and data
 
 
-def judge_values_changed(wrapped: Sequence[Wrapped]) -> list[Finding]:
+def judge_values_changed(wrapped: Sequence[WrappedModule]) -> list[Finding]:
     """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that."""
     names = [
         name
         for name in wrapped[0].parameters
-        if all(name in item.parameters and name in item.constructed for item in wrapped)
-        and len({item.constructed[name] for item in wrapped}) == 1
+        if all(name in item.parameters and name in item.parameters_at_construction for item in wrapped)
+        and len({item.parameters_at_construction[name] for item in wrapped}) == 1
         and len({item.parameters[name] for item in wrapped}) > 1
     ]
     if not names:
         return []
-    changed = [r for r, item in enumerate(wrapped) if any(item.parameters[n] != item.constructed[n] for n in names)]
+    changed = [
+        r
+        for r, item in enumerate(wrapped)
+        if any(item.parameters[n] != item.parameters_at_construction[n] for n in names)
+    ]
     return [
         make_finding(
             "DDP515",
@@ -136,7 +141,7 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
 
 
 def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
-    thrown = [(item, event) for item in evidence for event in item.events if event.lost]
+    thrown = [(item, event) for item in evidence for event in item.events if event.discarded]
     if not thrown:
         return None
     item, event = thrown[0]
@@ -145,7 +150,7 @@ def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
     return make_finding(
         "DDP517",
         ("zero_grad",),
-        f"zero_grad throws away the gradients of {join_names(event.lost)} before any step has used them.",
+        f"zero_grad throws away the gradients of {join_names(event.discarded)} before any step has used them.",
         ranks=_some(sorted({item.rank for item, _ in thrown}), evidence),
         steps=steps if len(steps) < len({item.step for item in evidence}) else (),
         location=_place(event.location),
@@ -282,21 +287,26 @@ def _useless(event: LoopEvent, message: str) -> Finding:
 # The optimizer
 
 
-def judge_optimizer(wrapped: Sequence[Wrapped], evidence: Sequence[DdpStepEvidence], names: Names) -> list[Finding]:
+def judge_optimizer(
+    wrapped: Sequence[WrappedModule], evidence: Sequence[DdpStepEvidence], names: Names
+) -> list[Finding]:
     """DDP504: parameters that get gradients in every step, and that no optimizer holds nor moves.
 
     An optimizer may keep copies of its own and write them back: what moves is not told.
     """
     lacking = [
         name
-        for name in wrapped[0].lacking
+        for name in wrapped[0].not_in_optimizer
         if evidence
-        and all(name in item.before and item.before[name] == item.parameters.get(name) for item in evidence)
+        and all(
+            name in item.parameters_after_backward and item.parameters_after_backward[name] == item.parameters.get(name)
+            for item in evidence
+        )
         and all(item.gradients.get(name, 0) for item in evidence)
     ]
     if not lacking:
         return []
-    strange = wrapped[0].strange
+    strange = wrapped[0].foreign_tensors
     some = f"{join_names(names.subjects(lacking))} {'are' if len(lacking) > 1 else 'is'} in no group of the optimizer"
     return [
         make_finding(
@@ -333,19 +343,25 @@ def judge_departure(
         previous: By rank, the fingerprints of the parameters before that step.
         names: Of the parameters that differ.
     """
-    told = [name for name in names if all(name in item.before for item in first)]
+    told = [name for name in names if all(name in item.parameters_after_backward for item in first)]
     if not told or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in told):
         return "DDP306", (), ""  # they differed before the step
-    if any(len({item.before[name] for item in first}) > 1 for name in told):
+    if any(len({item.parameters_after_backward[name] for item in first}) > 1 for name in told):
         moved = [
             item.rank
             for item in first
-            if any(item.before[name] != previous.get(item.rank, {}).get(name, item.before[name]) for name in told)
+            if any(
+                item.parameters_after_backward[name]
+                != previous.get(item.rank, {}).get(name, item.parameters_after_backward[name])
+                for name in told
+            )
         ]
         if 0 < len(moved) < len(first):
             return "DDP515", tuple(moved), f"changed on {format_ranks(moved)} alone, before the optimizer's step"
         return "DDP306", (), "changed in the forward pass, on each rank differently, and not by the optimizer"
-    still = [item.rank for item in first if all(item.before[n] == item.parameters.get(n) for n in told)]
+    still = [
+        item.rank for item in first if all(item.parameters_after_backward[n] == item.parameters.get(n) for n in told)
+    ]
     if 0 < len(still) < len(first):
         return (
             "DDP508",

@@ -10,15 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddpcheck.findings.evidence import (
-    DdpStepEvidence,
-    GradientState,
-    LoopEvent,
-    PathEnd,
-    StepEvidence,
-    Wrapped,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
+from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, format_steps, join_names, plural_verb
@@ -155,7 +149,7 @@ def _evidence(
                     rank=account.rank,
                     step=step,
                     states=states,
-                    ends={**ends, **account.lost},
+                    path_ends={**ends, **account.lost},
                     unregistered=account.unregistered,
                     arrivals=account.arrivals,
                     output_type=account.output_type,
@@ -193,7 +187,8 @@ def judge_stock(
         told_early = {name for finding in start for name in finding.subjects}
         now = [{name: value for name, value in item.parameters.items() if name not in told_early} for item in values]
         changed = [  # forward or backward has changed them
-            replace(item, computed_with=of_rank, parameters={}) for item, of_rank in zip(values, now, strict=True)
+            replace(item, parameters_before_optimizer=of_rank, parameters={})
+            for item, of_rank in zip(values, now, strict=True)
         ]
         state = judge_state(changed, known, gradients_differ=True)
     elif step == 0:
@@ -217,7 +212,17 @@ def judge_stock(
 def _changed_before_forward(stock: Sequence[ReplicaState]) -> list[Finding]:
     """DDP515 of values that ranks have changed between the wrapper's construction and its first forward."""
     wrapped = [
-        Wrapped(WrapperFacts(), {}, {}, item.at_first_forward, {}, None, "", False, constructed=item.constructed)
+        WrappedModule(
+            WrapperFacts(),
+            {},
+            {},
+            item.at_first_forward,
+            {},
+            None,
+            "",
+            False,
+            parameters_at_construction=item.constructed,
+        )
         for item in stock
     ]
     return [

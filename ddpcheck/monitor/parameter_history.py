@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ddpcheck.findings.evidence import PathEnd, WrapperFacts
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.module_description import fingerprint

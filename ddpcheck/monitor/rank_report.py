@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ddpcheck.findings.evidence import DdpStepEvidence, LoopEvent, ModuleDescription, PathEnd, Unregistered
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 
 
 def is_look(number: int) -> bool:
@@ -72,7 +74,7 @@ class RankReport:
     ends: Mapping[str, PathEnd] = field(default_factory=dict)
     lost: Mapping[str, PathEnd] = field(default_factory=dict)
     zero: tuple[str, ...] = ()
-    unregistered: tuple[Unregistered, ...] = ()
+    unregistered: tuple[UnregisteredTensor, ...] = ()
     arrivals: Mapping[str, int] = field(default_factory=dict)
     reentrant: bool = False
     output_type: str = ""

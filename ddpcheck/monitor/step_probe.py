@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence import DdpStepEvidence, Difference, PathEnd, Unregistered
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.gather.autograd.autograd_graph import gradient_node, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
@@ -43,8 +45,8 @@ class StepProbe:
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], *, keeps: bool) -> None:
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
-        self.unregistered: tuple[Unregistered, ...] = ()
-        self.late: dict[str, Unregistered] = {}
+        self.unregistered: tuple[UnregisteredTensor, ...] = ()
+        self.late: dict[str, UnregisteredTensor] = {}
         self.reentrant = False
         self.local: Gradients = {}
         self._module = module
@@ -102,7 +104,7 @@ class StepProbe:
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
         self.late |= {
-            name: Unregistered(name, tuple(parameter.shape), late=True)
+            name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
             for name, parameter in self._module.named_parameters()
             if name not in self._before
         }
@@ -112,7 +114,7 @@ class StepProbe:
             held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}
             others = _parameters_of_other_wrappers(self._module)
             self.unregistered = tuple(
-                Unregistered(held[id(leaf)], tuple(leaf.shape))
+                UnregisteredTensor(held[id(leaf)], tuple(leaf.shape))
                 for leaf in strange
                 if id(leaf) in held and id(leaf) not in others
             )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence import LoopEvent
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of, user_location
 from ddpcheck.findings.wording import Names

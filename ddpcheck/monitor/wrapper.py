@@ -15,7 +15,7 @@ from torch import nn
 
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.findings.errors import FindingsError, HangError, UsageError, WrongTypeError
-from ddpcheck.findings.evidence import ModuleDescription
+from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks

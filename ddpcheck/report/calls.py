@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ddpcheck.findings.evidence import Unexplained
+from ddpcheck.findings.evidence.steps import NoExplanation
 from ddpcheck.worlds import rank as this_rank
 
 Arguments = ParamSpec("Arguments")
@@ -71,7 +71,7 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
 
 def try_call(
     function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-) -> Result | Unexplained:
+) -> Result | NoExplanation:
     """Call what only explains; where it raises, the rank says so, and lives."""
     try:
         return function(*args, **kwargs)
@@ -80,7 +80,7 @@ def try_call(
         with contextlib.suppress(Exception):  # the single process has no session
             session.recover()
         text = str(reply["text"]).strip().partition("\n")[0]
-        return Unexplained(f"{reply['type']}: {text}" if text else reply["type"], reply["bug"], reply["traceback"])
+        return NoExplanation(f"{reply['type']}: {text}" if text else reply["type"], reply["bug"], reply["traceback"])
 
 
 __all__ = [

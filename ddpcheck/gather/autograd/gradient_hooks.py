@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence import GradientHook
+from ddpcheck.findings.evidence.modules import GradientHook
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location

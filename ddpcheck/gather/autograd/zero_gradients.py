@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpcheck.findings.evidence import WrapperFacts
+from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_node
 from ddpcheck.gather.ddp.ddp_constructor import comm_hook_of
 

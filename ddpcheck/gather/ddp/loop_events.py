@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence import LoopEvent
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
@@ -69,7 +69,7 @@ class Recorder:
         lost = [name for name, p in fresh.items() if self.values.get(name) == fingerprint(p)]
         resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # a warm-up
         if lost and len(lost) == len(fresh) and not self._feeds_others and not resting:
-            self.note("zero_grad", lost=tuple(lost))
+            self.note("zero_grad", discarded=tuple(lost))
 
 
 @contextlib.contextmanager

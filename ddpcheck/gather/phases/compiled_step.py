@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.evidence import CompiledStep
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.phases.session import count_calls, rewound, seed_of, the_session

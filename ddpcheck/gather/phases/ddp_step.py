@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ddpcheck.findings.evidence import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.gather.ddp.ddp_constructor import hook_loss
 from ddpcheck.gather.ddp.loop_events import recorded
 from ddpcheck.gather.phases.session import RankState, plain_state, seed_of, the_session
@@ -69,16 +69,16 @@ def ddp_step(step: int) -> DdpStepEvidence:
         step=step,
         gradients=gradients,
         parameters=fingerprints(session.module.named_parameters()),
-        computed_with=computed_with,
+        parameters_before_optimizer=computed_with,
         buffers=fingerprints(session.module.named_buffers()),
         state={name: value for name, value in held.items() if name in session.own_state},
-        late_state={name: value for name, value in held.items() if name not in session.own_state},
+        new_state={name: value for name, value in held.items() if name not in session.own_state},
         optimizer=_optimizer_state(session),
         against_local=differences,
         wrapper_calls=session.calls.get("wrapper", 0),
         inner_calls=session.calls.get("inner", 0),
         events=tuple(recorder.events),
-        before=recorder.values,
+        parameters_after_backward=recorder.values,
     )
 
 

@@ -13,14 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence import (
-    Changed,
-    LocalStep,
-    ModuleDescription,
-    PathEnd,
-    StepEvidence,
-    Unregistered,
-)
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import Origins, assignment_of, record_origins
@@ -128,15 +123,15 @@ def local_step(step: int) -> LocalStep:
         rank=session.rank,
         step=step,
         states=states,
-        ends=ends,
+        path_ends=ends,
         unregistered=leaves,
         arrivals={name: count for name, count in session.arrivals.items() if count > 1},
-        invisible=()
+        hidden_from_ddp=()
         if visible_ids is None or opaque
         else tuple(n for n, p in parameters.items() if states[n] != "missing" and id(p) not in visible_ids),
         output_type=opaque if visible_ids is not None and not visible_ids else "",
         reentrant=not complete or any("CheckpointFunctionBackward" in name for name in names),
-        changed={n: c for n, c in session.changed.items() if c.what != "unfrozen" or _has_gradient(twin, n)},
+        changed={n: c for n, c in session.changed.items() if c.kind != "unfrozen" or _has_gradient(twin, n)},
     )
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
     return LocalStep(
@@ -171,7 +166,7 @@ def _note_changes(session: RankState, made: Origins) -> None:
     for name, (what, by) in found.items():
         after = now.get(name)
         where = made.of(after) if after is not None and not by else None
-        session.changed.setdefault(name, Changed(what, where or _line_of_change(session, made, name), by))
+        session.changed.setdefault(name, ParameterChange(what, where or _line_of_change(session, made, name), by))
     session.changed = {name: change for name, change in session.changed.items() if name in found}
     known = {before.identity for before in session.seen.values()}
     late = {name: made.of(p) for name, p in now.items() if id(p) not in known and name not in found}
@@ -213,7 +208,7 @@ def _states(session: RankState, parameters: Mapping[str, nn.Parameter], probe: E
     return states
 
 
-def _located(leaves: Iterable[Unregistered], session: RankState) -> tuple[Unregistered, ...]:
+def _located(leaves: Iterable[UnregisteredTensor], session: RankState) -> tuple[UnregisteredTensor, ...]:
     """`leaves` with the lines that made them, or else those that assign the attribute or variable that holds them."""
     held = {name: session.origins.of(tensor) for name, tensor in unregistered_tensors(session.module)}
     return tuple(
@@ -225,11 +220,11 @@ def _located(leaves: Iterable[Unregistered], session: RankState) -> tuple[Unregi
     )
 
 
-def _late_parameters(session: RankState) -> tuple[Unregistered, ...]:
+def _late_parameters(session: RankState) -> tuple[UnregisteredTensor, ...]:
     """Parameters that forward has made, as far as they have received gradient."""
     now = named_parameters(session.twin)
     return tuple(
-        Unregistered(name, tuple(now[name].shape), where, late=True)
+        UnregisteredTensor(name, tuple(now[name].shape), where, created_in_forward=True)
         for name, where in session.late.items()
         if name in now and now[name].grad is not None
     )
@@ -273,7 +268,7 @@ def unregistered_leaves(
     ignore: Sequence[torch.Tensor] = (),
     before: Mapping[int, torch.Tensor] | None = None,
     recipe: Recipe | None = None,
-) -> tuple[Unregistered, ...]:
+) -> tuple[UnregisteredTensor, ...]:
     """The leaves that receive gradient without being parameters of `module`, by name where they have one.
 
     A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them, wherever it is
@@ -292,7 +287,7 @@ def unregistered_leaves(
     for leaf in strange:
         if id(leaf) in before:
             name, kind = names.get(id(leaf), (f"a tensor of shape {tuple(leaf.shape)}", ""))
-            found.append(Unregistered(name, tuple(leaf.shape), kind=kind))
+            found.append(UnregisteredTensor(name, tuple(leaf.shape), kind=kind))
     return tuple(sorted(found, key=lambda item: item.name))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpcheck.findings.evidence import SharedDraw
+from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, user_location

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddpcheck.findings.evidence import Difference, Repeated
+from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
@@ -29,7 +29,7 @@ class _Run:
 
 
 @rewound
-def repeat_step(step: int) -> Repeated:
+def repeat_step(step: int) -> RepeatedStep:
     """The local step three times more from the same state and seed, the third time with twice the gradient put in."""
     session = the_session()
     assert session.before is not None
@@ -42,7 +42,7 @@ def repeat_step(step: int) -> Repeated:
     first, second, doubled = runs
     halved = {name: gradient / _FACTOR for name, gradient in doubled.gradients.items()}
     nonlinear = [item.name for item in _differences(first.gradients, halved) if item.bad]
-    return Repeated(
+    return RepeatedStep(
         differences=_differences(first.gradients, second.gradients),
         nonlinear=() if doubled.feeds_others else tuple(nonlinear),
         hooks=(*recorded_hooks(), *own_functions(first.node_names)),

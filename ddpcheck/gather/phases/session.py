@@ -19,14 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence import (
-    Built,
-    Changed,
-    GradientHook,
-    ModuleDescription,
-    Wrapped,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence.modules import BuiltModule, GradientHook, ModuleDescription, WrappedModule, WrapperFacts
+from ddpcheck.findings.evidence.parameters import ParameterChange
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import Origins, assignment_of, record_origins, relative_path
@@ -124,7 +118,7 @@ class RankState:
     known: dict[str, nn.Parameter] = field(default_factory=dict)
     seen: dict[str, SeenParameter] = field(default_factory=dict)
     holders: dict[str, nn.Module] = field(default_factory=dict)
-    changed: dict[str, Changed] = field(default_factory=dict)
+    changed: dict[str, ParameterChange] = field(default_factory=dict)
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     late: dict[str, Location | None] = field(default_factory=dict)
@@ -141,7 +135,7 @@ def the_session() -> RankState:
     return session
 
 
-def build(target: str | Recipe, seed: int) -> Built:
+def build(target: str | Recipe, seed: int) -> BuiltModule:
     """Load the recipe and build the module twice, under the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
@@ -186,7 +180,7 @@ def build(target: str | Recipe, seed: int) -> Built:
     session.arrived_evaluating = into_training(module)
     into_training(twin)
     trainable = sum(p.requires_grad for p in module.parameters())
-    return Built(digest_of(description), description.uninitialised, trainable, len(description.parameters))
+    return BuiltModule(digest_of(description), description.uninitialised, trainable, len(description.parameters))
 
 
 def recover() -> None:
@@ -222,7 +216,7 @@ def aliases() -> dict[str, tuple[str, ...]]:
     return {names[0]: names for names in all_names(the_session().module).values() if len(names) > 1}
 
 
-def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapped:
+def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
     """Wrap the module as the user does, and make the optimizers.
 
     Args:
@@ -263,7 +257,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     session.surroundings = ExternalState(
         (recipe.loss, recipe.shard, recipe.optimizer), session.twin, [id(thing) for thing in ours]
     )
-    return Wrapped(
+    return WrappedModule(
         facts=session.facts,
         options={**construction.options, **wrapper_attributes(session.wrapper)},
         optimizer=_optimizer_options(session.optimizer, session.module),
@@ -273,12 +267,12 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         hooks=session.wrap_hooks,
         wrapper=type(session.wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(session.wrapper),
-        changed=changes(construction.seen, session.module) if construction.seen else {},
-        constructed={name: parameter.value for name, parameter in construction.seen.items()},
-        reshaped=reshaped,
-        not_handed_over=trouble,
-        strange=len(held - set(owned)),
-        lacking=tuple(name for key, name in owned.items() if key not in held and name in trainable),
+        changes=changes(construction.seen, session.module) if construction.seen else {},
+        parameters_at_construction={name: parameter.value for name, parameter in construction.seen.items()},
+        replaces_module=reshaped,
+        transfer_error=trouble,
+        foreign_tensors=len(held - set(owned)),
+        not_in_optimizer=tuple(name for key, name in owned.items() if key not in held and name in trainable),
     )
 
 

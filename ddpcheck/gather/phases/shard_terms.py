@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence import LossTerm
+from ddpcheck.findings.evidence.single_process import LossTerm
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, recorded_lines, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
@@ -215,7 +215,9 @@ def look_at_terms(
         )
     with contextlib.suppress(Exception):  # a batch that cannot be repeated
         summed = _summed_terms(run, batch, paired, whole)
-        seen.terms = [replace(term, summed=doubles) for term, doubles in zip(seen.terms, summed, strict=True)]
+        seen.terms = [
+            replace(term, doubles_with_batch=doubles) for term, doubles in zip(seen.terms, summed, strict=True)
+        ]
     with contextlib.suppress(Exception):  # a forward pass that does not like to be changed
         felt = _coupled_terms(replace(run, quiet=True), batch, shards[0], paired, large=False)
         seen.terms = [replace(term, coupled=coupled) for term, coupled in zip(seen.terms, felt, strict=True)]

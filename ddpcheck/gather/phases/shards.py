@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.errors import EmptyShardError, TargetError
-from ddpcheck.findings.evidence import Call, Packed
+from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.gather.collectives.collective_log import replaced_by
 from ddpcheck.gather.collectives.fake_collectives import answer_alone
@@ -52,7 +52,7 @@ REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 _MOST_VALUES = 1 << 14
 
 
-def packed_payloads(step: int) -> tuple[Packed, ...]:
+def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     """What this rank hands to reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
 
     Nothing is communicated: each collective is taken for one of this rank alone, so that no rank can hang. What the
@@ -60,11 +60,11 @@ def packed_payloads(step: int) -> tuple[Packed, ...]:
     """
     session = the_session()
     assert session.before is not None
-    found: list[Packed] = []
+    found: list[ReductionInput] = []
 
     def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
-            found.append(Packed(operation, call.location, _values(given)))
+            found.append(ReductionInput(operation, call.location, _values(given)))
         return answer_alone(operation, given)
 
     session.before.restore(session.twin)

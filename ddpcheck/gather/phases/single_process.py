@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence import Difference, SingleStep
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.single_process import SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back

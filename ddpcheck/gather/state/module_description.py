@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ddpcheck.findings.evidence import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ddpcheck.findings.evidence import Difference
+from ddpcheck.findings.evidence.gradients import Difference
 
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
@@ -99,13 +99,13 @@ def difference(
             tolerance,
             residual=error,
             elements=0 if there is None else there.numel(),
-            distance=_finite(size),
-            size=0.0 if want is None else _finite(size),
+            absolute_error=_finite(size),
+            reference_norm=0.0 if want is None else _finite(size),
         )
     got, want = dense(got), dense(want).to(got.device)
     if got.shape != want.shape:
         return Difference(
-            name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), distance=_LARGEST
+            name, _LARGEST, tolerance, ratio=0.0, residual=_LARGEST, elements=want.numel(), absolute_error=_LARGEST
         )
     wide = _wide(want.dtype)
     delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
@@ -114,7 +114,9 @@ def difference(
     error = _finite(delta / scale) if scale else (0.0 if delta == 0.0 else _LARGEST)
     size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
     if error <= tolerance:
-        return Difference(name, error, tolerance, elements=want.numel(), distance=_finite(delta), size=size)
+        return Difference(
+            name, error, tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
+        )
     left = torch.view_as_real(got.to(wide)) if wide.is_complex else got.to(wide)
     right = torch.view_as_real(want.to(wide)) if wide.is_complex else want.to(wide)
     power = float((right * right).sum())
@@ -130,12 +132,12 @@ def difference(
         ratio=_finite(ratio),
         residual=residual,
         elements=want.numel(),
-        beyond=int((gap > tolerance * scale / math.sqrt(max(gap.numel(), 1))).sum()),
+        elements_beyond=int((gap > tolerance * scale / math.sqrt(max(gap.numel(), 1))).sum()),
         worst_index=index,
         worst_got=_finite(float(left.reshape(-1)[flat])),
         worst_want=_finite(float(right.reshape(-1)[flat])),
-        distance=_finite(delta),
-        size=size,
+        absolute_error=_finite(delta),
+        reference_norm=size,
     )
 
 

@@ -22,7 +22,11 @@ from ddpcheck.findings.errors import (
     TargetError,
     WrongTypeError,
 )
-from ddpcheck.findings.evidence import Built, LocalStep, PathEnd, Repeated, ShardAnalysis, Unexplained, Wrapped
+from ddpcheck.findings.evidence.gradients import RepeatedStep
+from ddpcheck.findings.evidence.modules import BuiltModule, WrappedModule
+from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.single_process import ShardAnalysis
+from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation
 from ddpcheck.findings.report import Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
@@ -191,7 +195,7 @@ class CheckRun(CheckWorlds):
         """Build the model everywhere, and compare what the ranks have built."""
         building = self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
-            built: list[Built] = self._all(calls.session.build, self.target, self.asked.seed)
+            built: list[BuiltModule] = self._all(calls.session.build, self.target, self.asked.seed)
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
             self._settle_single(building)
@@ -203,7 +207,7 @@ class CheckRun(CheckWorlds):
             self._run_step(step)
         self._look_again()
 
-    def _check_before_wrapping(self, built: Sequence[Built]) -> None:
+    def _check_before_wrapping(self, built: Sequence[BuiltModule]) -> None:
         found = judge_uninitialised([item.uninitialised for item in built])
         if len({item.digest for item in built}) > 1:
             found += judge_descriptions(self._all(calls.session.description))
@@ -213,8 +217,8 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
     def _wrap(
-        self, phase: Callable[Arguments, Wrapped], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> list[Wrapped]:
+        self, phase: Callable[Arguments, WrappedModule], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> list[WrappedModule]:
         """Wrap by `phase`; options of the wrapper that differ between ranks end the check before DDP hangs."""
         try:
             return self._all(phase, *args, **kwargs)
@@ -226,9 +230,9 @@ class CheckRun(CheckWorlds):
             self.outcome.rest_skipped = "DDP221: DDP would stop, hang or abort"
             raise OptionsStopped from error
 
-    def _check_after_wrapping(self, wrapped: Sequence[Wrapped]) -> None:
+    def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
-        found += judge_changes([item.changed for item in wrapped])
+        found += judge_changes([item.changes for item in wrapped])
         found += judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
         found += judge_values_changed(wrapped)
         changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
@@ -248,11 +252,11 @@ class CheckRun(CheckWorlds):
             locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
 
-    def _hand_over(self, wrapped: Wrapped) -> None:
+    def _hand_over(self, wrapped: WrappedModule) -> None:
         """Where `wrap` has made another module of it, the single process must have that one too."""
-        if wrapped.not_handed_over:
-            self.outcome.single_skipped = f"wrap makes another module, which {wrapped.not_handed_over}"
-        elif wrapped.reshaped:
+        if wrapped.transfer_error:
+            self.outcome.single_skipped = f"wrap makes another module, which {wrapped.transfer_error}"
+        elif wrapped.replaces_module:
             self._earlier.append(partial(calls.single_process.adopt, self.world.directory / "module.pickle"))
             self._settle_single(self._start_single(self._earlier[-1]))
 
@@ -278,7 +282,7 @@ class CheckRun(CheckWorlds):
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
             if single is not None and (result := self._settle_single(single)) is not None:
-                self._check_batch([local[0].batch, result.batch, result.again], step)
+                self._check_batch([local[0].batch, result.batch, result.batch_again], step)
                 self.outcome.add_single(step, result)
                 if not draws or self._quieten(step, averaged):
                     doubtful |= self._compare_with_single(step, averaged)
@@ -294,7 +298,7 @@ class CheckRun(CheckWorlds):
     def _repeat(self, step: int) -> None:
         """Find out whether a step that differs differs from itself as well."""
         what = f"whether step {step} gives the same gradients again"
-        self.outcome.add_repeat(step, self._explained(what, Repeated(), calls.repeated_step.repeat_step, step))
+        self.outcome.add_repeat(step, self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step))
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
@@ -411,7 +415,7 @@ class CheckRun(CheckWorlds):
         what = "why the ranks' average differs from the global batch"
         known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.outcome.local[0].threads)
         result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
-        if result is None or isinstance(result, Unexplained):
+        if result is None or isinstance(result, NoExplanation):
             self.outcome.add_unexplained(what, result)
             return ShardAnalysis(trouble="that failed")
         return result

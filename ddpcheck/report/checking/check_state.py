@@ -15,21 +15,11 @@ from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.findings.errors import EXIT_USAGE, RankError
-from ddpcheck.findings.evidence import (
-    CompiledStep,
-    DdpStepEvidence,
-    Difference,
-    LocalStep,
-    PathEnd,
-    Repeated,
-    ShardAnalysis,
-    SharedDraw,
-    SingleStep,
-    StepEvidence,
-    Unexplained,
-    Wrapped,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
+from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
+from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
+from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LocalStep, NoExplanation, SharedDraw
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError, select_findings
 from ddpcheck.findings.severity import Severity
@@ -98,7 +88,7 @@ class CheckState:
     notes: list[str] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
     error: ReportError | None = None
-    wrapped: Sequence[Wrapped] = ()
+    wrapped: Sequence[WrappedModule] = ()
     local: Sequence[LocalStep] = ()
     names: Names = field(default_factory=Names)
     analysis: ShardAnalysis | None = None
@@ -122,7 +112,7 @@ class CheckState:
     _norms: dict[int, float] = field(default_factory=dict)
     _parity: list[ParityEntry] = field(default_factory=list)
     _noise: dict[str, float] = field(default_factory=dict)
-    _repeated: list[Repeated] = field(default_factory=list)
+    _repeated: list[RepeatedStep] = field(default_factory=list)
     _draws: Sequence[Sequence[SharedDraw]] = ()
     _first_local: Sequence[LocalStep] = ()
     _analysed: Sequence[LocalStep] = ()
@@ -158,9 +148,9 @@ class CheckState:
 
     def add_unexplained(self, what: str, answer: object) -> bool:
         """Whether a rank's answer is that it cannot tell `what`; then that is noted."""
-        if not isinstance(answer, Unexplained):
+        if not isinstance(answer, NoExplanation):
             return False
-        self.notes.append(f"{what}: not known, since finding out failed ({answer.said})")
+        self.notes.append(f"{what}: not known, since finding out failed ({answer.reason})")
         if answer.bug:
             self.add_bug(ReportError(answer.bug, EXIT_USAGE, answer.detail))
         return True
@@ -241,8 +231,8 @@ class CheckState:
         """What the single process says of a step."""
         self._single_backwards = result.backwards
         self._norms[step] = max(result.norm, self._norms.get(step, 0.0))
-        if result.double_trouble and not any("float64" in note for note in self.notes):
-            self.notes.append(f"no float64 run to measure rounding with: {result.double_trouble}")
+        if result.float64_error and not any("float64" in note for note in self.notes):
+            self.notes.append(f"no float64 run to measure rounding with: {result.float64_error}")
 
     def add_single_differences(self, step: int, differences: tuple[Difference, ...]) -> bool:
         """How far the ranks' average is from the global batch; returns whether that is too far."""
@@ -285,7 +275,7 @@ class CheckState:
         """What the ranks drew for their samples, by rank."""
         self._draws = draws
 
-    def add_repeat(self, step: int, repeated: Sequence[Repeated]) -> None:
+    def add_repeat(self, step: int, repeated: Sequence[RepeatedStep]) -> None:
         """How far a step is from itself, by rank; verdicts on gradients are withheld where that is not nothing."""
         differences = [item.differences for item in repeated]
         self._repeated = self._repeated or list(repeated)
@@ -318,8 +308,8 @@ class CheckState:
                 reference,
                 difference.error,
                 difference.tolerance,
-                difference.distance,
-                difference.size,
+                difference.absolute_error,
+                difference.reference_norm,
                 difference.elements,
             )
         )

@@ -23,7 +23,8 @@ from ddpcheck.findings.errors import (
     TargetError,
     UsageError,
 )
-from ddpcheck.findings.evidence import Call, Unexplained
+from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.steps import NoExplanation
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import read_log
@@ -175,7 +176,7 @@ class CheckWorlds:
             self._skip_rest(f"the ranks could not go on after this had failed: {what}")
         for result in results:
             self.outcome.add_unexplained(what, result)
-        return [otherwise if isinstance(result, Unexplained) else result for result in results]
+        return [otherwise if isinstance(result, NoExplanation) else result for result in results]
 
     def _start_single(self, call: Callable[[], Result]) -> PhaseFuture[Result]:
         self._last_single = call

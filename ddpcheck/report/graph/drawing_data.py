@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.evidence.parameters import PathEnd
 
 Detail = Literal["operations", "modules"]
 NodeKind = Literal["input", "operation", "module", "parameter", "loss", "stop"]

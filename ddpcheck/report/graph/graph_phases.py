@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors, walk_graph
 from ddpcheck.gather.phases import local_step as local
 from ddpcheck.gather.phases.session import RankState, build, seed_of, the_session, wrap

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddpcheck.findings.evidence import PathEnd
+from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT

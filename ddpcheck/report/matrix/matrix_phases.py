@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence import Wrapped
+from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import record_origins
 from ddpcheck.gather.collectives.collective_log import unlogged
@@ -87,7 +87,7 @@ def _rows() -> Rows:
 # Wrapping
 
 
-def begin_reference(options: DdpOptions | None) -> Wrapped:
+def begin_reference(options: DdpOptions | None) -> WrappedModule:
     """Wrap a module, for the steps that each rank makes by itself; the module's hooks and structure are then known."""
     session = the_session()
     wrapped = begin_row(options)
@@ -96,7 +96,7 @@ def begin_reference(options: DdpOptions | None) -> Wrapped:
     return wrapped
 
 
-def begin_row(options: DdpOptions | None) -> Wrapped:
+def begin_row(options: DdpOptions | None) -> WrappedModule:
     """Build the module anew and wrap it with these options, or as the recipe does (None)."""
     session, rows = the_session(), _rows()
     if session.wrapped is not None:

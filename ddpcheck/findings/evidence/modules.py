@@ -1,0 +1,136 @@
+"""Evidence on a rank's module: as it is built, and as it is wrapped.
+
+Judged in `judge.replicas` and `judge.rank_configuration`; gathered in `gather.state.module_description` and
+`gather.ddp`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ddpcheck.findings.report import Location
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A parameter or buffer, without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDescription:
+    """The parameters, buffers and submodules of one rank's module.
+
+    Attributes:
+        parameters: In registration order, which is the order in which DDP pairs them.
+        buffers: Likewise.
+        ties: The names of each parameter that has several.
+        modules: Name, class, options in the words of `extra_repr`, and training mode of each submodule.
+        state: Name, shape and fingerprint of tensors that are held without being registered.
+        uninitialised: Names of lazy parameters and buffers that have no shape yet.
+    """
+
+    parameters: tuple[TensorRecord, ...] = ()
+    buffers: tuple[TensorRecord, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[tuple[str, str, str, bool], ...] = ()
+    state: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+    uninitialised: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModule:
+    """A rank's module before it is wrapped: a digest of its description, lazy parameters, and counts of parameters."""
+
+    digest: str
+    uninitialised: tuple[str, ...]
+    trainable: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperFacts:
+    """The arguments of the wrapper's constructor that decide what it does with gradients.
+
+    Attributes:
+        is_ddp: False for a wrapper that is no `DistributedDataParallel`.
+        find_unused_parameters: The option of that name.
+        static_graph: Likewise.
+        ignored: Parameters that it was told to ignore.
+        delayed: Parameters named in `delay_all_reduce_named_params`.
+        comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
+        sparse: Parameters whose gradient is sparse.
+    """
+
+    is_ddp: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    ignored: frozenset[str] = frozenset()
+    delayed: frozenset[str] = frozenset()
+    comm_hook: str = ""
+    sparse: frozenset[str] = frozenset()
+
+    @property
+    def tolerates_unused(self) -> bool:
+        """Whether a parameter that never takes part does not stop training."""
+        return self.find_unused_parameters or self.static_graph
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHook:
+    """A place in the user's code at which gradients may be changed on their way."""
+
+    description: str
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        return f"{self.description}{f' at {self.location}' if self.location else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedModule:
+    """A rank's module after wrapping, with its wrapper and its optimizer.
+
+    Attributes:
+        facts: On the wrapper.
+        options: Of the wrapper, in words.
+        optimizer: Of the optimizer, in words.
+        parameters: Fingerprint of each parameter.
+        buffers: Of each buffer.
+        loss_location: The line that defines the loss.
+        wrapper: Its class.
+        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
+        changes: What happened to parameters since DDP was constructed, in words.
+        parameters_at_construction: Fingerprint of each parameter when DDP had been constructed; empty for another
+            wrapper.
+        replaces_module: Whether `wrap` has made another module of it, with parameters of other names or shapes.
+        transfer_error: Why the single process cannot have that module.
+        foreign_tensors: How many tensors the optimizer holds that are no parameters of the module.
+        not_in_optimizer: Parameters that require grad and that no group of the optimizer holds.
+        hooks: What the recipe's `wrap` puts in the way of gradients.
+    """
+
+    facts: WrapperFacts
+    options: Mapping[str, str]
+    optimizer: Mapping[str, str]
+    parameters: Mapping[str, int]
+    buffers: Mapping[str, int]
+    loss_location: Location | None
+    wrapper: str
+    broadcasts_buffers: bool
+    changes: Mapping[str, str] = field(default_factory=dict)
+    parameters_at_construction: Mapping[str, int] = field(default_factory=dict)
+    replaces_module: bool = False
+    transfer_error: str = ""
+    foreign_tensors: int = 0
+    not_in_optimizer: tuple[str, ...] = ()
+    hooks: tuple[GradientHook, ...] = ()

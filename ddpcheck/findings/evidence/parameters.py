@@ -1,0 +1,102 @@
+"""Evidence on each parameter's part in the loss.
+
+Judged in `judge.parameters` and `judge.conditional_use`; gathered in `gather.phases.local_step` and `gather.autograd`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddpcheck.findings.report import Location
+
+GradientState = Literal["contributes", "zero", "missing", "lost"]
+"""`missing`: backward does not reach the parameter. `lost`: it does, and no gradient arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathEnd:
+    """Why a parameter does not contribute to the loss.
+
+    Attributes:
+        cause: `unused` (no operation reads it), `unreachable` (what it made does not reach the loss), `cut` (the
+            loss's value depends on it, and something took the path out of autograd), `lost` (backward returned None
+            on the way to it), `zero` (an operation on the way turns every gradient into zeros), or `unknown`.
+        reason: What cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or the last
+            operation on it.
+        location: The line of the user's code at which that happened.
+        module: The module whose forward was running there, empty at the top.
+        no_grad_location: The line that switched gradients off, where that is what cut the path.
+    """
+
+    cause: str
+    reason: str = ""
+    location: Location | None = None
+    module: str = ""
+    no_grad_location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnregisteredTensor:
+    """A leaf that receives gradient and is no parameter of the module that was wrapped.
+
+    Attributes:
+        name: The path to it from the module, or the name of a variable.
+        shape: Of the tensor.
+        location: The line that assigns it.
+        created_in_forward: It is a parameter of the module by now, but the forward pass made it, after DDP had looked.
+        kind: Of what holds it, in words ("global variable"), where that is not the module.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    location: Location | None = None
+    created_in_forward: bool = False
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterChange:
+    """A change that the forward pass has made to a parameter that DDP knows.
+
+    Attributes:
+        kind: "replaced", "removed", "frozen", "unfrozen" or "cast or moved".
+        location: The line that did it.
+        replacement: The parameter that DDP knows, too, and that stands in its place now; empty for a new one.
+    """
+
+    kind: str
+    location: Location | None = None
+    replacement: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """One rank's parameters in one step: which of them contribute to the loss.
+
+    Attributes:
+        rank: The rank.
+        step: Counted from 0.
+        states: By name, for every parameter that requires grad.
+        path_ends: Why, for those that are missing or lost.
+        unregistered: Leaves that receive gradient and are no parameters.
+        arrivals: How often a gradient arrived, for parameters where that was more than once.
+        hidden_from_ddp: Parameters that contribute, but that DDP cannot find from what `forward` returned.
+        output_type: The class of what `forward` returned where DDP finds no tensor in it, else empty.
+        reentrant: Whether a re-entrant checkpoint stood in the graph.
+        changed: The parameters that this forward pass, or one before it, has changed.
+    """
+
+    rank: int
+    step: int
+    states: Mapping[str, GradientState]
+    path_ends: Mapping[str, PathEnd] = field(default_factory=dict)
+    unregistered: tuple[UnregisteredTensor, ...] = ()
+    arrivals: Mapping[str, int] = field(default_factory=dict)
+    hidden_from_ddp: tuple[str, ...] = ()
+    output_type: str = ""
+    reentrant: bool = False
+    changed: Mapping[str, ParameterChange] = field(default_factory=dict)

@@ -1,0 +1,133 @@
+"""Evidence of the single process: the global batch, its shards one by one, the terms of the loss.
+
+Judged in `judge.single_process` and `judge.loss_terms`; gathered in `gather.phases.single_process` and
+`gather.phases.shard_analysis`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddpcheck.findings.report import Location
+
+LOOSEST_FIT = 0.05
+"""A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One term of the loss, on the global batch and on the shards one by one.
+
+    Its errors are relative to the gradient of the whole loss, every parameter measured by its own scale.
+
+    Attributes:
+        name: Of the tensor that the recipe's loss returned ("loss['penalty']"), where there are several.
+        location: The line that computes the term, where it is known.
+        error: How far the shards' gradients, as the ranks weigh them, are from the global batch's.
+        weights: Of the shards, for which the sum of their gradients is nearest to the global batch's.
+        residual: What they leave of `error`.
+        rank_weights: Of the shards in the ranks' average; empty where the ranks take the mean, or that is not known.
+        ratio: The factor that this term's gradient has in the ranks' average, all terms taken together.
+        doubles_with_batch: Whether it doubles when every sample is in the batch twice.
+        count: What it is divided by, where that is found in the batch ("batch['labels'] != -100").
+        counts: Its value on each rank.
+        coupled: Whether its gradient for some samples depends on what the model computes for others; None where that
+            could not be tried.
+    """
+
+    name: str = ""
+    location: Location | None = None
+    error: float = 0.0
+    weights: tuple[float, ...] = ()
+    residual: float = 0.0
+    rank_weights: tuple[float, ...] = ()
+    ratio: float = 1.0
+    doubles_with_batch: bool = False
+    count: str = ""
+    counts: tuple[float, ...] = ()
+    coupled: bool | None = None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the gradients of the shards add up to the global batch's."""
+        return bool(self.weights) and all(math.isclose(weight, 1.0, rel_tol=1e-3) for weight in self.weights)
+
+    @property
+    def is_normalised(self) -> bool:
+        """Whether it is a sum, or a mean over some count: then the weights of the shards are their shares of it."""
+        fits = self.residual <= max(LOOSEST_FIT * self.error, 1e-9)
+        return fits and (self.is_sum or bool(self.count) or math.isclose(sum(self.weights), 1.0, rel_tol=1e-2))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAnalysis:
+    """Gradients of the shards, one by one in the single process; measured only when the global batch's differs.
+
+    Without `terms` the shards could not be run, and only what is called global is known.
+
+    Attributes:
+        terms: Of the loss, in order.
+        terms_residual: What the terms' `ratio` leave of the difference between the ranks' average and the global
+            batch's gradient, relative.
+        frozen: Modules whose batch statistics were fixed while the terms were looked at, since they couple all samples.
+        world_ratio: Factor between the ranks' average gradient and the mean of the shards' gradients.
+        world_residual: What that factor leaves, relative.
+        world_rounding: What the shards' gradients lose to rounding in the module's own dtype, relative.
+        global_ratio: Factor between the ranks' average gradient and the global batch's.
+        global_residual: What that factor leaves, relative.
+        rank_weights: For which the weighted sum of the shards' gradients is nearest to the ranks' average.
+        rank_residual: What that leaves, relative.
+        shard_losses: The loss on each shard.
+        global_loss: The loss on the global batch.
+        module: The first module whose output for a sample depends on the other samples; empty for the model itself.
+        module_class: Its class; empty if there is none.
+        line: The line of the user's code at which samples first meet, where there is one.
+        scaled: Whether what that line gives is only scaled by the other samples, as by their number.
+        rounded: The gradients that differ from the global batch's by rounding alone.
+        trouble: Why the shards could not be run one by one, or why that could not be explained further.
+    """
+
+    terms: tuple[LossTerm, ...] = ()
+    terms_residual: float = 1.0
+    frozen: tuple[str, ...] = ()
+    world_ratio: float = 1.0
+    world_residual: float = 1.0
+    world_rounding: float = 0.0
+    global_ratio: float = 1.0
+    global_residual: float = 1.0
+    rank_weights: tuple[float, ...] = ()
+    rank_residual: float = 1.0
+    shard_losses: tuple[float, ...] = ()
+    global_loss: float = 0.0
+    module: str = ""
+    module_class: str = ""
+    line: Location | None = None
+    scaled: bool = False
+    rounded: tuple[str, ...] = ()
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleStep:
+    """One step of the single process on the global batch.
+
+    Attributes:
+        loss: Of the global batch.
+        norm: Of all gradients together.
+        batch: Fingerprint of the batch.
+        batch_again: Fingerprint of the batch made a second time (first step only).
+        draws_random_numbers: Whether the forward pass draws random numbers.
+        float64_error: Why there is no float64 run, empty when there is one.
+        backwards: The user's own backward passes in the step, and the last one.
+    """
+
+    loss: float
+    norm: float
+    batch: tuple[int, ...]
+    batch_again: tuple[int, ...]
+    draws_random_numbers: bool
+    float64_error: str
+    backwards: int = 1

@@ -1,0 +1,162 @@
+"""Evidence on whole training steps, alone and under the wrapper.
+
+Judged in `judge.reducer`, `judge.training_loop` and `judge.compiled_step`; gathered in `gather.phases`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
+from ddpcheck.findings.report import Location
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """One rank's step on its shard, without the wrapper and its reducer.
+
+    Attributes:
+        evidence: Of the parameters.
+        loss: Its value; with random numbers silenced where the forward pass draws some and can do without.
+        drew: The libraries from whose generators the forward pass drew random numbers.
+        batch: Fingerprint of the global batch.
+        samples: How many this rank has; 0 where that is not known.
+        calls: Collectives since the start.
+        norm: Of all gradients together.
+        forward_calls: The collectives in the forward pass.
+        buffers: Fingerprint of each buffer after the step.
+        rows: Fingerprint of each sample of this rank; empty where they cannot be told apart.
+        all_rows: Of each sample of the global batch, on rank 0.
+        backwards: The user's own backward passes in the step, and the last one.
+        generator: Fingerprint of the state in which the forward pass has left torch's global generator.
+        threads: With how many of them torch has computed it.
+        compiles: Whether the user's code has asked for `torch.compile` so far.
+        layout: Digest of what DDP takes to be alike on all ranks: names, shapes, dtypes and `requires_grad`.
+        choices: The random operations of the forward pass that choose among many, with their lines.
+    """
+
+    evidence: StepEvidence
+    loss: float
+    drew: frozenset[str]
+    batch: tuple[int, ...]
+    samples: int
+    calls: int
+    norm: float
+    forward_calls: tuple[Call, ...]
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+    all_rows: tuple[int, ...] = ()
+    backwards: int = 1
+    generator: int = 0
+    threads: int = 1
+    compiles: bool = False
+    layout: str = ""
+    choices: tuple[str, ...] = ()
+
+    def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
+        """The same with the reasons why gradients are missing."""
+        return replace(self, evidence=replace(self.evidence, path_ends={**self.evidence.path_ends, **ends}))
+
+
+@dataclass(frozen=True, slots=True)
+class NoExplanation:
+    """A rank's answer where an explanation could not be found; the check goes on without it.
+
+    Attributes:
+        reason: The error that stood in the way.
+        bug: The sentence that asks to report it, where it is a bug of ddpcheck; else empty.
+        detail: The traceback.
+    """
+
+    reason: str
+    bug: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEvent:
+    """One call of the training loop in a step under the wrapper.
+
+    Attributes:
+        kind: "forward" (of the wrapper), "backward", "no_sync" (called), "enter no_sync", "leave no_sync",
+            "zero_grad" or "step" (of an optimizer, on what the backward passes before it have left).
+        location: The line of the user's code, as "path:line"; empty where ddpcheck itself did it.
+        synchronises: Of a forward: whether DDP will average the gradients of the next backward.
+        discarded: Of a `zero_grad`: the parameters whose gradients go before anybody has used them.
+    """
+
+    kind: str
+    location: str = ""
+    synchronises: bool = False
+    discarded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDraw:
+    """A random tensor with a value for each sample, for which two ranks drew the same numbers."""
+
+    operation: str
+    module: str = ""
+    location: Location | None = None
+    fingerprint: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DdpStepEvidence:
+    """One rank's step under the wrapper.
+
+    Attributes:
+        rank: The rank.
+        step: Counted from 0.
+        gradients: Fingerprint of each gradient after backward.
+        parameters: Fingerprint of each parameter after the optimizer's step.
+        parameters_before_optimizer: Of each parameter that the module has after backward, before the optimizer's step.
+        parameters_after_backward: Of each parameter that DDP knows, when the last backward pass had ended.
+        buffers: Fingerprint of each buffer after the step.
+        state: Of each unregistered tensor that was there before the first step.
+        new_state: Of each unregistered tensor that a step has made.
+        optimizer: Of each tensor or number in the optimizer's state.
+        against_local: Differences from the average of the ranks' own gradients.
+        wrapper_calls: How often the wrapper's forward ran.
+        inner_calls: How often the wrapped module's forward ran.
+        events: What the loop did, in order.
+    """
+
+    rank: int
+    step: int
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    parameters_before_optimizer: Mapping[str, int] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    state: Mapping[str, int] = field(default_factory=dict)
+    new_state: Mapping[str, int] = field(default_factory=dict)
+    optimizer: Mapping[str, int] = field(default_factory=dict)
+    against_local: tuple[Difference, ...] = ()
+    wrapper_calls: int = 1
+    inner_calls: int = 1
+    events: tuple[LoopEvent, ...] = ()
+    parameters_after_backward: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """One rank's step under the wrapper with `torch.compile` as the recipe asks for it.
+
+    Attributes:
+        rank: The rank.
+        step: Counted from 0.
+        gradients: Fingerprint of each gradient after backward.
+        differences: From the average of the ranks' own gradients without compilation.
+        drew: Whether random numbers were drawn: compiled code draws others.
+    """
+
+    rank: int
+    step: int
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    drew: bool = False
