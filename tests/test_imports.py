@@ -141,6 +141,21 @@ def test_light_modules_do_not_import_torch() -> None:
     assert the_first_with_torch("json", "torch.version", "ddpcheck.cli") == "torch.version", "it can fail"
 
 
+def imports_dynamo(code: str) -> bool:
+    """Whether code imports `torch._dynamo`, which takes most of a second, beyond what importing torch does."""
+    torch_alone = "import sys, torch, torch.distributed, torch.nn.parallel, torch.optim; known = set(sys.modules)"
+    ask = "print('torch._dynamo' in set(sys.modules) - known)"
+    command = [sys.executable, "-c", "\n".join((torch_alone, code, ask))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip() == "True"
+
+
+def test_the_monitor_does_not_import_the_compiler_before_there_is_a_wrapper() -> None:
+    assert not imports_dynamo("import ddpcheck.monitor.wrapper, ddpcheck.monitor.watch")
+    assert imports_dynamo("torch.compiler.disable(print)"), "it can fail"
+
+
 def test_no_module_shares_a_name_with_the_standard_library() -> None:
     names = {name for module in modules() for name in module.split(".")}
     assert names & sys.stdlib_module_names == set()

@@ -1103,7 +1103,8 @@ def test_compare_can_be_called_at_any_time(rank):
 @pytest.mark.parametrize("lacking", ["will_be_reached", "at_end_of_backward"])
 @pytest.mark.parametrize("way", ["short", "detached", "whole"])
 def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank, lacking, way):
-    from ddpcheck.monitor import step_tracker as rounds
+    from ddpcheck.gather.autograd import autograd_graph
+    from ddpcheck.monitor import step_tracker
 
     def run():
         torch.manual_seed(0)
@@ -1112,7 +1113,9 @@ def test_without_the_private_parts_of_torch_the_same_is_found(monkeypatch, rank,
         return found(model), [f.evidence for f in model.findings], [p.tolist() for p in model.parameters()]
 
     with_them = run()
-    monkeypatch.setattr(rounds, lacking, lambda *_: None)
+    monkeypatch.setattr(autograd_graph, "ENGINE_CAN_TELL", lacking != "will_be_reached")
+    if lacking == "at_end_of_backward":
+        monkeypatch.setattr(step_tracker, lacking, lambda *_: None)
     assert run() == with_them
     assert [code for code, *_ in with_them[0]] == ([] if way == "whole" else ["DDP104"])
 

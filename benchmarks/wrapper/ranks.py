@@ -16,7 +16,7 @@ from torch import nn
 
 import ddpcheck
 from benchmarks.wrapper.cases import Case
-from ddpcheck.monitor.module_hooks import UnpickledHook, around_each_step
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.step_tracker import StepTracker
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
@@ -94,17 +94,16 @@ class Switch:
         self.off()
 
     def off(self) -> None:
-        self._watch._rounds.detach()
-        for handle in self._watch._step_handles:
-            handle.remove()
+        self._watch._tracker.detach()
+        self._watch._optimizer_steps.detach()
 
     def on(self) -> None:
-        self._watch._rounds.attach()
-        self._watch._step_handles = around_each_step(self._watch._before_step, self._watch._after_step)
+        self._watch._tracker.attach()
+        self._watch._optimizer_steps.attach()
 
     def go_to(self, number: int) -> None:
-        """Go on with another round."""
-        self._watch._rounds.number = number
+        """Go on with another step."""
+        self._watch._tracker._step.number = number
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -215,7 +214,7 @@ def _own(step: Callable[[], None], hooks: Switch, count: int) -> list[Sample]:
     doors = [
         (UnpickledHook, "__call__"),
         (StepTracker, "_at_end"),
-        (StepTracker, "_after_reduction"),
+        (StepTracker, "_after_callbacks"),
     ]  # all that torch calls
     originals = [getattr(owner, name) for owner, name in doors]
     for (owner, name), original in zip(doors, originals, strict=True):

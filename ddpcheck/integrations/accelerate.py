@@ -10,6 +10,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
+from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.watch import Watch, find_wrapper
 
 
@@ -43,11 +44,11 @@ def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> Acceler
         raise UsageError(
             f"{error}; accelerator.prepare makes it where the distributed type, here {kind}, is DDP"
         ) from None
-    return AcceleratorWatch(Watch(wrapper, **options))
+    return AcceleratorWatch(Watch(wrapper, WatchOptions(**options)))
 
 
 class AcceleratorWatch:
-    """What `watch` returns."""
+    """The watch of a model under accelerate; without one in a run of one process."""
 
     def __init__(self, watch: Watch | None) -> None:
         self._watch = watch

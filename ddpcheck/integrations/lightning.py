@@ -7,6 +7,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
-from ddpcheck.monitor.reporting import FindingReporter, OnFinding, check_numbers, checked_choice
+from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.watch import Watch, find_wrapper
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ class DdpCheckCallback(pl.Callback):
         check_consistency_every: Compare them every so many synchronised backward passes too; 0 for never.
         check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same step, and warns of the rest;
-            "warn" warns of both; a function is called with each `Finding`. Each cause is told once in a fit.
-        ignore: Rules that are not told of, such as `["DDP215"]` for BatchNorm whose statistics are rank 0's on purpose.
+            "warn" warns of both; a function is called with each `Finding`. Each cause is reported once in a fit.
+        ignore: Rules that are not reported, such as `["DDP215"]` for BatchNorm with statistics of rank 0 on purpose.
         timeout: Seconds to wait for the other ranks in a comparison.
 
     Raises:
@@ -63,30 +65,30 @@ class DdpCheckCallback(pl.Callback):
         ignore: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
-        everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
-        check_numbers(timeout=timeout, ignore=ignore, **everies)
-        self._on_finding, self._compares, self._timeout = checked_choice(on_finding), check_consistency, timeout
-        self._ignore = tuple(ignore)
-        self._settings: dict[str, Any] = {
-            "detect_anomalous_params": detect_anomalous_params,
-            "ignore": self._ignore,
-            **everies,
-        }
+        self._compares = check_consistency
+        self._options = WatchOptions(
+            detect_anomalous_params=detect_anomalous_params,
+            check_consistency_every=check_consistency_every,
+            check_parity_every=check_parity_every,
+            on_finding=on_finding,
+            ignore=ignore,
+            timeout=timeout,
+        )
         self._watch: Watch | None = None
-        self._told: list[Finding] = []
+        self._found: list[Finding] = []
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All that has been found in this fit, or in the last one; the same on every rank."""
-        return tuple(self._told if self._watch is None else self._watch.findings)
+        return tuple(self._found if self._watch is None else self._watch.findings)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the model is wrapped: compare modules."""
         if stage == "fit":
-            reporter = FindingReporter(self._on_finding, speaks=trainer.is_global_zero, ignore=self._ignore)
-            self._told = reporter.findings
+            reporter = FindingReporter(self._options, shows_warnings=trainer.is_global_zero)
+            self._found = reporter.findings
             if self._compares and isinstance(trainer.strategy, pl.strategies.DDPStrategy) and dist.is_initialized():
-                reporter.tell(compare_modules(pl_module, timeout=self._timeout))
+                reporter.report(compare_modules(pl_module, timeout=self._options.timeout))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model has just been wrapped: attach."""
@@ -95,17 +97,16 @@ class DdpCheckCallback(pl.Callback):
             wrapper = find_wrapper(model)
         except UsageError:
             if trainer.world_size > 1:
-                said = f"DdpCheckCallback: {type(trainer.strategy).__name__} does not use DistributedDataParallel"
-                warnings.warn(f"{said}; nothing is checked", stacklevel=2)
+                kind = type(trainer.strategy).__name__
+                text = f"DdpCheckCallback: {kind} does not use DistributedDataParallel; nothing is checked"
+                warnings.warn(text, stacklevel=2)
             return
-        settings = dict(self._settings)
+        options = self._options
         if wrapper.static_graph and not pl_module.automatic_optimization:
             # here the reduction of the first backward pass comes after it, when the strategy asks for it
-            settings |= {"check_consistency_every": 0, "check_parity_every": 0}
-        self._watch = Watch(
-            wrapper, on_finding=self._on_finding, timeout=self._timeout, already_told=self._told, **settings
-        )
-        self._watch.replay_inside(lambda: _unheard(trainer, pl_module))
+            options = replace(options, check_consistency_every=0, check_parity_every=0)
+        self._watch = Watch(wrapper, options, reported=self._found)
+        self._watch.replay_inside(lambda: _without_logging(trainer, pl_module))
         self._compare()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
@@ -121,16 +122,16 @@ class DdpCheckCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare what the ranks hold if an optimizer has stepped before a backward pass was averaged."""
+        """Compare the replicas if an optimizer has stepped before a backward pass was averaged."""
         if self._watch is not None and not self._watch.step and trainer.global_step:
             self._compare()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare what the ranks hold."""
+        """Compare the replicas."""
         self._compare()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Compare what the ranks hold: it is rank 0's that is saved."""
+        """Compare the replicas: that of rank 0 is saved."""
         self._compare()
 
     def _compare(self) -> None:
@@ -151,11 +152,11 @@ class DdpCheckCallback(pl.Callback):
             try:
                 watch.close(failing=failing)
             finally:
-                self._told = list(watch.findings)
+                self._found = list(watch.findings)
 
 
 @contextlib.contextmanager
-def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def _without_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """A `training_step` in this context logs and prints nothing."""
     parts = [vars(part) for part in module.modules() if isinstance(part, pl.LightningModule)]
     before, loggers = [dict(attributes) for attributes in parts], trainer.loggers

@@ -23,7 +23,8 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted
-from ddpcheck.monitor.reporting import as_text, checked_choice
+from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.reporting import as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
 
@@ -37,18 +38,17 @@ def log_finding(finding: Finding) -> None:
         print_log(as_text(finding), logger="current", level=_LEVELS[finding.severity])
 
 
-def _told(on_finding: OnFinding) -> Any:
+def _resolved(on_finding: OnFinding) -> Any:
     if on_finding == "log":
         return log_finding
     if isinstance(on_finding, str) and ":" in on_finding:
         on_finding = _function_named(on_finding)
-    try:
-        return checked_choice(on_finding)
-    except UsageError:
-        raise UsageError(
-            f"on_finding is 'raise', 'warn', 'log' or a function of a Finding (as text: 'module:function'), not "
-            f"{on_finding!r}"
-        ) from None
+    if on_finding in ("raise", "warn") or callable(on_finding):
+        return on_finding
+    raise UsageError(
+        f"on_finding is 'raise', 'warn', 'log' or a function of a Finding (as text: 'module:function'), not "
+        f"{on_finding!r}"
+    )
 
 
 def _function_named(text: str) -> Any:
@@ -78,7 +78,7 @@ class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistrib
     ) -> None:
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             kwargs.pop("device_ids", None)
-        kwargs |= {"detect_anomalous_params": detect_anomalous_params, "on_finding": _told(on_finding)}
+        kwargs |= {"detect_anomalous_params": detect_anomalous_params, "on_finding": _resolved(on_finding)}
         super().__init__(module, **kwargs)
 
     train_step = MMDistributedDataParallel.train_step
@@ -107,7 +107,7 @@ class DdpCheckHook(Hook):  # type: ignore[misc]
 
     def __init__(self, on_finding: OnFinding = "raise", **settings: Any) -> None:
         self.watches: list[Watch] = []
-        self._settings = {**settings, "on_finding": _told(on_finding)}
+        self._options = WatchOptions(**settings, on_finding=_resolved(on_finding))
         self._own = contextlib.ExitStack()
 
     def before_train(self, runner: Any) -> None:
@@ -123,7 +123,7 @@ class DdpCheckHook(Hook):  # type: ignore[misc]
     def _watch_of(self, wrapper: nn.Module) -> Watch:
         if isinstance(wrapper, CheckedDistributedDataParallel):
             return wrapper.watch
-        return self._own.enter_context(Watch(wrapper, **self._settings))
+        return self._own.enter_context(Watch(wrapper, self._options))
 
     def before_val_epoch(self, runner: Any) -> None:
         self._compare()

@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
-from ddpcheck.monitor.reporting import OnFinding, check_numbers, checked_choice
+from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.watch import Watch, find_wrapper
 
 
@@ -31,8 +31,9 @@ class DdpCheckCallback(TrainerCallback):
             DDP305): a `compute_loss` that ignores `num_items_in_batch`, a model that does, or
             `average_tokens_across_devices=False`.
         on_finding: "raise" raises `FindingsError` for errors out of `Trainer.train`, on all ranks in the same step, and
-            warns of the rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
-        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
+            warns of the rest; "warn" warns of both; a function is called with each `Finding`. Each cause is
+            reported once.
+        ignore: Rules that are not reported, by code, prefix of a code or name: for what is so on purpose.
         timeout: Seconds to wait for the other ranks in a comparison.
 
     Raises:
@@ -51,17 +52,16 @@ class DdpCheckCallback(TrainerCallback):
         ignore: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
-        everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
-        check_numbers(timeout=timeout, ignore=ignore, **everies)
         self._compares = check_consistency
-        self._settings: dict[str, Any] = {
-            "detect_anomalous_params": detect_anomalous_params,
-            **everies,
-            "check_normalisation": check_normalisation,
-            "on_finding": checked_choice(on_finding),
-            "ignore": tuple(ignore),
-            "timeout": timeout,
-        }
+        self._options = WatchOptions(
+            detect_anomalous_params=detect_anomalous_params,
+            check_consistency_every=check_consistency_every,
+            check_parity_every=check_parity_every,
+            check_normalisation=check_normalisation,
+            on_finding=on_finding,
+            ignore=ignore,
+            timeout=timeout,
+        )
         self._watch: Watch | None = None
         self._found: tuple[Finding, ...] = ()
 
@@ -82,15 +82,15 @@ class DdpCheckCallback(TrainerCallback):
             if args.world_size > 1:
                 warnings.warn(f"DdpCheckCallback: {error}; nothing is checked", stacklevel=2)
             return
-        self._watch = Watch(wrapper, **self._settings)
+        self._watch = Watch(wrapper, self._options)
         self._compare()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """Compare what the ranks hold."""
+        """Compare the replicas."""
         self._compare()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """Compare what the ranks hold: it is rank 0's that has been saved."""
+        """Compare the replicas: that of rank 0 has been saved."""
         self._compare()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:

@@ -1,7 +1,7 @@
-"""Where the ranks of a watched loop leave word for each other: the rendezvous store, at no cost while nobody has any.
+"""Alarms between the ranks of a watched loop over the rendezvous store; without an alarm, the ranks do not communicate.
 
-A rank that has something to tell posts an alarm *before* it takes part in the reduction of that backward pass. Who has
-come through the reduction has therefore been preceded by every alarm of it, and one question to the store tells.
+A rank that has something to report posts an alarm *before* it takes part in the reduction of that step. So all alarms
+of a step are in the store when any rank has come through its reduction, and one question to the store is enough.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -23,23 +24,23 @@ from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, Store
 
 _ALWAYS_FOR = 32
 _THEN_EVERY = 16
-_LONG = 0.02  # seconds of a step of which a question, of some 50 microseconds, is next to nothing
+_LONG = 0.02  # seconds of a step beside which a question, of some 50 microseconds, does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a rank hands in where the others may wait for it, and it will not come: why."""
+    """Stands for the value of a rank that has left, with the reason."""
 
     why: str
 
 
 class AlarmBoard:
-    """Alarms and gatherings of the ranks of one process group.
+    """Alarms of the ranks of one process group, and the exchange of values after one.
 
     Attributes:
         rank: This rank.
         ranks: Those of the group.
-        silent: Ranks that have not answered in time; from then on nobody is asked any more.
+        silent: Ranks that have left or have not answered in time; from then on this rank is on its own.
     """
 
     def __init__(self, group: Any, timeout: float) -> None:
@@ -48,7 +49,8 @@ class AlarmBoard:
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()
         self._every = _THEN_EVERY
-        self._handed_in: list[str] = []
+        self._began = time.monotonic()
+        self._kept: list[str] = []  # keys of the last gatherings
 
     @property
     def has_others(self) -> bool:
@@ -57,44 +59,48 @@ class AlarmBoard:
 
     @property
     def open(self) -> bool:
-        """Whether there is anyone to ask."""
+        """Whether there are other ranks that answer."""
         return self.has_others and not self.silent
 
-    def is_asked(self, number: int) -> bool:
-        """Whether the ranks ask each other after synchronised backward pass `number`: the same on all of them."""
-        return number < _ALWAYS_FOR or number % self._every == self._every - 1
+    def is_checked(self, step: int) -> bool:
+        """Whether the ranks look for alarms after a step: the same on all of them."""
+        return step < _ALWAYS_FOR or step % self._every == self._every - 1
 
-    def pace(self, seconds: Iterable[float]) -> None:
-        """Ask after every backward pass where a step takes long on every rank; `seconds` a step, by rank."""
+    def seconds_a_step(self, step: int) -> float:
+        """Seconds that a step has taken, on average up to this one."""
+        return (time.monotonic() - self._began) / (step + 1)
+
+    def set_pace(self, seconds: Iterable[float]) -> None:
+        """Look for alarms after every step where one takes long on every rank; `seconds` a step, by rank."""
         self._every = 1 if min(seconds) >= _LONG else _THEN_EVERY
 
-    def post(self, number: int) -> None:
-        """Have all ranks meet at the next question after backward pass `number`, or after it."""
-        while not self.is_asked(number):
-            number += 1
+    def post(self, step: int) -> None:
+        """Have all ranks exchange reports after this step, or the next one after which they look for alarms."""
+        while not self.is_checked(step):
+            step += 1
         if self.open:
-            with contextlib.suppress(Exception):  # whoever keeps the store is gone: this rank's word is its own then
-                default_store().set(self._alarm(number), b"1")
+            with contextlib.suppress(Exception):  # the process with the store is gone: this rank is on its own
+                default_store().set(self._key(step), b"1")
 
-    def has_word(self, number: int) -> bool:
-        """Whether anyone has posted for backward pass `number`, whose reduction this rank has come through."""
-        if not (self.open and self.is_asked(number)):
+    def is_posted(self, step: int) -> bool:
+        """Whether any rank has posted an alarm for a step whose reduction this rank has come through."""
+        if not (self.open and self.is_checked(step)):
             return False
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the host runs ahead of the reduction
         try:
-            return bool(default_store().check([self._alarm(number)]))
+            return bool(default_store().check([self._key(step)]))
         except Exception:
             return False
 
-    def _alarm(self, number: int) -> str:
-        return f"{self._exchange.prefix}/alarm/{number}"
+    def _key(self, step: int) -> str:
+        return f"{self._exchange.prefix}/alarm/{step}"
 
     def gather(self, key: str, value: Any, *, at_most: float = math.inf) -> list[Any]:
-        """What each rank hands in under `key`, which is used once; from silent ranks nothing.
+        """The value of each rank under `key`, which is used once; that of this rank alone where another is silent.
 
         Args:
-            key: Of the gathering.
+            key: The same on every rank.
             value: Of this rank.
             at_most: Seconds to wait, where that is less than usual.
         """
@@ -118,7 +124,7 @@ class AlarmBoard:
         return found
 
     def _without(self, left: dict[int, str], value: Any) -> Any:
-        """Go on without ranks that have left."""
+        """Say that ranks have left, and go on alone."""
         self.silent = tuple(left)
         where = user_location()
         waits = f" rank {self.rank} has met nobody at {where}, and" if where else f" rank {self.rank}"
@@ -127,15 +133,15 @@ class AlarmBoard:
         return value
 
     def leave(self, keys: Iterable[str], why: str) -> None:
-        """Tell the others, in each gathering at which they may wait for this rank, that it will not come."""
+        """Tell the others why this rank has left, under each key of a gathering where they may wait for it."""
         if self.open:
             for key in keys:
-                with contextlib.suppress(Exception):  # whoever keeps the store is gone
+                with contextlib.suppress(Exception):  # the process with the store is gone
                     self._exchange.hand_in(key, pickle.dumps(Left(why)))
 
     def _forget(self, key: str) -> None:
-        """Delete what was handed in two gatherings ago: everyone has read it, or would not have come this far."""
-        self._handed_in.append(f"{self._exchange.prefix}/{key}/{self.rank}")
-        if len(self._handed_in) > 2:
+        """Delete what this rank has written two gatherings ago: every rank has read it, or it would not be here."""
+        self._kept.append(f"{self._exchange.prefix}/{key}/{self.rank}")
+        if len(self._kept) > 2:
             with contextlib.suppress(Exception):  # not every store can
-                default_store().delete_key(self._handed_in.pop(0))
+                default_store().delete_key(self._kept.pop(0))

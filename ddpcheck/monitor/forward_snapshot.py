@@ -1,4 +1,4 @@
-"""What a forward pass was called with, so that it can be run again to say why a parameter is missing."""
+"""The arguments of a forward pass, kept so that it can be run again to say why a parameter is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Snapshot:
     Attributes:
         arguments: Positional ones.
         named: The others.
-        forward: What stood in the place of the module's `forward`, where a framework had put something there.
+        forward: The function that a framework had put in the place of the module's `forward`, if one had.
         random: The state of torch's generator, and of Python's and numpy's where `thorough`.
         autocast: Device type and dtype of the autocasts that were on.
         used: The positions, among the tensors that forward returned, of those that take part in the loss; `None` where
@@ -46,7 +46,7 @@ class Snapshot:
     def take(
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
-        """Note a call of `module` that is about to be made; `thorough` costs some 40 microseconds more."""
+        """Record a call of `module` that is about to be made; `thorough` costs some 40 microseconds more."""
         states: dict[str, Any] = {"torch": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             states["cuda"] = torch.cuda.get_rng_state()
@@ -76,38 +76,38 @@ class Snapshot:
             module: The module that is wrapped.
             missing: Parameters, by name.
             tensors_of: The tensors in what forward returns, in the order in which `used` counts them.
-            around: Makes a context to run it in, which keeps quiet what a framework would count or log twice.
+            around: Makes a context to run it in, in which a framework does not count or log it a second time.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # it would take from the data of the run
 
-        there: set[int] = set()
+        reached: set[int] = set()
 
         def forward() -> Sequence[torch.Tensor]:
-            with self._as_then(module):
+            with self._conditions_restored(module):
                 tensors = tensors_of(module(*self.arguments, **self.named))
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
-            there.update(id(leaf) for leaf in walk_graph(losses).leaves)
+            reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
         now = _generators(self.random)
         state = capture_attributes(module, buffers=True)
-        containers = [(held, copy.copy(held)) for held in _containers(module)]
+        containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
             with around(), alone(), torch.enable_grad():
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
-        except Exception:  # what the replay cannot tell, the missing gradient still does
+        except Exception:  # the finding is made without its cause
             return dict.fromkeys(missing, PathEnd("unknown"))
         finally:
             state.restore(module)
-            for held, before in containers:
-                _refill(held, before)
+            for value, before in containers:
+                _refill(value, before)
             _set_generators(now)
-        # Where a branch hangs on what a step has left behind (a counter), the forward pass has taken another one now.
-        return {name: PathEnd("unknown") if id(missing[name]) in there else end for name, end in ends.items()}
+        # A branch may depend on what a step has left behind (a counter): then this pass has taken another branch.
+        return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
 
     @contextlib.contextmanager
-    def _as_then(self, module: nn.Module) -> Iterator[None]:
+    def _conditions_restored(self, module: nn.Module) -> Iterator[None]:
         _set_generators(self.random)
         now = vars(module).get("forward")
         with contextlib.ExitStack() as stack:
@@ -126,9 +126,9 @@ def _containers(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _refill(held: Any, before: Any) -> None:
-    held.clear()
-    (held.extend if isinstance(held, list | deque) else held.update)(before)
+def _refill(container: Any, before: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether all targets of an optimizer step have the same weight in it: a pure function, from micro-batches to findings.
+"""Judges the weights of targets in an optimizer step: a pure function, from micro-batches to findings.
 
 The gradient that the optimizer gets ought to be that of a mean over all targets (tokens, say) of the step. Where each
 micro-batch, or each rank, divides by its own number of targets, and these differ, it is a mean of means: a target
@@ -26,17 +26,17 @@ _Step = Sequence[tuple[MicroBatch, ...]]  # one head in one optimizer step, by r
 def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
     """Findings on the weights of targets (DDP305, DDP514).
 
-    A step tells by itself where the weights are in inverse proportion to numbers of targets, and some targets do not
+    A step is enough evidence where the weights are in inverse proportion to numbers of targets, and some targets do not
     count. Where the loss seems to count a little differently, or where batches only have other sizes, as the last one
     of an epoch may, several steps have to say the same.
 
     Args:
-        ranks: The micro-batches of each, in optimizer steps that they all have looked at.
+        ranks: The micro-batches of each, in optimizer steps that all of them have measured.
     """
     for head in dict.fromkeys(item.head for item in ranks[0]):
         often: list[_Unequal] = []
         for index in sorted({item.index for item in ranks[0] if item.head == head}):
-            step = [tuple(item for item in told if (item.index, item.head) == (index, head)) for told in ranks]
+            step = [tuple(item for item in items if (item.index, item.head) == (index, head)) for items in ranks]
             unequal = _unequal(step)
             if unequal is not None and unequal.exact and not _by_size_alone(step):
                 return [unequal.finding()]

@@ -1,10 +1,9 @@
-"""What weight each target of a micro-batch has in the loss, measured from the gradients that arrive in backward.
+"""The weight of each target of a micro-batch in the loss, measured from the gradients that arrive in backward.
 
 The loss of a classifier, and so of a language model, is a weighted sum over targets (tokens, pixels, samples) of
 their cross entropy. With weight w the gradient of a target's log-probabilities is -w at its class, and that of its
 logits is `w * (softmax(logits) - onehot)`. Both are measured: behind each `log_softmax` in the graph of what forward
-has returned, and at what forward has returned, where the loss is made outside of it. What does not look like that is
-left alone.
+has returned, and at what forward has returned, where the loss is made outside of it. Any other gradient is left alone.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.monitor.rank_report import MicroBatch, is_look
+from ddpcheck.monitor.rank_report import MicroBatch, is_probed
 from ddpcheck.recipe.pytree import tree_leaves
 
 _STEPS_KEPT = 4
 _MOST_A_STEP = 256  # micro-batches
 _MOST_HEADS = 4
-_ASKED = 16  # parameters, whether an optimizer has moved them
+_SAMPLED = 16  # parameters that are asked whether an optimizer has moved them
 _NODES = 2000  # of the graph: the loss stands close to its end
 _ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
 _LEAST_ROWS = 16
@@ -36,7 +35,7 @@ class MicroBatches:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._some = parameters[:: max(1, len(parameters) // _ASKED)]
+        self._some = parameters[:: max(1, len(parameters) // _SAMPLED)]
         self._index = 0  # of the optimizer step
         self._reduced = False
         self._versions = 0
@@ -47,28 +46,28 @@ class MicroBatches:
         self._measured: list[_Measured] = []
         self._handles: list[Any] = []
 
-    def returned(self, number: int, output: Any) -> None:
-        """A forward has returned `output`, with gradients enabled; `number` backward passes have been synchronised."""
+    def forward_returned(self, step: int, output: Any) -> None:
+        """Measure a forward pass, which has returned `output` with gradients enabled, in a step or under `no_sync`."""
         if self._reduced:
             self._reduced = False
             self._across_reductions = self._is_accumulating()
             if not self._across_reductions:
                 self._begin()
-        if is_look(self._index) and self._seen < _MOST_A_STEP:
+        if is_probed(self._index) and self._seen < _MOST_A_STEP:
             hooks = len(self._handles)
-            with contextlib.suppress(Exception):  # an output of a kind that nobody has thought of
-                self._hook(number, self._seen, output)
+            with contextlib.suppress(Exception):  # an output of an unknown kind
+                self._hook(step, self._seen, output)
             if len(self._handles) > hooks:
                 self._unread.add(self._seen)
             self._seen += 1
 
-    def finished(self) -> None:
+    def step_ended(self) -> None:
         """The gradients have been averaged."""
         self._reduced = True
         self._versions = self._version()
 
-    def told(self) -> tuple[MicroBatch, ...]:
-        """What has been measured in the last optimizer steps that were looked at."""
+    def measured(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the last optimizer steps that were measured."""
         kept = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
         self._measured = [measured for measured in self._measured if measured[0] in kept]
         return tuple(
@@ -86,7 +85,7 @@ class MicroBatches:
     def _is_accumulating(self) -> bool:
         """Whether this forward belongs to the optimizer step of the last reduction: every micro-step synchronises.
 
-        Only believed where parameters are known to move between reductions, and gradients are left from the last.
+        That is so only where parameters are known to move between reductions, and gradients of the last one are left.
         """
         if self._version() != self._versions:
             self._has_moved = True
@@ -113,16 +112,16 @@ class MicroBatches:
 
     # Measuring
 
-    def _hook(self, number: int, position: int, output: Any) -> None:
+    def _hook(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
         for count, node in enumerate(_log_softmaxes(tensor.grad_fn for tensor in tensors)):
-            measure = self._note((number, f"log_softmax {count}", position, sequences), _of_log_probabilities)
+            measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
             self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
         for count, logits in enumerate(tensors):
             if logits.ndim > 1 and logits.is_floating_point():
                 node, index = _where_used(logits)
-                measure = self._note((number, f"output {count}", position, sequences), _Logits(logits))
+                measure = self._note((step, f"output {count}", position, sequences), _Logits(logits))
                 self._handles.append(node.register_prehook(lambda given, m=measure, i=index: m(given[i])))
 
     def _note(

@@ -1,7 +1,8 @@
-"""Hooks of a watch: they stay behind when a module is copied or pickled, and who holds what they belong to."""
+"""Hooks of a watch, which are dropped when their module is copied or pickled, and what keeps a watch alive."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakMethod, finalize
@@ -14,14 +15,15 @@ from ddpcheck.findings.errors import FindingsError
 
 
 class UnpickledHook:
-    """A method as a hook that stays behind when the module it hangs on is pickled or copied."""
+    """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile."""
 
     def __init__(self, method: Any) -> None:
         self.method = method
+        self._not_compiled = _not_compiled()
 
     @classmethod
     def weakly(cls, method: Any) -> UnpickledHook:
-        """One that does not keep the object of `method` alive, for what outlives it."""
+        """A hook that does not keep the object of `method` alive: for hooks that live longer."""
         found = WeakMethod(method)
 
         def call(*args: Any, **kwargs: Any) -> None:
@@ -34,25 +36,28 @@ class UnpickledHook:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         try:
             if torch.compiler.is_compiling():
-                _not_compiled(self.method, args, kwargs)
-            else:  # to ask costs less than to go through what the compiler leaves alone
+                self._not_compiled(self.method, args, kwargs)
+            else:  # this question costs less than the call of a function that the compiler leaves alone
                 self.method(*args, **kwargs)
-        except FindingsError as error:  # where it was found is nothing to a reader
+        except FindingsError as error:  # the frames of ddpcheck are of no use to a reader
             raise error.with_traceback(None) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing_hook, ()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _not_compiled(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call `method`; who compiles the wrapper, or the whole step, leaves it as it is and compiles what is around."""
-    method(*args, **kwargs)
+@functools.cache
+def _not_compiled() -> Any:
+    """A function that calls a method and that `torch.compile` leaves as it is, where the wrapper or a step is compiled.
 
+    Made with the first hook, and not on import: it imports `torch._dynamo`, as the constructor of the wrapper has done
+    by then.
+    """
 
-def is_ours(hook: object) -> bool:
-    """Whether a hook of a module was put there to follow its rounds."""
-    return isinstance(hook, UnpickledHook)
+    def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        method(*args, **kwargs)
+
+    return torch.compiler.disable(call)
 
 
 def _nothing_hook() -> Any:
@@ -64,7 +69,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def around_each_step(before: Any, after: Any) -> list[Any]:
-    """Have two methods of one object called around each step of any optimizer, for as long as that object lives."""
+    """Call two methods of one object around each step of any optimizer, as long as that object lives."""
     handles = [
         register_optimizer_step_pre_hook(UnpickledHook.weakly(before)),
         register_optimizer_step_post_hook(UnpickledHook.weakly(after)),
@@ -78,7 +83,7 @@ _KEY = "_ddpcheck_watches"
 
 
 class _Held:
-    """The watches that a module holds; a copy of the module, or a pickle, has an empty tuple in their place."""
+    """The watches that a module keeps alive; a copy or a pickle of the module has an empty tuple in their place."""
 
     __slots__ = ("watches",)
 
@@ -90,17 +95,17 @@ class _Held:
 
 
 def hold(module: nn.Module, watch: Any) -> None:
-    """Have `watch` live as long as `module`, where nobody closes it: its wrapper may go, and training go on."""
-    for part in _whole(module):
+    """Keep `watch` alive as long as `module`, unless it is closed: training may go on without its wrapper."""
+    for part in _wrapped_parts(module):
         held = vars(part).get(_KEY)
         if not isinstance(held, _Held):
             held = vars(part)[_KEY] = _Held()
         held.watches = [watch, *(other for other in held.watches if other.is_of_living_wrapper)]
 
 
-def let_go(module: nn.Module, watch: Any) -> None:
+def release(module: nn.Module, watch: Any) -> None:
     """Undo `hold`."""
-    for part in _whole(module):
+    for part in _wrapped_parts(module):
         held = vars(part).get(_KEY)
         if isinstance(held, _Held):
             held.watches = [other for other in held.watches if other is not watch]
@@ -108,8 +113,8 @@ def let_go(module: nn.Module, watch: Any) -> None:
                 del vars(part)[_KEY]
 
 
-def _whole(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, and inside of it what has all of its parameters: a compiled module has one in it."""
+def _wrapped_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """`module`, and the modules inside of it that have all of its parameters: a compiled module has one."""
     while True:
         yield module
         parts = list(module.children())

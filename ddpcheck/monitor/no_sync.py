@@ -1,4 +1,4 @@
-"""Hearing of `DistributedDataParallel.no_sync`: that it is called, entered and left, of wrappers that are watched."""
+"""Records calls of `DistributedDataParallel.no_sync`, and its begin and end, on wrappers that are watched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _original: list[Any] = []
 
 
 def listen(wrapper: nn.Module, note: Callable[..., None]) -> None:
-    """From now on, tell `note` of each call ("no_sync", with `where`), "enter no_sync" and "leave no_sync"."""
+    """From now on, call `note` with each "no_sync" (and `where`), "enter no_sync" and "leave no_sync"."""
     if not _original:
         _original.append(_DDP.no_sync)
         _DDP.no_sync = _noted(_DDP.no_sync)
@@ -26,7 +26,7 @@ def listen(wrapper: nn.Module, note: Callable[..., None]) -> None:
 
 
 def forget(wrapper: nn.Module | None) -> None:
-    """Tell nobody of `wrapper` any more, which may be gone."""
+    """Stop listening to `wrapper`, which may be gone."""
     if wrapper is not None:
         _listeners.pop(wrapper, None)
     if _original and not _listeners:

@@ -1,4 +1,4 @@
-"""What one rank knows of its parameters from round to round, and what of it the other ranks have not heard yet."""
+"""The history of the parameters on one rank: missing gradients, zeros, changes; which of it the other ranks know."""
 
 from __future__ import annotations
 
@@ -14,121 +14,130 @@ from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.monitor.forward_output import differentiable_tensors
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.step_probe import StepProbe, zero_gradients
-from ddpcheck.monitor.step_tracker import differentiable_tensors
 
-_ASKED_EARLY = 2  # the round from which is kept why a parameter never took part, for a run that ends before it is told
-_ZERO_FROM = 4  # the round from which a gradient that was always zero is told
+_EXPLAINED_EARLY = (
+    2  # the step in which never used parameters are explained, for a run that ends before they are judged
+)
+_ZERO_FROM = 4  # the step from which a gradient that was always zero is reported
 
 
 class ParameterHistory:
-    """Absences, zeros and changes of the parameters of one wrapper.
+    """Missing gradients, zeros and changes of the parameters of one wrapper.
 
     Attributes:
         around_replay: Makes the context in which a forward pass is run again to say why a parameter is missing.
-        unheard: By round, what DDP waited for in it, as far as no rank has told of it before.
+        not_reported: By step, the parameters that DDP waited for in it and that no rank has reported before.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts) -> None:
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.unheard: dict[int, tuple[str, ...]] = {}
+        self.not_reported: dict[int, tuple[str, ...]] = {}
         self._module = module
         self._parameters = parameters
         self._wrapper = wrapper
-        self._seen = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
+        self._at_start = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._never = set(parameters)
-        self._sometimes: set[str] = set()
-        self._heard: set[str] = set()
-        self._late: set[str] = set()
+        self._unfrozen_noticed = False
+        self._never_used = set(parameters)
+        self._sometimes_missing: set[str] = set()
+        self._reported: set[str] = set()
+        self._created_in_forward: set[str] = set()
         self._ends: dict[str, PathEnd] = {}
         self._zero: set[str] | None = None
-        self._start: dict[str, int] = {}
+        self._moving: dict[str, int] = {}  # fingerprint of a parameter with a gradient, when it was first taken
 
-    def enter(self, number: int, look: StepProbe | None, absent: frozenset[str], lacking: frozenset[str]) -> None:
-        """Note a round that has ended.
+    def step_ended(self, step: int, probe: StepProbe | None, unused: frozenset[str], awaited: frozenset[str]) -> None:
+        """Record a step that has ended.
 
         Args:
-            number: Of the round.
-            look: At it, where there was one.
-            absent: What had no part in it, as the engine tells.
-            lacking: What DDP has waited for.
+            step: Its number.
+            probe: Of the step, where there was one.
+            unused: The parameters that had no part in it, by the autograd engine.
+            awaited: Those of them that DDP has waited for.
         """
-        if look is not None:
-            if self._wrapper.static_graph and number == 0:  # DDP takes them for used, and will wait for them
-                lacking |= look.absent - absent
-            self._never &= look.absent
-            self._sometimes |= look.absent
-        if not lacking:
+        if probe is not None:
+            if self._wrapper.static_graph and step == 0:  # DDP takes them for used, and will wait for them
+                awaited |= probe.unused - unused
+            self._never_used &= probe.unused
+            self._sometimes_missing |= probe.unused
+        if not awaited:
             return
-        self._sometimes |= lacking
-        if not self.is_heard(lacking):
-            self.unheard[number] = self._ordered(lacking - self._heard)
+        self._sometimes_missing |= awaited
+        if not self.is_reported(awaited):
+            self.not_reported[step] = self._ordered(awaited - self._reported)
 
-    def is_heard(self, names: Iterable[str]) -> bool:
-        """Whether all ranks know of these that they are missing at times."""
-        return self._heard.issuperset(names)
+    def is_reported(self, names: Iterable[str]) -> bool:
+        """Whether every rank knows that each of these has been missing."""
+        return self._reported.issuperset(names)
 
-    def hear(self, accounts: Iterable[RankReport]) -> None:
-        """Note what the ranks have told each other."""
-        self._heard |= {name for account in accounts for names in account.absences.values() for name in names}
-        self.unheard = {}
+    def note_reported(self, reports: Iterable[RankReport]) -> None:
+        """Record the reports that the ranks have exchanged."""
+        self._reported |= {name for report in reports for names in report.missing.values() for name in names}
+        self.not_reported = {}
 
-    def account(
+    def report(
         self,
         rank: int,
-        number: int,
-        look: StepProbe | None,
+        step: int,
+        probe: StepProbe | None,
         snapshot: Snapshot | None,
         *,
         settled: bool,
         thorough: bool = False,
     ) -> RankReport:
-        """What this rank tells when the ranks meet.
+        """The report of this rank.
 
         Args:
-            rank: This one.
-            number: Of the round that has just ended.
-            look: At it, where there was one.
-            snapshot: Of its last forward.
-            settled: Whether what an option allows for is to be judged now.
-            thorough: Whether to look for changes of parameters without a look, too.
+            rank: This rank.
+            step: That has just ended.
+            probe: Of the step, where there was one.
+            snapshot: Of its last forward pass.
+            settled: Whether never used parameters are judged now, which an option allows for.
+            thorough: Whether to look for changes of parameters without a probe, too.
         """
-        missing = {name for names in self.unheard.values() for name in names} - self._heard
-        if self._wrapper.tolerates_unused and (settled or number == _ASKED_EARLY):
-            missing |= self._never - self._heard
+        missing = {name for names in self.not_reported.values() for name in names} - self._reported
+        if self._wrapper.tolerates_unused and (settled or step == _EXPLAINED_EARLY):
+            missing |= self._never_used - self._reported
         self._ends |= self._explained(missing - self._ends.keys(), snapshot)
-        known = RankReport(
+        report = RankReport(
             rank=rank,
-            step=number,
-            absences=dict(self.unheard),
-            never=self._ordered(self._never),
-            sometimes=self._ordered(self._sometimes),
+            step=step,
+            missing=dict(self.not_reported),
+            never_used=self._ordered(self._never_used),
+            sometimes_missing=self._ordered(self._sometimes_missing),
             ends={name: self._ends[name] for name in missing if name in self._ends},
         )
-        if look is not None:
-            return self._with_look(known, look)
-        return replace(known, changes=self._changed()) if thorough or missing or self.has_thawed() else known
+        if probe is not None:
+            return self._with_probe(report, probe)
+        return replace(report, changes=self._changed()) if thorough or missing or self._has_unfrozen() else report
 
-    def has_thawed(self) -> bool:
-        """Whether a parameter requires grad that did not when DDP was constructed."""
+    def notices_unfrozen(self) -> bool:
+        """Whether a parameter requires grad that did not when DDP was constructed, and this has not been noticed."""
+        if not self._unfrozen_noticed:
+            self._unfrozen_noticed = self._has_unfrozen()
+            return self._unfrozen_noticed
+        return False
+
+    def _has_unfrozen(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def _changed(self) -> dict[str, str]:
-        changed = changes(self._seen, self._module)
-        return {name: how for name, how in changed.items() if name not in self._late}
+        changed = changes(self._at_start, self._module)
+        return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 
-    def _with_look(self, account: RankReport, look: StepProbe) -> RankReport:
-        self._late |= look.late.keys()
+    def _with_probe(self, report: RankReport, probe: StepProbe) -> RankReport:
+        self._created_in_forward |= probe.created_in_forward.keys()
         return replace(
-            account,
-            lost=look.lost,
-            zero=self._always_zero(account.step, look),
-            unregistered=(*look.unregistered, *look.late.values()),
-            arrivals={name: count for name, count in look.arrivals.items() if count > 1 and look.reentrant},
-            reentrant=look.reentrant,
+            report,
+            lost=probe.lost,
+            zero=self._always_zero(report.step, probe),
+            unregistered=(*probe.unregistered, *probe.created_in_forward.values()),
+            arrivals={name: count for name, count in probe.arrivals.items() if count > 1 and probe.reentrant},
+            reentrant=probe.reentrant,
             changes=self._changed(),
         )
 
@@ -143,16 +152,16 @@ class ParameterHistory:
             return {}
         return snapshot.explain(self._module, parameters, differentiable_tensors, self.around_replay)
 
-    def _always_zero(self, number: int, look: StepProbe) -> tuple[str, ...]:
-        """The parameters whose gradient was zero in every look, once parameters have moved in between."""
-        excused = look.lost.keys() | self._sometimes  # what is missing gets zeros
-        nothing = zero_gradients(self._parameters) | excused
-        zero = nothing - excused
+    def _always_zero(self, step: int, probe: StepProbe) -> tuple[str, ...]:
+        """The parameters whose gradient was zero in every probe, once parameters have moved in between."""
+        excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient has been replaced by zeros
+        zero_or_missing = zero_gradients(self._parameters) | excused
+        zero = zero_or_missing - excused
         self._zero = zero if self._zero is None else self._zero & zero
         if not self._zero:
             return ()
-        moving = [name for name in self._parameters if name not in nothing][:1]
+        moving = [name for name in self._parameters if name not in zero_or_missing][:1]
         now = {name: fingerprint(self._parameters[name]) for name in moving}
-        self._start = self._start or now
-        moved = any(self._start.get(name) != value for name, value in now.items())
-        return self._ordered(self._zero) if number >= _ZERO_FROM and moved else ()
+        self._moving = self._moving or now
+        moved = any(self._moving.get(name) != value for name, value in now.items())
+        return self._ordered(self._zero) if step >= _ZERO_FROM and moved else ()

@@ -1,4 +1,4 @@
-"""What one rank tells the others when the ranks of a watched loop meet: plain data.
+"""Plain data that the ranks of a watched loop exchange: reports of steps, micro-batches, states of replicas.
 
 This module is light: it never imports torch.
 """
@@ -13,9 +13,9 @@ from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 
 
-def is_look(number: int) -> bool:
-    """Whether a round is looked at thoroughly: 0 and the powers of two."""
-    return number & (number - 1) == 0
+def is_probed(step: int) -> bool:
+    """Whether a step is probed (`step_probe.StepProbe`): 0 and the powers of two."""
+    return step & (step - 1) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +45,32 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank has seen since the ranks last met.
+    """The report of one rank on the steps since the ranks last exchanged reports.
 
     Attributes:
         rank: The rank.
-        step: The synchronised backward pass in which they meet, counted from 0.
-        absences: By step, the parameters that did not contribute in it.
-        never: Those that have contributed in no step so far.
-        sometimes: Those that have been missing in some step so far.
+        step: After which the ranks exchange reports, counted from 0.
+        missing: By step, the parameters that did not contribute in it.
+        never_used: Parameters that have contributed in no step so far.
+        sometimes_missing: Parameters that have been missing in some step so far.
         ends: Why parameters are missing.
-        lost: Parameters that backward reached and gave nothing, with the Functions that may have been it.
-        zero: Those whose gradient was exactly zero whenever it was looked at, though parameters have moved since.
+        lost: Parameters that backward reached and gave no gradient, with the Functions that may have returned None.
+        zero: Parameters whose gradient was exactly zero in each probe, although parameters have moved in between.
         unregistered: Leaves that receive gradient and are no parameters.
         arrivals: How often a gradient arrived, where that was more than once.
         reentrant: Whether a re-entrant checkpoint stood in the graph.
         output_type: The class of what forward returned where DDP finds no tensor in it, else empty.
         changes: What has happened to parameters since they were wrapped, in a word.
-        events: Of the loop, where they tell of something.
-        seconds: A step took, on average so far.
-        micro_batches: Of the last optimizer steps that were looked at.
+        events: Of the loop, where they show a fault.
+        seconds: Of a step, on average so far.
+        micro_batches: Of the last optimizer steps that were measured.
     """
 
     rank: int
     step: int
-    absences: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    never: tuple[str, ...] = ()
-    sometimes: tuple[str, ...] = ()
+    missing: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    never_used: tuple[str, ...] = ()
+    sometimes_missing: tuple[str, ...] = ()
     ends: Mapping[str, PathEnd] = field(default_factory=dict)
     lost: Mapping[str, PathEnd] = field(default_factory=dict)
     zero: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What one rank holds when the ranks compare themselves.
+    """Fingerprints of the replica on one rank, when the ranks compare them.
 
     Attributes:
         description: Of the module.
@@ -102,5 +102,5 @@ class ReplicaState:
 
     @property
     def is_bad(self) -> bool:
-        """Whether this rank has something to tell by itself."""
+        """Whether a gradient on this rank differs from the average."""
         return any(difference.bad for difference in self.values.against_local)

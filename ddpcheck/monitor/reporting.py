@@ -1,4 +1,4 @@
-"""Telling what was found: an exception, a warning or the user's own function, and each cause once.
+"""Reports findings to the user as an exception, a warning or a call of their function, each cause once.
 
 This module is light: it never imports torch.
 """
@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
-from ddpcheck.findings.errors import FindingsError, UsageError
+from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names
 from ddpcheck.monitor.judging import cause_of, follows_from, goes_on
-
-OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
-"""What to do with a finding."""
-
+from ddpcheck.monitor.options import WatchOptions
 
 _MOST_SUBJECTS = 12
 
@@ -60,78 +56,50 @@ def as_text(finding: Finding) -> str:
     return "\n".join(lines)
 
 
-def checked_choice(on_finding: object) -> OnFinding:
-    """`on_finding` if it is one of the choices.
-
-    Raises:
-        UsageError: It is not.
-    """
-    if on_finding in ("raise", "warn") or callable(on_finding):
-        return on_finding
-    raise UsageError(f"on_finding is 'raise', 'warn' or a function that takes a Finding, not {on_finding!r}")
-
-
-def check_numbers(*, timeout: float, ignore: Sequence[str] = (), **everies: int) -> None:
-    """Refuse settings that mean nothing.
-
-    Args:
-        timeout: Seconds.
-        ignore: Rules, as codes, prefixes of codes or names.
-        **everies: Numbers of steps.
-
-    Raises:
-        UsageError: One of them is wrong; names it.
-    """
-    for name, value in everies.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise UsageError(f"timeout is a number of seconds above 0, not {timeout!r}")
-    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
-        raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {ignore!r}")
-
-
 class FindingReporter:
-    """Tells each cause once.
+    """Reports each cause once.
 
     Attributes:
-        findings: All that were told, in their order.
-        speaks: Whether this rank shows warnings; the others have the same findings, and keep quiet.
+        findings: All that were reported, in their order.
     """
 
     def __init__(
         self,
-        on_finding: OnFinding,
+        options: WatchOptions,
         *,
-        speaks: bool,
+        shows_warnings: bool,
         locate: Callable[[Finding], Finding] = lambda finding: finding,
-        ignore: Sequence[str] = (),
+        reported: Sequence[Finding] = (),
     ) -> None:
-        self.findings: list[Finding] = []
-        self.speaks = speaks
-        self._on_finding = on_finding
-        self._told: set[object] = set()
+        """Begin with what somebody else has reported.
+
+        Args:
+            options: `on_finding` and `ignore` of these.
+            shows_warnings: Whether this rank shows warnings; the others have the same findings, and show nothing.
+            locate: Adds to a finding the line that it is about.
+            reported: Findings that have been reported already.
+        """
+        self.findings = list(reported)
+        self._on_finding = options.on_finding
+        self._ignore = tuple(options.ignore)
+        self._shows_warnings = shows_warnings
         self._locate = locate
-        self._ignore = tuple(ignore)
+        self._causes: set[object] = set(map(cause_of, reported))
 
-    def take_as_told(self, findings: Sequence[Finding]) -> None:
-        """Note findings that somebody else has told."""
-        self.findings += findings
-        self._told.update(map(cause_of, findings))
-
-    def tell(self, findings: Iterable[Finding]) -> None:
-        """Tell those of `findings` whose cause is new, worst first.
+    def report(self, findings: Iterable[Finding]) -> None:
+        """Report those of `findings` whose cause is new, worst first.
 
         Raises:
             FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
         """
         new: list[Finding] = []
         findings = select_findings(findings, ignore=self._ignore)
-        causes = [*self.findings, *findings]
+        all_findings = [*self.findings, *findings]
         for finding in findings:
             cause = cause_of(finding)
-            if cause not in self._told and not follows_from(finding, causes) and not goes_on(finding, self.findings):
-                self._told.add(cause)
+            known = cause in self._causes or goes_on(finding, self.findings)
+            if not known and not follows_from(finding, all_findings):
+                self._causes.add(cause)
                 new.append(self._locate(finding))
         self.findings += new
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
@@ -146,4 +114,4 @@ class FindingReporter:
     def _is_shown(self, finding: Finding) -> bool:
         """Whether a warning is shown: not for notes, and not for errors that are raised."""
         raised = finding.severity is Severity.ERROR and self._on_finding == "raise"
-        return self.speaks and not raised and finding.severity is not Severity.NOTE
+        return self._shows_warnings and not raised and finding.severity is not Severity.NOTE

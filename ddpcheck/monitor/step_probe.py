@@ -1,7 +1,7 @@
-"""A thorough look at one round: what arrives at each parameter, what else receives gradient, what is left in `.grad`.
+"""A detailed record of one step: gradients that arrive at parameters, other leaves that receive one, values of `.grad`.
 
-It costs a hook on each parameter and a walk of the graph, so it is taken in rounds 0, 1, 2, 4, 8, 16 ... only, and
-where gradients are to be compared.
+It costs a hook on each parameter and a walk of the graph, so only steps 0, 1, 2, 4, 8, 16 ... are probed, and steps
+whose gradients are to be compared.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ Gradients = dict[str, torch.Tensor]
 
 
 class StepProbe:
-    """One round under the magnifying glass.
+    """A detailed record of one step.
 
     Attributes:
-        arrivals: How often a gradient came to a parameter.
-        lost: Parameters to which backward came without one, with the Functions that may have swallowed it.
+        arrivals: How often a gradient arrived at a parameter.
+        lost: Parameters that backward reached without a gradient, with the Functions that may have returned None.
         unregistered: Leaves that receive gradient, that the module holds, and that are no parameters of it.
-        late: Parameters that the forward pass has made.
-        reentrant: Whether a re-entrant checkpoint stood in the graph.
+        created_in_forward: Parameters that the forward pass has made.
+        reentrant: Whether a re-entrant checkpoint is in the graph.
         keeps: Whether this rank's own gradients are kept.
-        local: These: what `.grad` held before, and what came.
+        local: This rank's own gradients: what `.grad` held before, and what arrived.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], *, keeps: bool) -> None:
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
         self.unregistered: tuple[UnregisteredTensor, ...] = ()
-        self.late: dict[str, UnregisteredTensor] = {}
+        self.created_in_forward: dict[str, UnregisteredTensor] = {}
         self.reentrant = False
         self.local: Gradients = {}
         self._module = module
         self._parameters = parameters
         self.keeps = keeps
-        self._swallowed: set[str] = set()
+        self._arrived_none: set[str] = set()
         self._before = {name for name, _ in module.named_parameters()}
         self._roots: list[Any] = []
         self._handles: list[Any] = []
-        self.renew()
+        self.attach()
 
-    def renew(self) -> None:
+    def attach(self) -> None:
         """Hang hooks on the parameters that require grad now."""
-        self.stop()
-        self._handles = [  # on the node, which torch.autograd.grad does not run; on the tensor it would be heard, too
+        self.detach()
+        self._handles = [  # on the node, which torch.autograd.grad does not run; it would run one on the tensor
             gradient_node(parameter).register_prehook(self._arrival(name))
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
 
-    def stop(self) -> None:
-        """Take the hooks off: what comes from now on is not the loop's own."""
+    def detach(self) -> None:
+        """Take the hooks off: gradients that arrive from now on are not the loop's own."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -77,7 +77,7 @@ class StepProbe:
         def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:
             (gradient,) = gradients
             if gradient is None:
-                self._swallowed.add(name)
+                self._arrived_none.add(name)
                 return
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
             if self.keeps:
@@ -93,17 +93,17 @@ class StepProbe:
         if name not in self.local and held is not None:
             self.local[name] = dense(held).clone()
 
-    def starting(self) -> None:
-        """A backward pass begins; a parameter that is in the loss by another way may have had its gradient."""
+    def backward_begins(self) -> None:
+        """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
         for name in self._parameters if self.keeps else ():
             self._keep_held(name)
 
-    def passed(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Walk the graph of what a forward has returned, while it is there."""
+    def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Walk the graph of the tensors that a forward pass has returned, while it exists."""
         walk = walk_graph(tensors)
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
-        self.late |= {
+        self.created_in_forward |= {
             name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
             for name, parameter in self._module.named_parameters()
             if name not in self._before
@@ -120,21 +120,21 @@ class StepProbe:
             )
 
     def close(self) -> None:
-        """Take the hooks off; what came without a gradient, and never with one, was lost.
+        """Take the hooks off, and see which gradients were lost: None arrived, and nothing else.
 
         Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own
         around what forward returns; outputs that are not in the loss come back through it as None: nothing is lost.
         """
-        self.stop()
+        self.detach()
         roots, self._roots = self._roots, []
-        for name in sorted(self._swallowed - self.arrivals.keys()):
+        for name in sorted(self._arrived_none - self.arrivals.keys()):
             end = function_returning_none(roots, self._parameters[name])
             if _SINK not in end.reason:
                 self.lost[name] = end
 
     @property
-    def absent(self) -> frozenset[str]:
-        """The parameters that had no part in the round."""
+    def unused(self) -> frozenset[str]:
+        """The parameters that had no part in the step."""
         return frozenset(self._parameters.keys() - self.arrivals.keys() - self.lost.keys())
 
 
@@ -142,13 +142,13 @@ _SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
 
 
 def _parameters_of_other_wrappers(module: nn.Module) -> set[int]:
-    """Parameters that another `DistributedDataParallel` of this process synchronises: looked for where it matters."""
+    """Parameters that another `DistributedDataParallel` of this process synchronises."""
     others = [wrapper for wrapper in living_wrappers() if wrapper.module is not module]
     return {id(parameter) for other in others for parameter in other.module.parameters()}
 
 
 def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Those whose gradient is there and exactly zero."""
+    """The parameters whose gradient exists and is exactly zero."""
     names = [name for name, parameter in parameters.items() if parameter.grad is not None and parameter.numel()]
     if not names:
         return set()
@@ -165,7 +165,7 @@ def _any(gradient: Any) -> torch.Tensor:
 def differences_from_average(
     local: Mapping[str, torch.Tensor], wrapper: nn.parallel.DistributedDataParallel, names: Sequence[str]
 ) -> tuple[Difference, ...]:
-    """What the reducer has left in `.grad` against the ranks' own gradients, averaged by an all-reduce of ours.
+    """Differences of `.grad` from the average of the ranks' own gradients, made by an all-reduce of ddpcheck's.
 
     Every rank of the wrapper's group has to call this. Nothing is compared where a gradient is not finite.
     """
@@ -199,17 +199,17 @@ def capture_replica_state(
     step: int,
     gradients: Mapping[str, nn.Parameter],
     *,
-    unused: bool,
+    has_run: bool,
 ) -> ReplicaState:
-    """What this rank holds, as descriptions and fingerprints.
+    """The replica on this rank: a description of the module, and fingerprints of its tensors.
 
     Args:
-        module: That is wrapped.
-        rank: This one.
-        step: How many synchronised backward passes came before.
+        module: The wrapped module.
+        rank: This rank.
+        step: How many steps have ended.
         gradients: The parameters whose `.grad` counts.
-        unused: Whether the module has not run yet; afterwards, what it has not registered may be what each rank has by
-            right: its metrics, its last outputs.
+        has_run: Whether the module has run; then tensors that it has not registered may differ by right: metrics, its
+            last outputs.
     """
     values = DdpStepEvidence(
         rank=rank,
@@ -219,4 +219,4 @@ def capture_replica_state(
         buffers=fingerprints(module.named_buffers()),
     )
     description = describe(module)
-    return ReplicaState(description if unused else replace(description, state=()), values)
+    return ReplicaState(replace(description, state=()) if has_run else description, values)

@@ -1,47 +1,45 @@
-"""`watch`: attaches to a wrapper, follows its rounds, and has the ranks meet where one has something to tell."""
+"""`watch`: attaches to a wrapper, follows its steps, and has the ranks exchange reports after an alarm."""
 
 from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of, user_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, living_wrappers
-from ddpcheck.gather.state.module_description import digest_of, fingerprints
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.monitor import no_sync
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.judging import Watched, judge_accounts, judge_alone, judge_events, judge_stock
+from ddpcheck.monitor.forward_snapshot import Snapshot
+from ddpcheck.monitor.judging import WatchContext, judge_reports
+from ddpcheck.monitor.loop_record import BACKWARD, FORWARD, LoopRecord
 from ddpcheck.monitor.micro_batches import MicroBatches
-from ddpcheck.monitor.module_hooks import around_each_step, hold, let_go
+from ddpcheck.monitor.module_hooks import hold, release
+from ddpcheck.monitor.optimizer_steps import OptimizerSteps
+from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.parameter_history import ParameterHistory
-from ddpcheck.monitor.rank_report import RankReport, is_look
-from ddpcheck.monitor.reporting import FindingReporter, OnFinding, check_numbers, checked_choice
-from ddpcheck.monitor.step_probe import StepProbe, capture_replica_state, differences_from_average
+from ddpcheck.monitor.rank_report import RankReport, is_probed
+from ddpcheck.monitor.replica_comparison import ReplicaComparison
+from ddpcheck.monitor.reporting import FindingReporter
+from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.step_tracker import StepTracker
 
-_SETTLED = (8, 128)  # rounds after which what find_unused_parameters and static_graph allow for is judged
-_PACED = 16  # the round after which the ranks agree on how often they ask each other
-_FAREWELL = 10.0  # seconds that ranks wait for each other when the watch closes
-_EVENTS_KEPT = 64
-_FORWARD, _BACKWARD = LoopEvent("forward", synchronises=True), LoopEvent("backward")
-_UNSYNCHRONISED, _STEP = LoopEvent("forward"), LoopEvent("step")
-_STEPS_ALONE = 3  # steps on gradients that nobody has averaged before that is told
+_SETTLED = (8, 128)  # steps after which what find_unused_parameters and static_graph allow for is judged
+_PACED = 16  # the step after which the ranks agree on how often they look for alarms
+_LAST_WAIT = 10.0  # seconds that ranks wait for each other when the watch closes
 
 
 def watch(
@@ -57,8 +55,8 @@ def watch(
 ) -> Watch:
     """Watch a training loop under `DistributedDataParallel` until `close`; every rank of its group has to.
 
-    It lives as long as the module in the wrapper, whoever holds what this returns: also where the wrapper is dropped
-    and training goes on, which is told (DDP501).
+    The watch lives as long as the module in the wrapper, whoever holds it: also where the wrapper is dropped and
+    training goes on without it, which is reported (DDP501).
 
     Args:
         wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one.
@@ -73,9 +71,9 @@ def watch(
             (token, say) has in the step, and find means of means over unequal micro-batches or ranks (DDP514, 305).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both, on the first rank of the group; a function is called with each `Finding` on
-            every rank. Each cause is told once.
-        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
-        timeout: Seconds to wait for the other ranks where they meet.
+            every rank. Each cause is reported once.
+        ignore: Rules that are not reported, by code, prefix of a code or name: for what is so on purpose.
+        timeout: Seconds to wait for the other ranks in an exchange or a comparison.
 
     Returns:
         The watch, which is a context manager.
@@ -85,13 +83,15 @@ def watch(
     """
     return Watch(
         wrapper,
-        detect_anomalous_params=detect_anomalous_params,
-        check_consistency_every=check_consistency_every,
-        check_parity_every=check_parity_every,
-        check_normalisation=check_normalisation,
-        on_finding=on_finding,
-        ignore=ignore,
-        timeout=timeout,
+        WatchOptions(
+            detect_anomalous_params=detect_anomalous_params,
+            check_consistency_every=check_consistency_every,
+            check_parity_every=check_parity_every,
+            check_normalisation=check_normalisation,
+            on_finding=on_finding,
+            ignore=ignore,
+            timeout=timeout,
+        ),
     )
 
 
@@ -125,51 +125,41 @@ class Watch:
     def __init__(
         self,
         wrapper: nn.Module,
+        options: WatchOptions,
         *,
-        detect_anomalous_params: bool = True,
-        check_consistency_every: int = 0,
-        check_parity_every: int = 0,
-        check_normalisation: bool = True,
-        on_finding: OnFinding = "raise",
-        ignore: Sequence[str] = (),
-        timeout: float = 60.0,
-        already_told: Sequence[Finding] = (),
+        reported: Sequence[Finding] = (),
         began_alike: bool = False,
     ) -> None:
-        everies = {"check_consistency_every": check_consistency_every, "check_parity_every": check_parity_every}
-        check_numbers(timeout=timeout, ignore=ignore, **everies)
+        """Attach to a wrapper.
+
+        Args:
+            wrapper: As of `watch`.
+            options: As of `watch`.
+            reported: Findings that have been reported already.
+            began_alike: Whether parameters are known to have been the same on all ranks when the wrapper was made.
+        """
         wrapper = find_wrapper(wrapper)
-        self._wrapper = ref(wrapper)
         self._module: nn.Module = wrapper.module
-        self._detects = detect_anomalous_params
-        self._consistency_every = check_consistency_every
-        self._parity_every = check_parity_every
-        self._alarms = AlarmBoard(wrapper.process_group, timeout)
-        speaks = self._alarms.rank == self._alarms.ranks[0]
-        self._reporter = FindingReporter(checked_choice(on_finding), speaks=speaks, locate=self._locate, ignore=ignore)
-        self._reporter.take_as_told(already_told)
+        self._options = options
+        self._alarms = AlarmBoard(wrapper.process_group, options.timeout)
+        first = self._alarms.rank == self._alarms.ranks[0]
+        self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
         self._tracker = StepTracker(wrapper, self)
-        self._parameters = dict(zip(self._tracker.names, self._tracker.parameters, strict=True))
-        self._watched = replace(self._describe(wrapper), began_alike=began_alike)
-        self._look: StepProbe | None = None
-        self._micro_batches = MicroBatches(self._tracker.parameters) if check_normalisation else None
-        self._ledger = ParameterHistory(self._module, self._parameters, self._watched.wrapper)
-        self._events: list[LoopEvent] = []  # of this round
-        self._last_round: list[LoopEvent] = []
-        self._rounds_at_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._unsynchronised = self._steps_alone = self._forwards = 0
-        self._step_handles = around_each_step(self._before_step, self._after_step)
-        self._strange: tuple[LoopEvent, ...] = ()
-        self._comparisons = 0
+        synced = self._tracker.parameters
+        self._parameters = dict(zip(synced.names, synced.tensors, strict=True))
+        self._context = replace(_context_of(wrapper, synced.names), began_alike=began_alike)
+        self._probe: StepProbe | None = None
+        self._micro_batches = MicroBatches(synced.tensors) if options.check_normalisation else None
+        self._history = ParameterHistory(self._module, self._parameters, self._context.wrapper)
+        self._loop = LoopRecord(self._alarms)
+        self._optimizer_steps = OptimizerSteps(self._tracker, self._context, self._alarms, self._loop, self._reporter)
+        keeps_start = began_alike and bool(options.check_consistency_every)
+        self._comparison = ReplicaComparison(self._module, self._context, self._alarms, keeps_start=keeps_start)
         self._attached = True
-        self._thawed = False
-        self._began = time.monotonic()
-        knows_start = began_alike and check_consistency_every
-        self._constructed = fingerprints(self._module.named_parameters()) if knows_start else {}
-        self._at_first_forward: dict[str, int] = {}
+        self._optimizer_steps.attach()
         self._tracker.attach()
         _at_exit.add(self)
-        no_sync.listen(wrapper, self._note)
+        no_sync.listen(wrapper, self._loop.note)
         hold(self._module, self)
 
     def __enter__(self) -> Watch:
@@ -183,13 +173,13 @@ class Watch:
     def close(self, *, failing: bool = False) -> None:
         """Leave the wrapper as it was; may be called again.
 
-        What this rank alone knows by then, of the last steps, is told as far as it can tell: the others are not asked.
+        Findings of the last steps that this rank has alone are reported without the others, which are not asked.
 
         Args:
-            failing: Whether the loop has ended in an exception of its own, which is what counts; nothing is told then.
+            failing: Whether the loop has ended in an exception of its own; then nothing is reported.
 
         Raises:
-            FindingsError: There is an error among that, and errors are to be raised.
+            FindingsError: There is an error among them, and errors are to be raised.
         """
         was_attached, self._attached = self._attached, False
         self._detach()
@@ -199,42 +189,44 @@ class Watch:
             self._leave(sys.exc_info()[1])
             return
         try:
-            self._tell_the_rest()
+            self._report_the_rest()
         finally:
             self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Say that this rank comes to no comparison any more, for others that wait at the next one."""
+        """Tell the ranks that wait at the next exchange or comparison that this rank does not come."""
         why = "has closed its watch"
         if error is not None:
             where = exception_location(error)
             why = f"has stopped with {type(error).__name__}{f' at {where}' if where else ''}"
-        self._alarms.leave((f"digest/{self._comparisons}", f"account/{self.step}", "close"), why)
+        self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close"), why)
 
-    def _tell_the_rest(self) -> None:
-        if self._watched.wrapper.tolerates_unused and self._detects and 2 < self.step <= _SETTLED[0]:
-            # What never took part is judged after more steps than there have been; the ranks meet once more for it.
-            mine = self._ledger.account(self._alarms.rank, self.step - 1, None, None, settled=True)
-            accounts = self._alarms.gather("close", mine, at_most=_FAREWELL)
-            self._ledger.hear(accounts)
-            self._reporter.tell(judge_accounts(accounts, self._watched, settled=True))
-        elif self._ledger.unheard or self._strange:
-            account = self._ledger.account(self._alarms.rank, self.step, None, None, settled=False)
-            account = replace(account, events=self._strange)
-            self._ledger.hear([account])
-            self._reporter.tell(judge_accounts([account], self._watched, settled=False))
+    def _report_the_rest(self) -> None:
+        options = self._options
+        if self._context.wrapper.tolerates_unused and options.detect_anomalous_params and 2 < self.step <= _SETTLED[0]:
+            # Never used parameters are judged after more steps than there have been; the ranks meet once more for it.
+            mine = self._history.report(self._alarms.rank, self.step - 1, None, None, settled=True)
+            reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT)
+            self._judge(reports, settled=True)
+        elif self._history.not_reported or self._loop.to_report:
+            mine = self._history.report(self._alarms.rank, self.step, None, None, settled=False)
+            self._judge([replace(mine, events=self._loop.to_report)])
+
+    def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
+        """Report the findings on reports of ranks."""
+        self._history.note_reported(reports)
+        self._reporter.report(judge_reports(reports, self._context, settled=settled))
 
     def _detach(self) -> None:
         self._tracker.detach()
-        no_sync.forget(self._wrapper())
-        let_go(self._module, self)
-        for handle in self._step_handles:
-            handle.remove()
+        no_sync.forget(self._tracker.wrapper)
+        release(self._module, self)
+        self._optimizer_steps.detach()
         if self._micro_batches is not None:
             self._micro_batches.close()
-        if self._look is not None:
-            self._look.close()
-            self._look = None
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -249,7 +241,7 @@ class Watch:
     @property
     def is_of_living_wrapper(self) -> bool:
         """Whether the wrapper is still there; the module that it wrapped may be trained without it."""
-        return self._wrapper() is not None
+        return self._tracker.wrapper is not None
 
     def report(self) -> Report:
         """The findings so far as a report, for the renderers."""
@@ -258,26 +250,26 @@ class Watch:
         return Report(type(self._module).__qualname__, world=world, findings=findings)
 
     def tell(self, findings: Sequence[Finding]) -> None:
-        """Tell what an integration has found by itself; the same on every rank.
+        """Report findings of an integration; the same on every rank.
 
         Raises:
             FindingsError: There is an error among them, and errors are to be raised.
         """
-        self._reporter.tell(findings)
+        self._reporter.report(findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Have a forward pass that is run again, to say why a parameter is missing, run inside of `context()`."""
-        self._ledger.around_replay = context
+        """Use `context()` around a forward pass that is run again to say why a parameter is missing."""
+        self._history.around_replay = context
 
     def expect(self, loss: Any) -> None:
-        """Take `loss` for what the forward has returned: for frameworks that call backward inside of it."""
+        """Take `loss` for the output of the forward pass: for frameworks that call backward inside of it."""
         self._tracker.expect(loss)
 
     def settle(self) -> None:
         """No further backward pass will come: an optimizer is about to use the gradients.
 
-        It is heard of by itself where a backward pass is over when `Optimizer.step` is called; a framework that runs it
-        inside, as a closure, says so.
+        The watch notices by itself where the backward pass is over when `Optimizer.step` is called; a framework that
+        runs it inside, as a closure, calls this.
 
         Raises:
             FindingsError: An error was found, and errors are to be raised.
@@ -288,238 +280,150 @@ class Watch:
         """Compare modules, parameters and buffers of the ranks now; every rank of the group has to call this.
 
         Returns:
-            What was found, which has also been told.
+            The findings, which have also been reported.
 
         Raises:
-            FindingsError: There is an error among it, and errors are to be raised.
+            FindingsError: There is an error among them, and errors are to be raised.
         """
-        found = self._compare(self.step, None, after_backward=False)
-        self._reporter.tell(found)
+        found = self._comparison.compare(self.step, after_backward=False)
+        self._reporter.report(found)
         return found
 
-    # What the rounds tell
+    # As the listener of the tracker
 
-    def beginning(self, number: int) -> None:
-        """A forward of a round is about to run, and no backward pass has."""
-        if self._constructed and not self._at_first_forward:
-            self._at_first_forward = fingerprints(self._module.named_parameters())
-        keeps = self._is_due(self._parity_every, number)
-        if self._look is not None:
-            self._look.renew()
-        elif (self._detects and self._meets(number)) or keeps:
-            self._look = StepProbe(self._module, self._parameters, keeps=keeps)
+    def step_begins(self, step: int) -> None:
+        """Probe the step, if it is its turn."""
+        self._comparison.forward_begins()
+        keeps = self._is_due(self._options.check_parity_every, step)
+        if self._probe is not None:
+            self._probe.attach()
+        elif (self._options.detect_anomalous_params and self._exchanges(step)) or keeps:
+            self._probe = StepProbe(self._module, self._parameters, keeps=keeps)
 
-    def returned(self, number: int, output: Any) -> None:
-        """A forward with gradients has returned, in a round or under `no_sync`."""
+    def forward_returned(self, step: int, output: Any) -> None:
+        """Measure the micro-batch."""
         if self._micro_batches is not None:
-            self._micro_batches.returned(number, output)
+            self._micro_batches.forward_returned(step, output)
 
-    def passed(self, number: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
-        """A forward of the round has returned."""
-        self._forwards += 1
-        self._keep(_FORWARD)
-        if self._look is not None:
-            self._look.passed(tensors)
-        if number == 0 and self._detects and self._watched.wrapper.tolerates_unused:
+    def synced_forward_returned(self, step: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
+        """Record a forward pass of the step."""
+        self._optimizer_steps.synced_forward_returned()
+        self._loop.add(FORWARD)
+        if self._probe is not None:
+            self._probe.forward_returned(tensors)
+        if step == 0 and self._options.detect_anomalous_params and self._context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output])
             if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
-                account = RankReport(self._alarms.rank, number, output_type=opaque)
-                self._reporter.tell(judge_accounts([account], self._watched, settled=False))
+                self._judge_alone(RankReport(self._alarms.rank, step, output_type=opaque))
 
-    def unsynchronised(self) -> None:
-        """A forward runs after which DDP does not average."""
-        self._unsynchronised += 1
-        self._keep(_UNSYNCHRONISED)
+    def no_sync_forward_begins(self) -> None:
+        """Record a forward pass under `no_sync`."""
+        self._optimizer_steps.no_sync_forward_begins()
 
-    def unreduced(self) -> None:
-        """The backward pass of such a forward begins."""
-        self._keep(_BACKWARD)
+    def no_sync_backward_begins(self) -> None:
+        """Record its backward pass."""
+        self._optimizer_steps.no_sync_backward_begins()
 
-    def starting(self, number: int) -> None:
-        """A backward pass begins."""
-        self._keep(_BACKWARD)
-        if self._look is not None:
-            self._look.starting()
+    def backward_begins(self, step: int) -> None:
+        """Record a backward pass of the step."""
+        self._loop.add(BACKWARD)
+        if self._probe is not None:
+            self._probe.backward_begins()
 
-    def missing(self, number: int, names: Sequence[str]) -> None:
-        """Parameters have no part in the round: have all ranks meet, unless that is known."""
-        if self._look is not None:
-            self._look.stop()
-        if self._detects and not self._ledger.is_heard(names):
-            self._alarms.post(number)
+    def parameters_missing(self, step: int, names: Sequence[str]) -> None:
+        """Have the ranks exchange reports, unless all of them know of these."""
+        if self._probe is not None:
+            self._probe.detach()
+        if self._options.detect_anomalous_params and not self._history.is_reported(names):
+            self._alarms.post(step)
 
-    def unexpected(self, number: int, names: Sequence[str]) -> None:
-        """Under `static_graph`, DDP is about to raise, so this cannot wait for the other ranks."""
-        if self._detects:
-            account = RankReport(self._alarms.rank, number, absences={0: tuple(names), number: ()})
-            self._reporter.tell(judge_accounts([account], self._watched, settled=False))
+    def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
+        """Report it at once: DDP is about to raise on this rank."""
+        if self._options.detect_anomalous_params:
+            self._judge_alone(RankReport(self._alarms.rank, step, missing={0: tuple(names), step: ()}))
 
-    def unpaired(self, number: int) -> None:
-        """A backward pass has ended that follows no forward of its own, so that DDP has not reduced it."""
-        where = user_location()
-        self._note("backward", where=str(where) if where else "")
-        self._tell_events(number)
+    def unpaired_backward_ended(self, step: int) -> None:
+        """Report a backward pass that DDP has not reduced."""
+        self._loop.note("backward", where=str(user_location() or ""))
+        self._loop.report(step)
 
-    def finished(self, number: int, absent: frozenset[str], lacking: frozenset[str]) -> None:
-        """The gradients of a round are averaged."""
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Exchange reports and compare replicas, if it is their turn or a rank has posted an alarm."""
         if self._micro_batches is not None:
-            self._micro_batches.finished()
-        look, self._look = self._look, None
-        if look is not None:
-            look.close()
-        if self._detects:
-            self._ledger.enter(number, look, absent, lacking)
-            if look is None and not self._thawed and self._alarms.is_asked(number) and self._ledger.has_thawed():
-                self._thawed = True
-                self._alarms.post(number + 1)
-        if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
-            self._tell_events(number + 1)
-        self._last_round, self._events = self._events, []
+            self._micro_batches.step_ended()
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+        if self._options.detect_anomalous_params:
+            self._history.step_ended(step, probe, unused, awaited)
+            if probe is None and self._alarms.is_checked(step) and self._history.notices_unfrozen():
+                self._alarms.post(step + 1)
+        self._loop.step_ended(step)
         findings: list[Finding] = []
-        compares = self._is_due(self._parity_every, number) or self._is_due(self._consistency_every, number)
-        if compares or self._meets(number) or self._alarms.has_word(number):
-            findings += self._meet(number, look, thorough=compares)
+        options = self._options
+        compares = self._is_due(options.check_parity_every, step) or self._is_due(options.check_consistency_every, step)
+        if compares or self._exchanges(step) or self._alarms.is_posted(step):
+            findings += self._exchange_reports(step, probe, snapshot, thorough=compares)
         if compares:
-            findings += self._compare(number, look)
-        self._tracker.snapshot = None
+            wrapper, names = self._tracker.wrapper, self._tracker.parameters.names
+            findings += self._comparison.compare(step, after_backward=True, probe=probe, wrapper=wrapper, names=names)
         if findings:
-            self._reporter.tell(findings)
+            self._reporter.report(findings)
 
-    # Meeting
+    # Reports of the ranks
 
-    def _is_due(self, every: int, number: int) -> bool:
-        return bool(every) and number % every == 0 and not self._joins()
+    def _is_due(self, every: int, step: int) -> bool:
+        return bool(every) and step % every == 0 and not self._joins()
 
-    def _meets(self, number: int) -> bool:
-        return (self._detects or self._micro_batches is not None) and is_look(number) and not self._joins()
+    def _exchanges(self, step: int) -> bool:
+        """Whether the ranks exchange reports after a step without any alarm."""
+        wanted = self._options.detect_anomalous_params or self._micro_batches is not None
+        return wanted and is_probed(step) and not self._joins()
 
     def _joins(self) -> bool:
-        """Whether ranks may be gone that have no more batches: then nobody is asked for anything."""
-        wrapper = self._wrapper()
+        """Whether ranks without further batches may have left the loop (`Join`): then ranks do not communicate."""
+        wrapper = self._tracker.wrapper
         return wrapper is not None and bool(wrapper._join_config.enable)
 
-    def _meet(self, number: int, look: StepProbe | None, *, thorough: bool) -> list[Finding]:
-        """Put the accounts of all ranks together, and judge them: on every rank the same."""
-        settled = number in _SETTLED
-        mine = self._account(number, look, settled=settled, thorough=thorough)
-        accounts: list[RankReport] = self._alarms.gather(f"account/{number}", mine)
-        self._strange = ()
-        self._ledger.hear(accounts)
-        if number == _PACED:
-            self._alarms.pace(account.seconds for account in accounts)
-        return judge_accounts(accounts, self._watched, settled=settled)
+    def _judge_alone(self, report: RankReport) -> None:
+        self._reporter.report(judge_reports([report], self._context, settled=False))
 
-    def _account(self, number: int, look: StepProbe | None, *, settled: bool, thorough: bool) -> RankReport:
-        account = RankReport(self._alarms.rank, number)
-        if self._detects:
-            snapshot = self._tracker.snapshot
-            account = self._ledger.account(
-                self._alarms.rank, number, look, snapshot, settled=settled, thorough=thorough
-            )
-        told = () if self._micro_batches is None else self._micro_batches.told()
-        seconds = (time.monotonic() - self._began) / (number + 1)
-        return replace(account, events=self._strange, micro_batches=told, seconds=seconds)
-
-    def _compare(self, number: int, look: StepProbe | None, *, after_backward: bool = True) -> list[Finding]:
-        """Put side by side what the ranks hold, in full only where it differs."""
-        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
-        first = not self._comparisons
-        unused = first and not (after_backward or number)
-        mine = capture_replica_state(self._module, self._alarms.rank, number, trained, unused=unused)
-        if not number:
-            mine = replace(mine, constructed=self._constructed, at_first_forward=self._at_first_forward)
-        key = f"{self._comparisons}"
-        self._comparisons += 1
-        alike = len(set(self._alarms.gather(f"digest/{key}", digest_of(mine)))) == 1
-        wrapper = self._wrapper()
-        if self._alarms.open and look is not None and look.keeps and wrapper is not None:  # everyone is here
-            differences = differences_from_average(look.local, wrapper, self._tracker.names)
-            mine = replace(mine, values=replace(mine.values, against_local=differences))
-            alike &= not any(self._alarms.gather(f"parity/{key}", mine.is_bad))
-        if alike:
-            return []
-        stock = self._alarms.gather(f"stock/{key}", mine)
-        return judge_stock(stock, self._watched, number, after_backward=after_backward, first=first)
+    def _exchange_reports(
+        self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool
+    ) -> list[Finding]:
+        """Gather the reports of all ranks, and judge them: the findings are the same on every rank."""
+        settled, rank = step in _SETTLED, self._alarms.rank
+        mine = RankReport(rank, step)
+        if self._options.detect_anomalous_params:
+            mine = self._history.report(rank, step, probe, snapshot, settled=settled, thorough=thorough)
+        measured = () if self._micro_batches is None else self._micro_batches.measured()
+        seconds = self._alarms.seconds_a_step(step)
+        mine = replace(mine, events=self._loop.to_report, micro_batches=measured, seconds=seconds)
+        reports: list[RankReport] = self._alarms.gather(f"report/{step}", mine)
+        self._loop.to_report = ()
+        self._history.note_reported(reports)
+        if step == _PACED:
+            self._alarms.set_pace(report.seconds for report in reports)
+        return judge_reports(reports, self._context, settled=settled)
 
     def _locate(self, finding: Finding) -> Finding:
-        """With the line that makes its first subject."""
+        """Add the line that makes the first subject."""
         if finding.location or not finding.subjects:
             return finding
         return replace(finding, location=making_of(self._module, finding.subjects[0]))
 
-    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """An optimizer is about to step: on gradients that DDP has averaged, if it ever does."""
-        self._tracker.settle()
-        rounds = self._tracker.number - self._rounds_at_step.get(optimizer, 0)
-        self._rounds_at_step[optimizer] = self._tracker.number
-        forwards, self._unsynchronised = self._unsynchronised, 0
-        if self._tracker.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
-            self._judge_unreduced(optimizer)
-        if rounds or not self._alarms.has_others:  # the healthy step, at no cost for each parameter
-            self._steps_alone = self._forwards = 0
-            self._keep(_STEP)
-            return
-        ours = {id(parameter) for parameter in self._tracker.parameters if parameter.grad is not None}
-        if not ours:
-            self._steps_alone = 0
-        elif ours & _held_by(optimizer):
-            self._steps_alone += 1
-            if self._forwards:  # in which the loss does not come through what they have returned
-                self._tracker.asks_parameters = True
-            elif self._steps_alone == _STEPS_ALONE and not self._is_superseded(ours):
-                self._reporter.tell(judge_alone(self._watched, self._alarms.rank, self.step, forwards=forwards))
-        self._forwards = 0
 
-    def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
-        """An optimizer has stepped; where it was given a closure, that has run the last passes of the step."""
-        if self._tracker.unreduced:
-            self._judge_unreduced(optimizer)
-
-    def _judge_unreduced(self, optimizer: Any) -> None:
-        """An optimizer uses what backward passes have added to gradients after the last reduction, if there was one."""
-        parameters, held = [self._tracker.parameters[index] for index in self._tracker.unreduced], _held_by(optimizer)
-        mine = [p for p in parameters if id(p) in held and p.grad is not None]
-        if not (mine and self._alarms.has_others and any(bool(p.grad.detach().count_nonzero()) for p in mine)):
-            return
-        self._tracker.unreduced.clear()
-        self._note("step", where=str(user_location() or ""))
-        self._tell_events(self.step)
-
-    def _is_superseded(self, parameters: set[int]) -> bool:
-        """Whether another wrapper has these parameters too: the model has been wrapped again, or a part of it."""
-        others = [wrapper for wrapper in living_wrappers() if wrapper is not self._wrapper()]
-        return any(id(parameter) in parameters for other in others for parameter in other.parameters())
-
-    # Events
-
-    def _tell_events(self, number: int) -> None:
-        """Have the ranks meet for what the loop has just done."""
-        if not self._strange:
-            self._strange = (*self._last_round, *self._events)
-            self._alarms.post(number)
-
-    def _note(self, kind: str, *, where: str = "") -> None:
-        self._keep(LoopEvent(kind, location=where))
-
-    def _keep(self, event: LoopEvent) -> None:
-        self._events.append(event)
-        if len(self._events) > _EVENTS_KEPT:
-            del self._events[0]
-
-    def _describe(self, wrapper: nn.parallel.DistributedDataParallel) -> Watched:
-        names = {id(p): name for name, p in self._module.named_parameters()}
-        aliases = {of_one[0]: of_one for of_one in all_names(self._module).values() if len(of_one) > 1}
-        return Watched(
-            names=Names(aliases),
-            wrapper=facts_of(wrapper, names),
-            trainable=tuple(self._tracker.names),
-            broadcasts_buffers=broadcasts_buffers(wrapper),
-            wrapper_class=type(wrapper).__name__,
-        )
-
-
-def _held_by(optimizer: Any) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _context_of(wrapper: nn.parallel.DistributedDataParallel, trainable: Sequence[str]) -> WatchContext:
+    module = wrapper.module
+    names = {id(p): name for name, p in module.named_parameters()}
+    aliases = {of_one[0]: of_one for of_one in all_names(module).values() if len(of_one) > 1}
+    return WatchContext(
+        names=Names(aliases),
+        wrapper=facts_of(wrapper, names),
+        trainable=tuple(trainable),
+        broadcasts_buffers=broadcasts_buffers(wrapper),
+        wrapper_class=type(wrapper).__name__,
+    )
 
 
 _at_exit: WeakSet[Watch] = WeakSet()
@@ -527,7 +431,7 @@ _at_exit: WeakSet[Watch] = WeakSet()
 
 @atexit.register
 def _leave_all() -> None:
-    """A program ends, perhaps by an exception, and has not closed its watches."""
+    """Leave for watches that a program has not closed when it ends, perhaps by an exception."""
     for watch in list(_at_exit):
         if watch._attached:
             watch._leave(getattr(sys, "last_value", None))

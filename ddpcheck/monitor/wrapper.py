@@ -25,8 +25,9 @@ from ddpcheck.gather.state.module_description import describe, digest_of
 from ddpcheck.judge.parameters import judge_uninitialised
 from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.replicas import judge_descriptions
-from ddpcheck.monitor.module_hooks import is_ours
-from ddpcheck.monitor.reporting import FindingReporter, OnFinding, as_text, check_numbers, checked_choice
+from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.monitor.reporting import FindingReporter, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 
@@ -52,8 +53,8 @@ class CheckedDistributedDataParallel(_DDP):
         check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
             say): DDP514, 305.
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
-            rest; "warn" warns of both; a function is called with each `Finding`. Each cause is told once.
-        ignore: Rules that are not told of, by code, prefix of a code or name: what is so on purpose.
+            rest; "warn" warns of both; a function is called with each `Finding`. Each cause is reported once.
+        ignore: Rules that are not reported, by code, prefix of a code or name: for what is so on purpose.
         check_timeout: Seconds to wait for the other ranks in a comparison.
         **kwargs: Of `DistributedDataParallel`, by name.
 
@@ -86,33 +87,31 @@ class CheckedDistributedDataParallel(_DDP):
                 "check_consistency is True, False, or a number of steps after which to repeat the comparison, not "
                 f"{check_consistency!r}"
             )
-        settings = {
-            "detect_anomalous_params": detect_anomalous_params,
-            "check_consistency_every": every,
-            "check_parity_every": check_parity_every,
-            "check_normalisation": check_normalisation,
-            "on_finding": checked_choice(on_finding),
-            "ignore": ignore,
-            "timeout": check_timeout,
-        }
-        check_numbers(timeout=check_timeout, ignore=ignore, check_parity_every=check_parity_every)
+        watch_options = WatchOptions(
+            detect_anomalous_params=detect_anomalous_params,
+            check_consistency_every=every,
+            check_parity_every=check_parity_every,
+            check_normalisation=check_normalisation,
+            on_finding=on_finding,
+            ignore=ignore,
+            timeout=check_timeout,
+        )
         _check_module(module)
         group = _group_of(*args, **kwargs)
-        reporter = FindingReporter(
-            on_finding, speaks=not dist.is_initialized() or dist.get_rank(group) == 0, ignore=ignore
-        )
+        first = not dist.is_initialized() or dist.get_rank(group) == 0
+        reporter = FindingReporter(watch_options, shows_warnings=first)
         if check_consistency:
             options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
             found, impossible = _judge_construction(module, options, group, check_timeout)
-            reporter.tell(found)
+            reporter.report(found)
             errors = [finding for finding in found if finding.severity is Severity.ERROR]
-            if impossible and errors:  # whatever was asked for
+            if impossible and errors:  # also under on_finding="warn"
                 raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
         super().__init__(module, *args, **kwargs)
         if check_consistency:
-            reporter.tell(compare_modules(self, group, timeout=check_timeout))
-        self._watch_settings = settings
-        self.watch = Watch(self, **settings, already_told=reporter.findings, began_alike=bool(check_consistency))  # type: ignore[arg-type]
+            reporter.report(compare_modules(self, group, timeout=check_timeout))
+        self._watch_options = watch_options
+        self.watch = Watch(self, watch_options, reported=reporter.findings, began_alike=bool(check_consistency))
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -125,15 +124,17 @@ class CheckedDistributedDataParallel(_DDP):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["watch"]  # which belongs to this process
         for key in ("_forward_pre_hooks", "_forward_hooks"):
-            state[key] = OrderedDict((key, hook) for key, hook in state[key].items() if not is_ours(hook))
+            state[key] = OrderedDict(
+                (key, hook) for key, hook in state[key].items() if not isinstance(hook, UnpickledHook)
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.watch = Watch(self, **self._watch_settings)  # type: ignore[arg-type]
+        self.watch = Watch(self, self._watch_options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module; the keys may also be those of the bare module, which has no "module." before them."""
+        """Load as any module does; the keys may also be those of the bare module, without "module." before them."""
         own = self.state_dict().keys()
         if state_dict and not own & state_dict.keys():
             renamed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
@@ -238,15 +239,15 @@ def _group_of(*args: Any, **kwargs: Any) -> Any:
 def _judge_construction(
     module: nn.Module, options: Mapping[str, str], group: Any, timeout: float
 ) -> tuple[list[Finding], bool]:
-    """What differs between ranks before DDP is constructed, and whether that cannot go well: asked over the store."""
+    """Findings on differences between ranks before DDP is constructed, and whether its constructor cannot succeed."""
     if not dist.is_initialized():
         return [], False  # the constructor will say so
     exchange = StoreExchange.over(group, "construction", timeout)
     mine = (describe(module), dict(options))
     try:
         if len(set(exchange.gather("digest", digest_of(mine).encode()))) == 1:
-            lazy = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
-            return lazy, bool(lazy)
+            uninitialised = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
+            return uninitialised, bool(uninitialised)
         everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
     except RanksTimedOutError as error:
         raise HangError(
@@ -255,15 +256,15 @@ def _judge_construction(
             "every rank of its process group must"
         ) from None
     descriptions = [description for description, _ in everyone]
-    lazy = judge_uninitialised([description.uninitialised for description in descriptions])
-    told = judge_options("DDP221", [spoken for _, spoken in everyone], "what DistributedDataParallel is told")
-    impossible = [*lazy, *(finding for finding in told if finding.severity is Severity.ERROR)]
+    uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
+    differing = judge_options("DDP221", [given for _, given in everyone], "what DistributedDataParallel is told")
+    impossible = [*uninitialised, *(finding for finding in differing if finding.severity is Severity.ERROR)]
     differ = len({_payload(*of_rank) for of_rank in everyone}) > 1
-    return [*lazy, *judge_descriptions(descriptions), *told], bool(impossible) or differ
+    return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differ
 
 
 def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
-    """What DDP packs into its collectives, in order: where ranks differ in it, they hang, abort or mix up tensors."""
+    """The tensors that DDP sends in its collectives, in order: ranks that differ in them hang, abort or mix them up."""
     trained = tuple((p.shape, p.dtype, p.stride) for p in description.parameters if p.requires_grad)
     parameters = () if options.get("init_sync") == "False" else description.parameters
     buffers = () if options.get("broadcast_buffers") == "False" else description.buffers

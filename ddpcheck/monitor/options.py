@@ -1,0 +1,48 @@
+"""The options of a watch: those of `ddpcheck.watch`, which the wrapper and the callbacks take as well.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import Finding
+
+OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
+"""What to do with a finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """As of `ddpcheck.watch`, which says what each of them means.
+
+    Raises:
+        UsageError: One of them is none of its choices; names it.
+    """
+
+    detect_anomalous_params: bool = True
+    check_consistency_every: int = 0
+    check_parity_every: int = 0
+    check_normalisation: bool = True
+    on_finding: OnFinding = "raise"
+    ignore: Sequence[str] = ()
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("check_consistency_every", "check_parity_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
+        timeout = self.timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise UsageError(f"timeout is a number of seconds above 0, not {timeout!r}")
+        if isinstance(self.ignore, str) or not all(isinstance(pattern, str) for pattern in self.ignore):
+            raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {self.ignore!r}")
+        if self.on_finding not in ("raise", "warn") and not callable(self.on_finding):
+            raise UsageError(
+                f"on_finding is 'raise', 'warn' or a function that takes a Finding, not {self.on_finding!r}"
+            )

@@ -1,0 +1,134 @@
+"""The parameters that a wrapper synchronises, and what the autograd engine says of them in a backward pass.
+
+A parameter has the same index here as in the list of parameters that `DistributedDataParallel` makes when it is
+constructed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ddpcheck.gather.autograd.autograd_graph import gradient_node, walk_graph, will_be_reached
+
+NONE: Set[int] = frozenset()
+
+
+class SyncedParameters:
+    """The parameters that one wrapper synchronises.
+
+    Attributes:
+        names: In DDP's order.
+        tensors: The parameters, in the same order.
+        all: Their indices.
+    """
+
+    def __init__(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        found = {n: p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
+        self.names = list(found)
+        self.tensors = list(found.values())
+        self.all: Set[int] = frozenset(range(len(found)))
+        self._nodes = [gradient_node(parameter) for parameter in self.tensors]
+        self._sparse = {  # as DDP finds them
+            id(part.weight)
+            for part in wrapper.module.modules()
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        }
+
+    def names_of(self, indices: Iterable[int]) -> frozenset[str]:
+        """The names of the parameters with these indices."""
+        return frozenset(self.names[index] for index in indices)
+
+    def reached(self, roots: Iterable[Any]) -> Set[int]:
+        """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all.
+
+        Args:
+            roots: Nodes of what the forward passes have returned: where the engine cannot tell, their graph is walked.
+        """
+        reached = will_be_reached(self._nodes)
+        if reached is None:
+            leaves = {id(leaf) for leaf in walk_graph([], nodes=roots).leaves}
+            reached = [id(parameter) in leaves for parameter in self.tensors]
+        return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
+
+    def reached_for_sure(self) -> Set[int]:
+        """The parameters that the backward pass that has just begun will reach; `all` where the engine cannot tell."""
+        reached = will_be_reached(self._nodes)
+        return self.all if reached is None else {index for index, yes in enumerate(reached) if yes}
+
+    def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
+        """Those that backward reaches by another node than the one on which DDP waits: they have been cast."""
+        found = set()
+        for index in indices:
+            parameter = self.tensors[index]
+            if parameter.requires_grad and (node := gradient_node(parameter)) is not self._nodes[index]:
+                found |= {index} if will_be_reached([node]) == [True] else set()
+        return found
+
+    def behind(self, root: Any) -> set[int]:
+        """The parameters in the graph behind a node."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self.tensors)}
+        return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
+
+    def add_zero_gradients(self, indices: Iterable[int]) -> None:
+        """Run a backward pass that gives these a gradient of zeros, which DDP's reducer takes for their own."""
+        parameters = [self.tensors[index] for index in indices]
+        with _unfrozen(parameters), torch.enable_grad():
+            torch.autograd.backward(parameters, [self._zeros(parameter) for parameter in parameters])
+
+    def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        if id(parameter) not in self._sparse:
+            return torch.zeros_like(parameter)
+        indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
+
+
+class AwaitedParameters:
+    """Which of the parameters without a gradient DDP's reducer waits for: an option of the wrapper says so."""
+
+    def __init__(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        self._wrapper = ref(wrapper)
+        self._finds_unused = bool(wrapper.find_unused_parameters)
+        self._unused_first: Set[int] | None = None  # in the first step: static_graph expects the same of all others
+
+    @property
+    def is_static(self) -> bool:
+        """Whether `static_graph` is on; it can be set after wrapping."""
+        return bool(getattr(self._wrapper(), "static_graph", False))
+
+    def among(self, unused: Set[int]) -> Set[int]:
+        """Those of `unused` that DDP waits for, and will not get."""
+        if self._finds_unused:
+            return NONE
+        if self.is_static:
+            return NONE if self._unused_first is None else unused - self._unused_first
+        return unused
+
+    def unexpected(self, used: Set[int]) -> list[int]:
+        """Those of `used` that had no part in the first step, under `static_graph`: DDP is about to raise."""
+        return sorted(used & self._unused_first) if self._unused_first and self.is_static else []
+
+    def step_ended(self, unused: Set[int]) -> None:
+        """Note what had no part in a step, if it was the first one."""
+        if self._unused_first is None:
+            self._unused_first = unused
+
+
+@contextlib.contextmanager
+def _unfrozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let those that were frozen after wrapping receive a gradient, and have none afterwards."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+            parameter.grad = None
