@@ -9,12 +9,12 @@ from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.single_process import LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.single_process import Coupling, Fit, LossTerm, ShardAnalysis, WeightedFit
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
 from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
@@ -26,9 +26,13 @@ from ddpcheck.judge.single_process import (
     judge_single_process,
 )
 
-KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, shard_sizes=(4, 4))
+KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
 NAMES = ("a", "b", "c")
 TOLERANCE = 1e-6
+
+
+def with_local(known: JudgeContext = KNOWN, **more: Any) -> JudgeContext:
+    return replace(known, local=replace(known.local, **more))
 
 
 def good(name: str) -> Difference:
@@ -140,11 +144,11 @@ def test_equal_gradients_that_are_wrong_without_a_pattern() -> None:
 
 
 def test_buffers_broadcast_between_two_forwards() -> None:
-    known = replace(KNOWN, broadcasts_buffers=True, local_buffers=("norm.running_mean",))
+    known = with_local(replace(KNOWN, broadcasts_buffers=True), differing_buffers=("norm.running_mean",))
     evidence = [ddp_step(rank, against_local=(off("a"),), wrapper_calls=2, inner_calls=2) for rank in (0, 1)]
     finding = only(judge_reducer(evidence, known))
     assert (finding.code, finding.subjects) == ("DDP311", ("norm.running_mean",))
-    assert only(judge_reducer(evidence, replace(known, local_buffers=()))).code == "DDP302"
+    assert only(judge_reducer(evidence, with_local(known, differing_buffers=()))).code == "DDP302"
 
 
 # --- The single process --------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ RIGHT = LossTerm(error=1e-9, weights=(0.5, 0.5), residual=1e-9, coupled=False)
 
 
 def analysis(*terms: LossTerm, **more: Any) -> ShardAnalysis:
-    return replace(ShardAnalysis(terms=terms or (COUPLED,), world_ratio=1.0, world_residual=1e-9), **more)
+    return replace(ShardAnalysis(terms=terms or (COUPLED,), against_shards=Fit(1.0, 1e-9)), **more)
 
 
 def judge_single(
@@ -183,7 +187,7 @@ def test_gradients_within_their_tolerance_are_clean() -> None:
 
 def test_samples_that_are_coupled_in_a_module() -> None:
     known = replace(KNOWN, module_locations={"norm": Location("model.py", 3)})
-    finding = only(judge_single(off("a", 0.25), good("b"), known=known, module="norm", module_class="BatchNorm1d"))
+    finding = only(judge_single(off("a", 0.25), good("b"), known=known, coupling=Coupling("norm", "BatchNorm1d")))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP304", ("norm",), Severity.WARNING)
     assert "norm (BatchNorm1d)" in finding.message and "0.25" in finding.message
     assert finding.location == Location("model.py", 3)
@@ -196,7 +200,7 @@ def test_samples_that_are_coupled_in_the_loss() -> None:
 
 
 def test_a_loss_that_is_summed() -> None:
-    finding = only(judge_single(scaled("a", 0.5), terms=(SUM,), global_ratio=0.5, global_residual=1e-9))
+    finding = only(judge_single(scaled("a", 0.5), terms=(SUM,), against_global=Fit(0.5, 1e-9)))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP305", ("loss",), Severity.ERROR)
     assert "sums over samples" in finding.message and "1/2" in finding.message
 
@@ -251,7 +255,7 @@ def test_the_root_of_a_mean_is_no_count_although_one_weight_a_shard_fits_it() ->
 
 
 def test_a_module_that_mixes_samples_is_no_cause_where_counts_explain_it_all() -> None:
-    criterion = {"module": "criterion", "module_class": "WeightedLoss"}
+    criterion = {"coupling": Coupling("criterion", "WeightedLoss")}
     assert only(judge_single(off("a"), terms=(COUNTED,), **criterion)).code == "DDP305"
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED, COUPLED), **criterion)] == ["DDP305", "DDP304"]
     assert only(judge_single(off("a"), terms=(RIGHT,), **criterion)).code == "DDP304", "too little to show in a term"
@@ -259,26 +263,29 @@ def test_a_module_that_mixes_samples_is_no_cause_where_counts_explain_it_all() -
 
 def test_a_line_where_samples_meet_is_told_although_no_term_shows_enough_of_it() -> None:
     line = Location("model.py", 9)
-    finding = only(judge_single(off("a"), terms=(RIGHT,), line=line))
+    finding = only(judge_single(off("a"), terms=(RIGHT,), coupling=Coupling(line=line)))
     assert (finding.code, finding.location) == ("DDP304", line)
-    assert only(judge_single(off("a"), terms=(RIGHT,), line=line, scaled=True)).code == "DDP304"
-    assert only(judge_single(off("a"), terms=(WEIGHED,), line=line, scaled=True)).code == "DDP305"
+    assert only(judge_single(off("a"), terms=(RIGHT,), coupling=Coupling(line=line, scaled=True))).code == "DDP304"
+    assert only(judge_single(off("a"), terms=(WEIGHED,), coupling=Coupling(line=line, scaled=True))).code == "DDP305"
 
 
 def test_where_samples_drew_their_own_numbers_only_what_terms_show_is_told() -> None:
-    known, line = replace(KNOWN, drew=("numpy",)), Location("model.py", 9)
-    assert only(judge_single(off("a"), known=known, terms=(WEIGHED,), line=line, scaled=True)).code == "DDP312"
-    assert only(judge_single(off("a"), known=known, terms=(COUPLED,), module="n", module_class="N")).code == "DDP312"
-    assert only(judge_single(off("a"), known=known, terms=(SUM,), line=line)).code == "DDP305"
+    known, line = with_local(drew_from=("numpy",)), Location("model.py", 9)
+    assert (
+        only(judge_single(off("a"), known=known, terms=(WEIGHED,), coupling=Coupling(line=line, scaled=True))).code
+        == "DDP312"
+    )
+    assert only(judge_single(off("a"), known=known, terms=(COUPLED,), coupling=Coupling("n", "N"))).code == "DDP312"
+    assert only(judge_single(off("a"), known=known, terms=(SUM,), coupling=Coupling(line=line))).code == "DDP305"
 
 
 def test_what_is_chosen_at_random_may_be_all_that_a_collective_without_gradient_changes() -> None:
-    known = replace(KNOWN, collectives=(CALL,), choices=("torch.randperm at model.py:3",))
-    assert only(judge_single(off("a"), known=known, world_ratio=0.7, world_residual=0.4)).code == "DDP312"
+    known = with_local(calls=(CALL,), choices=("torch.randperm at model.py:3",))
+    assert only(judge_single(off("a"), known=known, against_shards=Fit(0.7, 0.4))).code == "DDP312"
 
 
 def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
-    norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
+    norm = {"coupling": Coupling("norm", "BatchNorm1d"), "frozen": ("norm",)}
     assert [f.code for f in judge_single(off("a"), terms=(COUNTED,), **norm)] == ["DDP305", "DDP304"]
     assert [f.code for f in judge_single(off("a"), terms=(RIGHT,), **norm)] == ["DDP304"]
     assert [f.code for f in judge_single(off("a"), terms=(UNKNOWN,), **norm)] == ["DDP304", "DDP312"]
@@ -286,28 +293,28 @@ def test_what_is_wrong_beside_batch_statistics_is_told_beside_them() -> None:
 
 def test_ranks_that_weigh_their_shards_as_the_global_batch_does_are_right_whatever_the_statistics_do() -> None:
     here = replace(RIGHT, weights=(0.6, 0.4), rank_weights=(0.6, 0.4))
-    norm = {"module": "norm", "module_class": "BatchNorm1d", "frozen": ("norm",)}
-    world = {"world_ratio": 1.1, "world_residual": 0.3, "rank_weights": (0.6, 0.4), "rank_residual": 1e-9}
+    norm = {"coupling": Coupling("norm", "BatchNorm1d"), "frozen": ("norm",)}
+    world = {"against_shards": Fit(1.1, 0.3), "rank_weights": WeightedFit((0.6, 0.4), 1e-9)}
     assert only(judge_single(off("a"), terms=(here,), **norm, **world)).code == "DDP304"
     wrong = replace(here, error=0.2, rank_weights=(0.9, 0.1))
     assert only(judge_single(off("a"), terms=(wrong,), **norm, **world)).code == "DDP303"
 
 
 def test_one_term_of_two_that_is_scaled_by_the_world_size() -> None:
-    world = {"world_ratio": 0.8, "world_residual": 0.3, "terms_residual": 1e-9}
+    world = {"against_shards": Fit(0.8, 0.3), "terms_residual": 1e-9}
     finding = only(judge_single(off("a"), terms=(RIGHT, replace(RIGHT, ratio=0.5)), **world))
     assert finding.code == "DDP303" and "The gradient of term 2 of 2 of the loss is 1/2" in finding.message
 
 
 def test_a_factor_that_fits_only_roughly_is_none() -> None:
-    rough = {"world_ratio": 0.9492, "world_residual": 0.045, "global_ratio": 0.9492, "global_residual": 0.045}
+    rough = {"against_shards": Fit(0.9492, 0.045), "against_global": Fit(0.9492, 0.045)}
     loose = replace(off("a"), tolerance=0.05)
     assert "DDP303" not in {f.code for f in judge_single(loose, **rough)}
-    assert "DDP303" not in {f.code for f in judge_single(off("a"), world_ratio=1.0005, world_residual=1e-6)}
+    assert "DDP303" not in {f.code for f in judge_single(off("a"), against_shards=Fit(1.0005, 1e-6))}
 
 
 def test_a_loss_that_is_averaged_over_unequal_counts() -> None:
-    known = replace(KNOWN, shard_sizes=(5, 3))
+    known = with_local(shard_sizes=(5, 3))
     finding = only(judge_single(off("a"), known=known, terms=(COUNTED,)))
     assert finding.code == "DDP305" and "count that differs" in finding.message
     assert "0.625, 0.375" in finding.evidence[0] and "samples a rank: 5, 3" in finding.evidence
@@ -315,20 +322,16 @@ def test_a_loss_that_is_averaged_over_unequal_counts() -> None:
 
 @pytest.mark.parametrize(("ratio", "words"), [(0.5, "1/2 (one over the world size)"), (2.0, "2 (the world size)")])
 def test_a_loss_that_scales_by_the_world_size(ratio: float, words: str) -> None:
-    finding = only(
-        judge_single(
-            scaled("a", ratio), world_ratio=ratio, world_residual=1e-9, global_ratio=ratio, global_residual=1e-9
-        )
-    )
+    finding = only(judge_single(scaled("a", ratio), against_shards=Fit(ratio, 1e-9), against_global=Fit(ratio, 1e-9)))
     assert (finding.code, finding.subjects) == ("DDP303", ("loss",)) and words in finding.message
 
 
 def test_a_collective_without_a_gradient_is_to_blame_where_shards_alone_give_something_else() -> None:
-    known = replace(KNOWN, collectives=(CALL,))
-    finding = only(judge_single(off("a"), known=known, world_ratio=0.7, world_residual=0.4))
+    known = with_local(calls=(CALL,))
+    finding = only(judge_single(off("a"), known=known, against_shards=Fit(0.7, 0.4)))
     assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("all_reduce",), Location("model.py", 5))
-    seen = replace(known, collectives=(replace(CALL, differentiable=True),))
-    assert only(judge_single(off("a"), known=seen, world_ratio=0.7, world_residual=0.4)).code == "DDP304"
+    seen = with_local(calls=(replace(CALL, differentiable=True),))
+    assert only(judge_single(off("a"), known=seen, against_shards=Fit(0.7, 0.4))).code == "DDP312"
 
 
 HOOK = GradientHook("a tensor hook (clip)", Location("model.py", 7))
@@ -343,24 +346,24 @@ def test_a_hook_is_to_blame_where_gradients_do_not_double_with_the_loss() -> Non
 
 
 def test_a_hook_that_knows_the_rank_is_to_blame_where_the_losses_are_what_they_should_be() -> None:
-    known = replace(KNOWN, hooks=(HOOK,), losses=(1.0, 2.0))
-    weighed = {"world_residual": 0.4, "rank_weights": (0.25, 0.75), "rank_residual": 1e-9}
+    known = with_local(replace(KNOWN, hooks=(HOOK,)), losses=(1.0, 2.0))
+    weighed = {"against_shards": Fit(1.0, 0.4), "rank_weights": WeightedFit((0.25, 0.75), 1e-9)}
     assert only(judge_single(off("a"), known=known, shard_losses=(1.0, 2.0), **weighed)).code == "DDP310"
     assert only(judge_single(off("a"), known=known, shard_losses=(2.0, 1.0), **weighed)).code == "DDP303"
 
 
 def test_every_rank_with_the_loss_of_the_whole_batch_and_the_gradient_of_its_own_part() -> None:
-    scale = {"global_ratio": 0.5, "global_residual": 1e-9, "world_residual": 0.4, "shard_losses": (1.0, 2.0)}
-    own = only(judge_single(scaled("a", 0.5), known=replace(KNOWN, losses=(1.5, 1.5)), global_loss=1.5, **scale))
+    scale = {"against_global": Fit(0.5, 1e-9), "against_shards": Fit(1.0, 0.4), "shard_losses": (1.0, 2.0)}
+    own = only(judge_single(scaled("a", 0.5), known=with_local(losses=(1.5, 1.5)), global_loss=1.5, **scale))
     assert own.code == "DDP303" and "own samples only" in own.message
-    summed = only(judge_single(scaled("a", 0.5), known=replace(KNOWN, losses=(1.0, 2.0)), global_loss=3.0, **scale))
+    summed = only(judge_single(scaled("a", 0.5), known=with_local(losses=(1.0, 2.0)), global_loss=3.0, **scale))
     assert summed.code == "DDP305"
 
 
 def test_micro_batches_that_are_not_divided_by_their_number() -> None:
-    scale = {"global_ratio": 0.5, "global_residual": 1e-9, "terms": (SUM,)}
-    assert only(judge_single(scaled("a", 0.5), known=replace(KNOWN, backwards=(4, 2)), **scale)).code == "DDP514"
-    assert only(judge_single(scaled("a", 0.5), known=replace(KNOWN, backwards=(4, 4)), **scale)).code == "DDP305"
+    scale = {"against_global": Fit(0.5, 1e-9), "terms": (SUM,)}
+    assert only(judge_single(scaled("a", 0.5), known=with_local(backwards=(4, 2)), **scale)).code == "DDP514"
+    assert only(judge_single(scaled("a", 0.5), known=with_local(backwards=(4, 4)), **scale)).code == "DDP305"
 
 
 def test_a_term_that_doubles_with_the_batch_is_a_sum_whatever_couples_the_samples() -> None:
@@ -376,14 +379,14 @@ def test_the_count_that_a_loss_divides_by_is_named() -> None:
 
 def test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises() -> None:
     line = Location("loss.py", 3)
-    finding = only(judge_single(off("a"), terms=(UNKNOWN,), line=line, scaled=True))
+    finding = only(judge_single(off("a"), terms=(UNKNOWN,), coupling=Coupling(line=line, scaled=True)))
     assert (finding.code, finding.location) == ("DDP305", line)
-    assert only(judge_single(off("a"), terms=(UNKNOWN,), line=line)).code == "DDP304"
+    assert only(judge_single(off("a"), terms=(UNKNOWN,), coupling=Coupling(line=line))).code == "DDP304"
 
 
 def test_the_line_at_which_samples_meet_is_told() -> None:
     line = Location("loss.py", 3)
-    finding = only(judge_single(off("a"), line=line))
+    finding = only(judge_single(off("a"), coupling=Coupling(line=line)))
     assert finding.location == line and "samples first meet at loss.py:3" in finding.evidence
 
 
@@ -438,7 +441,7 @@ def test_a_tensor_that_the_first_step_makes_and_keeps_differs_between_ranks() ->
     def steps(*values: int) -> list[DdpStepEvidence]:
         return [ddp_step(r, s, new_state={"cache": v + 10 * r}) for s, v in enumerate(values) for r in (0, 1)]
 
-    known = replace(KNOWN, differs=True)
+    known = replace(KNOWN, gradients_differ=True)
     finding = only(judge_state(steps(1, 1), known, gradients_differ=False))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP216", ("cache",), Severity.ERROR)
     for evidence, circumstances in ((steps(1, 2), known), (steps(1), known), (steps(1, 1), KNOWN)):

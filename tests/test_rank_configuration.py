@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.single_process import ShardAnalysis
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.judge_context import JudgeContext, SingleProcessFacts
 from ddpcheck.judge.rank_configuration import judge_changes, judge_options, judge_program_data
 
 torch = pytest.importorskip("torch")
@@ -66,16 +71,18 @@ def test_a_group_in_another_order_is_a_warning_that_says_where_they_part() -> No
     assert finding.evidence == ("group 0 order: rank 0: number 1 is b; rank 1: number 1 is c",)
 
 
-def derived(*held: dict[str, str]) -> list[Finding]:
-    return judge_program_data(held, far=0.5, steps=(1,), facts=["0.weight: relative error 0.5"])
+def derived(*data: dict[str, str], changed: frozenset[str] = frozenset()) -> list[Finding]:
+    known = JudgeContext(Names(), WrapperFacts(), 2, program_data=data, changed_data=changed)
+    wrong, analysis = (Difference("a", 0.5, 1e-6),), ShardAnalysis()
+    return judge_program_data(SingleProcessFacts(wrong, (1,), 1e-6, analysis, known, ("a: relative error 0.5",)))
 
 
 def test_a_value_that_the_steps_change_is_state_and_told_before_data() -> None:
     held = ({"t": "0.5", "labels": "{'a': 0}"}, {"t": "1.0", "labels": "{'a': 1}"})
-    finding = only(judge_program_data(held, far=0.5, steps=(), facts=[], changed={"t"}))
+    finding = only(derived(*held, changed=frozenset({"t"})))
     assert (finding.code, finding.subjects, finding.severity) == ("DDP216", ("t",), Severity.ERROR)
-    assert "t changes in the steps" in finding.message and finding.evidence == ("t: rank 0: 0.5; rank 1: 1.0",)
-    assert only(judge_program_data(held[:1] * 2 + held[1:], far=0.5, steps=(), facts=[])).code == "DDP516"
+    assert "t changes in the steps" in finding.message and finding.evidence[0] == "t: rank 0: 0.5; rank 1: 1.0"
+    assert only(derived(*held[:1] * 2, *held[1:])).code == "DDP516"
 
 
 def test_a_label_map_that_differs_is_named_with_what_each_rank_holds() -> None:

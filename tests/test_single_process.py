@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpcheck.findings.evidence.single_process import Fit
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import CheckRun, ask
 from ddpcheck.report.checking.check_state import CheckState
@@ -33,7 +34,7 @@ def test_they_are_computed_with_as_many_threads() -> None:
 
     outcome = outcome_of(Recipe(model=build, batch=batch, loss=loss))
     assert outcome.analysis is not None
-    assert (outcome.analysis.world_ratio, outcome.analysis.world_residual) == (1.0, 0.0)
+    assert outcome.analysis.against_shards == Fit(1.0, 0.0)
     assert [finding.code for finding in outcome.findings] == ["DDP304"]
 
 

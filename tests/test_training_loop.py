@@ -7,7 +7,7 @@ import pytest
 
 from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, RandomDraws, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
@@ -88,12 +88,23 @@ def test_gradients_that_are_zeroed_before_anybody_used_them() -> None:
 def local(rank: int, rows: tuple[int, ...], *, norm: float | None = None) -> LocalStep:
     step = StepEvidence(rank, 0, {})
     norm = float(rank + 1) if norm is None else norm
-    return LocalStep(step, 1.0, frozenset(), (), len(rows), 0, norm, (), rows=rows, all_rows=tuple(range(6)))
+    return LocalStep(
+        step,
+        1.0,
+        RandomDraws(),
+        (),
+        len(rows),
+        0,
+        norm,
+        (),
+        sample_fingerprints=rows,
+        global_sample_fingerprints=tuple(range(6)),
+    )
 
 
 def test_shards_that_cover_the_batch_are_clean_also_where_samples_are_equal() -> None:
     assert judge_samples([local(0, (0, 1, 2)), local(1, (3, 4, 5))], differs=True) == []
-    twins = [replace(local(rank, (7, 7)), all_rows=(7, 7, 7, 7)) for rank in (0, 1)]
+    twins = [replace(local(rank, (7, 7)), global_sample_fingerprints=(7, 7, 7, 7)) for rank in (0, 1)]
     assert judge_samples(twins, differs=True) == []
     assert judge_samples([local(0, ()), local(1, ())], differs=True) == []
 

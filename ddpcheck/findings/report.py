@@ -29,6 +29,12 @@ class Location:
     def __str__(self) -> str:
         return f"{self.path}:{self.line}"
 
+    @classmethod
+    def parse(cls, text: str) -> Location | None:
+        """The location that prints as `text`; None where it is not one."""
+        path, _, line = text.rpartition(":")
+        return cls(path, int(line)) if path and line.isdigit() else None
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -89,6 +89,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     severity: Severity | None = None,
     fix: str = "",
+    tags: tuple[str, ...] = (),
 ) -> Finding:
     """A finding with the severity and the advice (`fix`) of its rule, unless others are given."""
     return Finding(
@@ -101,6 +102,7 @@ def make_finding(
         location=location,
         evidence=tuple(evidence),
         fix=fix,
+        tags=tags,
     )
 
 

@@ -52,7 +52,7 @@ def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] =
                 message=message,
                 severity=RULES["DDP403"].severity,
                 ranks=odd,
-                location=_parse_location(calls[0].location),
+                location=Location.parse(calls[0].location),
                 evidence=tuple(
                     f"rank {rank}, collective number {place}: {call if call is not None else 'none'}"
                     + (f", in {call.place}" if call is not None and call.place else "")
@@ -73,11 +73,6 @@ def _first_mismatch(sequences: Sequence[Sequence[Call]]) -> int | None:
         if len(signatures) > 1:
             return place
     return None
-
-
-def _parse_location(text: str) -> Location | None:
-    path, _, line = text.rpartition(":")
-    return Location(path, int(line)) if path and line.isdigit() else None
 
 
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
@@ -110,7 +105,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
                 ),
                 severity=RULES["DDP407"].severity,
                 ranks=odd,
-                location=_parse_location(call.location),
+                location=Location.parse(call.location),
                 evidence=(
                     "given the same samples and random numbers, every rank sends the same "
                     f"{len(usual)} numbers, and {format_ranks(odd)} in another order",
@@ -169,7 +164,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
                 message=f"{format_ranks(ranks).capitalize()} did not finish {lead.place or 'the run'}: {_tell(lead)}.",
                 severity=RULES["DDP402"].severity,
                 ranks=at_fault if len(at_fault) < world_size else (),
-                location=_parse_location(lead.location),
+                location=Location.parse(lead.location),
                 evidence=evidence + tuple(_stack_lines(stuck)),
                 fix=_fix_of_hang(stuck, lead),
             )
@@ -188,7 +183,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
             message=f"{said.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
             severity=Severity.ERROR,
             ranks=ranks,
-            location=_parse_location(first.location),
+            location=Location.parse(first.location),
             evidence=(evidence if len(evidence) > 1 else ()) + tuple(_stack_lines([first] if code == "DDP404" else [])),
             fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if code == "DDP404" else "",
         )
@@ -268,7 +263,7 @@ def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
             severity=RULES["DDP405"].severity,
             ranks=ranks,
             steps=(step,),
-            location=_parse_location(empty[ranks[0]].location),
+            location=Location.parse(empty[ranks[0]].location),
             evidence=tuple(f"rank {rank}: {failure.exception}" for rank, failure in sorted(empty.items())),
         )
     ]

@@ -1,4 +1,4 @@
-"""What is known when a difference between gradients is to be explained, as plain data.
+"""The facts with which a difference between gradients is explained, as plain data.
 
 This module is light: it never imports torch.
 """
@@ -6,14 +6,14 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
-from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, ShardAnalysis
+from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, Fit, ShardAnalysis
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, make_finding
 
@@ -34,69 +34,88 @@ def some_steps(steps: Sequence[int], of: int) -> tuple[int, ...]:
     return tuple(steps) if len(steps) < of else ()
 
 
+def worst_first(differences: Iterable[Difference]) -> list[Difference]:
+    """Sorted by error, to two digits, so that the order is the same on every machine."""
+    return sorted(differences, key=lambda item: -float(f"{item.error:.2g}"))
+
+
 @dataclass(frozen=True, slots=True)
-class JudgeContext:
-    """What else is known when a difference is to be explained.
+class LocalFacts:
+    """The step that the ranks ran without the wrapper, taken together.
 
     Attributes:
-        names: How to speak of parameters.
-        wrapper: What the wrapper was told.
-        world_size: Number of ranks.
         losses: Of each rank.
-        shard_sizes: Samples a rank, where they are known.
-        collectives: What the forward pass called, without a derivative, on rank 0.
-        gathers: What it called at all.
-        module_locations: The lines that made the modules.
-        local_buffers: Buffers that a step by itself leaves different on the ranks.
-        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
-        held: Plain values that each rank's program holds, spelled, by name.
-        changed: Those that the steps have changed.
-        apart: Parameters that differed between ranks before the first step.
-        wrapper_class: What the wrapper is.
-        nonlinear: Parameters whose gradient does not double with the loss, on a rank.
-        hooks: What the user's code puts in the way of gradients.
+        shard_sizes: Samples of each rank, where they are known.
+        calls: The collectives in the forward pass of rank 0.
+        differing_buffers: Buffers that the step leaves different on the ranks.
         backwards: Backward passes in a step, of the single process and of a rank.
+        drew_from: The generators from which the forward pass drew numbers that no two runs can share sample by sample.
+        choices: Operations of the forward pass that choose among many at random, where that may be all that differs.
+    """
+
+    losses: tuple[float, ...] = ()
+    shard_sizes: tuple[int, ...] = ()
+    calls: tuple[Call, ...] = ()
+    differing_buffers: tuple[str, ...] = ()
+    backwards: tuple[int, int] = (1, 1)
+    drew_from: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+
+    @property
+    def calls_without_gradient(self) -> tuple[Call, ...]:
+        """The collectives that have no derivative."""
+        return tuple(call for call in self.calls if not call.differentiable)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeContext:
+    """The facts beside a difference that may explain it.
+
+    Attributes:
+        names: Of the parameters, with their aliases and lines.
+        wrapper: The arguments of the wrapper.
+        world_size: Number of ranks.
+        local: The step without the wrapper.
+        module_locations: The lines that made the modules.
+        broadcasts_buffers: Whether the wrapper broadcasts buffers before a forward.
+        program_data: Plain values of each rank's program, in words, by name.
+        changed_data: The names of those that the steps have changed.
+        differing_at_start: Parameters that differed between ranks before the first step.
+        wrapper_class: The name of the wrapper's class.
+        nonlinear: Parameters whose gradient does not double with the loss, on a rank.
+        hooks: Hooks of the user's code on gradients.
+        wrap_hooks: Hooks registered while wrapping, which therefore exist under the wrapper only.
         loss_location: The line that defines the loss.
-        wrap_hooks: Those of them that are put there while wrapping, and so only under the wrapper.
-        drew: The generators from which the forward pass drew numbers that no two runs can share sample by sample.
-        choices: What chooses among many at random in the forward pass, where that may be all that differs.
-        differs: Whether the ranks' average is another gradient than the global batch's.
+        gradients_differ: Whether the ranks' average is another gradient than the global batch's.
     """
 
     names: Names
     wrapper: WrapperFacts
     world_size: int
-    losses: tuple[float, ...] = ()
-    shard_sizes: tuple[int, ...] = ()
-    collectives: tuple[Call, ...] = ()
-    gathers: tuple[Call, ...] = ()
+    local: LocalFacts = LocalFacts()
     module_locations: Mapping[str, Location] = field(default_factory=dict)
-    local_buffers: tuple[str, ...] = ()
     broadcasts_buffers: bool = False
-    held: Sequence[Mapping[str, str]] = ()
-    changed: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
+    program_data: Sequence[Mapping[str, str]] = ()
+    changed_data: frozenset[str] = frozenset()
+    differing_at_start: frozenset[str] = frozenset()
     wrapper_class: str = ""
     nonlinear: tuple[str, ...] = ()
     hooks: tuple[GradientHook, ...] = ()
-    backwards: tuple[int, int] = (1, 1)
-    loss_location: Location | None = None
     wrap_hooks: tuple[GradientHook, ...] = ()
-    drew: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    differs: bool = False
+    loss_location: Location | None = None
+    gradients_differ: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SingleProcessFacts:
-    """What is known when the ranks' average differs from the global batch's gradient.
+    """The facts on an averaged gradient that differs from the global batch's.
 
     Attributes:
         wrong: The gradients that differ, in the first step that does.
         steps: The steps that differ; empty for all of them.
         tolerance: What a fit may leave as rounding.
-        analysis: What the single process says of the shards.
-        known: What else is known.
+        analysis: Of the shards, one by one in the single process.
+        known: The facts beside these.
         evidence: How far the gradients are, in words.
     """
 
@@ -108,7 +127,7 @@ class SingleProcessFacts:
     evidence: tuple[str, ...]
 
     @property
-    def far(self) -> float:
+    def largest_error(self) -> float:
         """The largest relative error."""
         return max(item.error for item in self.wrong)
 
@@ -120,33 +139,33 @@ class SingleProcessFacts:
     @property
     def world_changed(self) -> bool:
         """Whether the ranks computed something else than the shards give without a process group."""
-        allowed = max(self.tolerance, _ROUNDING_MULTIPLE * self.analysis.world_rounding)
-        return self.ran and (abs(self.analysis.world_ratio - 1) > allowed or self.analysis.world_residual > allowed)
+        allowed = max(self.tolerance, _ROUNDING_MULTIPLE * self.analysis.shard_rounding)
+        fit = self.analysis.against_shards
+        return self.ran and (abs(fit.ratio - 1) > allowed or fit.residual > allowed)
 
     @property
     def scaled(self) -> bool:
         """Whether a constant factor accounts for the difference from the global batch."""
-        return self.is_factor(self.analysis.global_ratio, self.analysis.global_residual)
+        return self.is_factor(self.analysis.against_global)
 
     @property
     def scaled_by_world(self) -> bool:
         """Whether a constant factor accounts for the difference from the shards without a process group."""
-        return self.world_changed and self.is_factor(self.analysis.world_ratio, self.analysis.world_residual)
+        return self.world_changed and self.is_factor(self.analysis.against_shards)
 
     @property
-    def blind(self) -> list[Call]:
+    def suspect_calls(self) -> list[Call]:
         """The collectives without derivative that may carry the loss, the most suspect first."""
         if self.ran and not self.world_changed:
             return []
-        calls = [call for call in self.known.collectives if _may_carry_the_loss(call)]
+        calls = [call for call in self.known.local.calls if _may_carry_the_loss(call)]
         return sorted(calls, key=lambda call: (not call.carries_gradient, -call.elements))
 
-    def is_factor(self, ratio: float, residual: float) -> bool:
+    def is_factor(self, fit: Fit) -> bool:
         """Whether a constant factor other than 1 accounts for a difference."""
-        off = abs(ratio - 1)
-        return off > max(self.tolerance, SMALLEST_FACTOR) and residual <= max(
-            LOOSEST_FIT * off, min(self.tolerance, off / 5)
-        )
+        off = abs(fit.ratio - 1)
+        rounding = max(LOOSEST_FIT * off, min(self.tolerance, off / 5))
+        return off > max(self.tolerance, SMALLEST_FACTOR) and fit.residual <= rounding
 
     def finding(self, code: str, message: str, *evidence: str, **more: Any) -> Finding:
         """A finding on the loss, with how far the gradients are."""

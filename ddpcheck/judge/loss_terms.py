@@ -6,7 +6,6 @@ Pure functions from what the single process says of the shards (`ddpcheck.gather
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ddpcheck.findings.evidence.single_process import LossTerm
 from ddpcheck.findings.report import Finding
@@ -29,20 +28,21 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
     found = [judge_normalisation(facts, fitted)] if fitted else []
     counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
-    if facts.known.drew:
+    if facts.known.local.drew_from:
         return found  # what samples drew makes of one what looks like the doing of the others
-    mixes = analysis.module_class and not counted
+    coupling = analysis.coupling
+    mixes = coupling.module_class and not counted
     if mixes or (any(term.coupled for term in rest) and not _gathers(facts)):
         found.append(_coupling(facts, rest))
-    elif not counted and analysis.line is not None and not facts.world_changed:
-        found.append(_normalising_line(facts) if analysis.scaled and rest else _coupling(facts, rest))
-    explained = (analysis.module_class and not analysis.frozen) or any(term.coupled for term in rest)
-    return [*found, judge_unexplained(facts)] if rest and found and not explained and not analysis.line else found
+    elif not counted and coupling.line is not None and not facts.world_changed:
+        found.append(_normalising_line(facts) if coupling.scaled and rest else _coupling(facts, rest))
+    explained = (coupling.module_class and not analysis.frozen) or any(term.coupled for term in rest)
+    return [*found, judge_unexplained(facts)] if rest and found and not explained and not coupling.line else found
 
 
 def _gathers(facts: SingleProcessFacts) -> bool:
     """Whether the ranks exchange what the loss is made of, so that coupling alone is no reason for a difference."""
-    return facts.world_changed and any(call.elements > 1 for call in facts.known.gathers)
+    return facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
 
 
 def spoken_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
@@ -58,7 +58,7 @@ def spoken_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
 
 def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> Finding:
     """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
-    world_size, sizes = facts.known.world_size, facts.known.shard_sizes
+    world_size, sizes = facts.known.world_size, facts.known.local.shard_sizes
     worst_first = sorted(wrong, key=lambda term: -term.error)
     told: dict[str, str] = {}
     for term in worst_first:
@@ -105,14 +105,14 @@ _FIX_OF_A_SUM = (
 
 def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
     """DDP304: what the model or the loss makes of a sample depends on the others."""
-    analysis, known = facts.analysis, facts.known
-    module = f"{analysis.module or 'the model itself'} ({analysis.module_class})" if analysis.module_class else ""
+    coupling, known = facts.analysis.coupling, facts.known
+    module = f"{coupling.module or 'the model itself'} ({coupling.module_class})" if coupling.module_class else ""
     felt = any(term.coupled for term in terms)
     how = [
         f"the output of {module} for one sample depends on the other samples of the batch"
         if module
         else "no module mixes samples: the loss itself couples them",
-        *([f"samples first meet at {analysis.line}"] if analysis.line else []),
+        *([f"samples first meet at {coupling.line}"] if coupling.line else []),
         *(
             ["when what the model computes for some samples changes, the gradients of the others change too"]
             if felt and not module
@@ -120,18 +120,18 @@ def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
         ),
     ]
     where = next((term.location for term in terms if term.coupled and term.location), None)
-    found = facts.finding(
+    return facts.finding(
         "DDP304",
-        f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to {facts.far:.2g} "
-        "(relative) away from those of the global batch.",
+        f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to "
+        f"{facts.largest_error:.2g} (relative) away from those of the global batch.",
         *how,
-        subjects=(analysis.module or "loss",),
-        location=known.module_locations.get(analysis.module)
-        if analysis.module
-        else analysis.line or where or known.loss_location,
-        fix=_FIX_OF_BATCHNORM if "BatchNorm" in analysis.module_class else _FIX_OF_COUPLING,
+        subjects=(coupling.module or "loss",),
+        location=known.module_locations.get(coupling.module)
+        if coupling.module
+        else coupling.line or where or known.loss_location,
+        fix=_FIX_OF_BATCHNORM if "BatchNorm" in coupling.module_class else _FIX_OF_COUPLING,
+        tags=(BY_NORMALISATION,) if "Norm" in coupling.module_class else (),
     )
-    return replace(found, tags=(BY_NORMALISATION,)) if "Norm" in analysis.module_class else found
 
 
 BY_NORMALISATION = "by normalisation"
@@ -154,8 +154,8 @@ def _normalising_line(facts: SingleProcessFacts) -> Finding:
         "DDP305",
         "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
         "gradients is not the gradient of the global batch.",
-        f"what {facts.analysis.line} gives for a sample has another scale in the global batch",
-        location=facts.analysis.line,
+        f"what {facts.analysis.coupling.line} gives for a sample has another scale in the global batch",
+        location=facts.analysis.coupling.line,
     )
 
 
@@ -164,9 +164,9 @@ def judge_unexplained(facts: SingleProcessFacts) -> Finding:
     analysis = facts.analysis
     tried = [term for term in analysis.terms if term.coupled is not None]
     clues = [
-        *([f"the shards could not be looked at one by one: {analysis.trouble}"] if analysis.trouble else []),
+        *([f"the shards could not be looked at one by one: {analysis.error}"] if analysis.error else []),
         *(["the ranks compute something else than their shards give alone"] if facts.world_changed else []),
-        *(f"called in forward: {call}" for call in facts.known.gathers[:3] if call.elements > 0),
+        *(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
     ]
     if tried and not any(term.coupled for term in tried):
         clues.append(
@@ -175,8 +175,8 @@ def judge_unexplained(facts: SingleProcessFacts) -> Finding:
         )
     return facts.finding(
         "DDP312",
-        f"The averaged gradients are up to {facts.far:.2g} (relative) away from those of the global batch, and no "
-        "cause was found.",
+        f"The averaged gradients are up to {facts.largest_error:.2g} (relative) away from those of the global batch, "
+        "and no cause was found.",
         *clues,
         location=facts.known.loss_location,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.ddp_options import are_harmless
 from ddpcheck.findings.report import Finding
@@ -21,6 +21,7 @@ from ddpcheck.findings.wording import (
     minority_ranks,
     plural_verb,
 )
+from ddpcheck.judge.judge_context import SingleProcessFacts
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
@@ -65,32 +66,24 @@ def _told_apart(name: str, values: Sequence[str]) -> list[str]:
     ]
 
 
-def judge_program_data(
-    held: Sequence[Mapping[str, str]],
-    *,
-    far: float,
-    steps: Sequence[int],
-    facts: Sequence[str],
-    changed: Collection[str] = (),
-) -> list[Finding]:
+def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
     """DDP216 and 516: plain values that differ between ranks whose gradients are not those of their shards.
 
-    Args:
-        held: Of `ddpcheck.gather.phases.program_data`, one mapping a rank.
-        changed: Those that are another than before the first step, on some rank: they are state, and no data.
-        far: The largest relative error of a gradient.
-        steps: In which the gradients differ.
-        facts: On the gradients.
+    A value that the steps have changed is state, and not data.
     """
-    names = [name for name in (held[0] if held else ()) if all(name in of_rank for of_rank in held)]
-    values = {name: [of_rank[name] for of_rank in held] for name in names}
+    data = facts.known.program_data
+    names = [name for name in (data[0] if data else ()) if all(name in of_rank for of_rank in data)]
+    values = {name: [of_rank[name] for of_rank in data] for name in names}
     differing = [name for name in names if len(set(values[name])) > 1 and not _is_the_rank(values[name])]
     if not differing:
         return []
-    away = f"the ranks compute gradients that are up to {far:.2g} (relative) away from those of the global batch"
+    away = (
+        f"the ranks compute gradients that are up to {facts.largest_error:.2g} (relative) away from those of the "
+        "global batch"
+    )
     code = "DDP516"
     message = f"{join_names(differing)} {plural_verb('is', 'are', differing)} not the same on every rank, and {away}."
-    if state := [name for name in differing if name in changed]:
+    if state := [name for name in differing if name in facts.known.changed_data]:
         code, differing, it = "DDP216", state, plural_verb("it", "them", state)
         message = (
             f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, not alike on "
@@ -98,17 +91,13 @@ def judge_program_data(
             f"synchronises {it}: {away}."
         )
     return [
-        make_finding(
+        facts.finding(
             code,
-            differing,
             message,
+            *(f"{name}: " + "; ".join(group_by_value(_where_they_part(values[name]))) for name in differing),
+            subjects=differing,
             severity=Severity.ERROR,
             ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
-            steps=steps,
-            evidence=[
-                *(f"{name}: " + "; ".join(group_by_value(_where_they_part(values[name]))) for name in differing),
-                *facts,
-            ],
         )
     ]
 
@@ -134,19 +123,13 @@ def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding
     ]
 
 
-def judge_programs(
-    losses: Sequence[float], alone: Sequence[float], *, deliberate: bool, steps: Sequence[int], facts: Sequence[str]
-) -> list[Finding]:
+def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
     """DDP516: ranks that compute another loss on their shard than a process does that is no rank.
 
-    Args:
-        losses: By rank.
-        alone: Of the same shards in a single process.
-        deliberate: Whether parameters that take part on some ranks only are allowed for, as by someone who knows that
-            the ranks do different things.
-        steps: In which the gradients differ.
-        facts: On the gradients.
+    A warning where `find_unused_parameters` allows for parameters that take part on some ranks only, as someone sets it
+    who knows that the ranks do different things.
     """
+    losses, alone = facts.known.local.losses, facts.analysis.shard_losses
     if len(losses) != len(alone):
         return []
     ranks = [r for r, (a, b) in enumerate(zip(losses, alone, strict=True)) if not math.isclose(a, b, rel_tol=1e-3)]
@@ -154,19 +137,13 @@ def judge_programs(
         return []
     rank = ranks[0]
     return [
-        make_finding(
+        facts.finding(
             "DDP516",
-            ("loss",),
-            f"On {format_ranks(ranks)} the model or the loss computes something else from the same samples "
-            "than a single "
-            "process does, and than the other ranks do from theirs.",
+            f"On {format_ranks(ranks)} the model or the loss computes something else from the same samples than a "
+            "single process does, and than the other ranks do from theirs.",
+            f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
             ranks=ranks,
-            steps=steps,
-            severity=Severity.WARNING if deliberate else None,
-            evidence=[
-                f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
-                *facts,
-            ],
+            severity=Severity.WARNING if facts.known.wrapper.find_unused_parameters else None,
         )
     ]
 

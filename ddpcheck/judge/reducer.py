@@ -150,7 +150,7 @@ def _judge_mismatch(
             location=hook.location or known.names.location(names),
             evidence=[*(f"in the way of gradients: {hook}" for hook in known.wrap_hooks[:3]), *facts],
         )
-    drifted = list(known.local_buffers)
+    drifted = list(known.local.differing_buffers)
     again = max(item.wrapper_calls for items in by_step.values() for item in items)
     if known.broadcasts_buffers and again > 1 and drifted:
         return make_finding(
@@ -269,7 +269,7 @@ def judge_state(
                 evidence=_why_buffers_differ(names, known),
             )
         )
-    late = _lasting(by_step) if known.differs else []
+    late = _lasting(by_step) if known.gradients_differ else []
     if late:
         findings.append(
             make_finding(
@@ -313,7 +313,7 @@ def _judge_changed_in_step(by_step: Mapping[int, Sequence[DdpStepEvidence]], kno
     """DDP515: parameters that part between ranks before the optimizer's first step has touched them."""
     first = min(by_step)
     differing = differing_names([item.parameters_before_optimizer for item in by_step[first]])
-    names = [name for name in differing if name not in known.apart]
+    names = [name for name in differing if name not in known.differing_at_start]
     if not names:
         return []
     return [

@@ -19,6 +19,7 @@ from ddpcheck.judge.judge_context import (
     SingleProcessFacts,
     format_factor,
     some_steps,
+    worst_first,
 )
 from ddpcheck.judge.loss_terms import explain_by_terms, judge_normalisation, judge_unexplained, spoken_term
 from ddpcheck.judge.rank_configuration import judge_program_data, judge_programs
@@ -41,15 +42,14 @@ def judge_single_process(
     if not bad:
         return []
     first = bad[min(bad)]
-    worst = sorted(first, key=lambda item: -float(f"{item.error:.2g}"))
     count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
     facts = SingleProcessFacts(
         wrong=tuple(first),
         steps=some_steps(sorted(bad), len(differences)),
         tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
-        analysis=analysis or ShardAnalysis(trouble="they were not run"),
+        analysis=analysis or ShardAnalysis(error="they were not run"),
         known=known,
-        evidence=(count, *map(str, worst[:3])),
+        evidence=(count, *map(str, worst_first(first)[:3])),
     )
     return next((found for explain in EXPLANATIONS if (found := explain(facts))), [judge_unexplained(facts)])
 
@@ -62,7 +62,12 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
     known = facts.known
     names = [item.name for item in facts.wrong]
     nonlinear = [name for name in known.nonlinear if name in names]
-    by_rank = facts.world_changed and known.hooks and not known.collectives and _losses_are_those_of_shards(facts)
+    by_rank = (
+        facts.world_changed
+        and known.hooks
+        and not known.local.calls_without_gradient
+        and _losses_are_those_of_shards(facts)
+    )
     if not nonlinear and not by_rank:
         return []
     where = next((hook.location for hook in known.hooks if hook.location), None)
@@ -76,7 +81,7 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
         facts.finding(
             "DDP310",
             f"{said} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
-            f"{facts.far:.2g} away from that of the global batch.",
+            f"{facts.largest_error:.2g} away from that of the global batch.",
             "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
             if nonlinear
             else "the losses are those of the same shards without a process group; only the gradients are not",
@@ -89,8 +94,8 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
 
 def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
     """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of."""
-    alone, here = facts.known.backwards
-    ratio = facts.analysis.global_ratio
+    alone, here = facts.known.local.backwards
+    ratio = facts.analysis.against_global.ratio
     if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
         return []
     return [
@@ -110,20 +115,21 @@ def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
     Then the values of the loss must tell who applies the factor.
     """
     analysis, known = facts.analysis, facts.known
-    wide = any(call.elements > 1 for call in facts.blind)
+    ratio = analysis.against_global.ratio
+    wide = any(call.elements > 1 for call in facts.suspect_calls)
     if not facts.scaled or facts.scaled_by_world or wide or (facts.ran and not facts.world_changed):
         return []
-    if _losses_are_scaled(analysis.shard_losses, known.losses, analysis.global_ratio):
-        return [_factor_of_the_world(facts, analysis.global_ratio)]
-    if _are_all(known.losses, analysis.global_loss):
+    if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
+        return [_factor_of_the_world(facts, ratio)]
+    if _are_all(known.local.losses, analysis.global_loss):
         return [_own_share(facts)]
-    weight = 1 / (known.world_size * analysis.global_ratio)
+    weight = 1 / (known.world_size * ratio)
     return [judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])]
 
 
 def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
     """DDP303: the ranks' gradients are those of their shards times one factor."""
-    return [_factor_of_the_world(facts, facts.analysis.world_ratio)] if facts.scaled_by_world else []
+    return [_factor_of_the_world(facts, facts.analysis.against_shards.ratio)] if facts.scaled_by_world else []
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
@@ -131,26 +137,20 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
     analysis, known = facts.analysis, facts.known
     if not facts.world_changed:
         return []
-    derived = judge_program_data(
-        known.held, far=facts.far, steps=facts.steps, facts=facts.evidence, changed=known.changed
-    )
-    if derived:
-        return derived
-    if known.collectives or known.gathers or analysis.rank_residual <= facts.tolerance:
+    if found := judge_program_data(facts):
+        return found
+    if known.local.calls or analysis.rank_weights.residual <= facts.tolerance:
         return []
-    deliberate = known.wrapper.find_unused_parameters
-    return judge_programs(
-        known.losses, analysis.shard_losses, deliberate=deliberate, steps=facts.steps, facts=facts.evidence
-    )
+    return judge_programs(facts)
 
 
 def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
     """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank."""
-    if not facts.world_changed or facts.analysis.rank_residual > facts.tolerance:
+    if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
         return []
     if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
         return []  # those of the global batch: what differs is something else
-    share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights)
+    share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights.weights)
     return [
         facts.finding(
             "DDP303",
@@ -162,21 +162,23 @@ def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 
 def _explain_by_blind_collective(facts: SingleProcessFacts) -> list[Finding]:
     """DDP309: a collective without derivative stands on the way, and shards alone give something else."""
-    if not facts.blind:
+    suspects = facts.suspect_calls
+    if not suspects:
         return []
-    if facts.known.choices:  # what was chosen at random may be all that differs, as where k-means begins a codebook
+    if (
+        facts.known.local.choices
+    ):  # what was chosen at random may be all that differs, as where k-means begins a codebook
         return [judge_unexplained(facts)]
-    calls = list(dict.fromkeys(str(call) for call in facts.blind))
-    path, _, at = next((call.location for call in facts.blind if call.location), "").rpartition(":")
+    calls = list(dict.fromkeys(map(str, suspects)))
     return [
         facts.finding(
             "DDP309",
             f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
-            f"{facts.far:.2g} away from those of the global batch.",
+            f"{facts.largest_error:.2g} away from those of the global batch.",
             *(f"called: {call}" for call in calls[1:]),
-            subjects=tuple(dict.fromkeys(call.operation for call in facts.blind)),
-            location=Location(path, int(at)) if path else None,
-            fix=fix_without_gradient(facts.blind),
+            subjects=tuple(dict.fromkeys(call.operation for call in suspects)),
+            location=Location.parse(next((call.location for call in suspects if call.location), "")),
+            fix=fix_without_gradient(suspects),
         )
     ]
 
@@ -246,11 +248,11 @@ def _own_share(facts: SingleProcessFacts) -> Finding:
     analysis, known = facts.analysis, facts.known
     return facts.finding(
         "DDP303",
-        f"Every gradient is {format_factor(analysis.global_ratio, known.world_size)} times the global batch's: each "
-        "rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP "
-        "averages.",
+        f"Every gradient is {format_factor(analysis.against_global.ratio, known.world_size)} times the global batch's: "
+        "each rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and "
+        "DDP averages.",
         f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
-        *(f"gathered by {call}" for call in known.gathers[:2]),
+        *(f"gathered by {call}" for call in known.local.calls[:2]),
         location=known.loss_location,
         fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
         "backward adds up the gradients of all ranks.",
@@ -258,7 +260,7 @@ def _own_share(facts: SingleProcessFacts) -> Finding:
 
 
 def _losses_are_those_of_shards(facts: SingleProcessFacts) -> bool:
-    alone, here = facts.analysis.shard_losses, facts.known.losses
+    alone, here = facts.analysis.shard_losses, facts.known.local.losses
     return len(alone) == len(here) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(alone, here, strict=True))
 
 

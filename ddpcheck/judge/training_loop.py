@@ -53,8 +53,8 @@ def judge_samples(local: Sequence[LocalStep], *, differs: bool) -> list[Finding]
         differs: Whether the ranks' average is another gradient than the global batch's. Where it is not, ranks that
             hold the same samples may well do different things with them.
     """
-    rows = [item.rows for item in local]
-    whole = Counter(local[0].all_rows)
+    rows = [item.sample_fingerprints for item in local]
+    whole = Counter(local[0].global_sample_fingerprints)
     if len(local) < 2 or not whole or not all(rows):
         return []
     held = Counter(row for of_rank in rows for row in of_rank)
@@ -153,7 +153,7 @@ def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
         f"zero_grad throws away the gradients of {join_names(event.discarded)} before any step has used them.",
         ranks=_some(sorted({item.rank for item, _ in thrown}), evidence),
         steps=steps if len(steps) < len({item.step for item in evidence}) else (),
-        location=_place(event.location),
+        location=Location.parse(event.location),
         evidence=[f"they come from the backward at {made.location}"] if made is not None and made.location else [],
     )
 
@@ -178,7 +178,7 @@ def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding |
         if reduced
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
         ranks=_some(sorted({item.rank for item, *_ in found}), evidence),
-        location=_place(step.location) or _place(item.events[item.events.index(step) - 1].location),
+        location=Location.parse(step.location) or Location.parse(item.events[item.events.index(step) - 1].location),
         evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"],
         fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
         "require_backward_grad_sync set to True before it.",
@@ -222,7 +222,7 @@ def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | 
         "Every forward of the step runs under no_sync, so its gradients are never averaged.",
         ranks=_some(sorted({item.rank for item in mute}), evidence),
         steps=steps if len(steps) < len({item.step for item in evidence}) else (),
-        location=_place(entered.location),
+        location=Location.parse(entered.location),
     )
 
 
@@ -244,7 +244,7 @@ def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
                     ("backward",),
                     "A second backward pass follows without a forward of its own: the reduction ended with the first, "
                     "and what the second adds stays on its rank.",
-                    location=_place(event.location) or _place(done.location),
+                    location=Location.parse(event.location) or Location.parse(done.location),
                     evidence=[
                         f"the step runs {', '.join(after)}",
                         *([f"reduced: the backward at {done.location}"] if done.location else []),
@@ -278,7 +278,7 @@ def _useless(event: LoopEvent, message: str) -> Finding:
         "DDP502",
         ("no_sync",),
         message,
-        location=_place(event.location),
+        location=Location.parse(event.location),
         evidence=["the gradients are right, and every micro-step pays for a reduction"],
         severity=Severity.WARNING,
     )
@@ -326,11 +326,6 @@ def _last(events: Sequence[LoopEvent]) -> LoopEvent | None:
 
 def _some(ranks: Sequence[int], evidence: Sequence[DdpStepEvidence]) -> Sequence[int]:
     return ranks if len(ranks) < len({item.rank for item in evidence}) else ()
-
-
-def _place(text: str) -> Location | None:
-    path, _, line = text.rpartition(":")
-    return Location(path, int(line)) if path and line.isdigit() else None
 
 
 def judge_departure(

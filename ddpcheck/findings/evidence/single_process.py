@@ -63,51 +63,73 @@ class LossTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class Fit:
+    """The factor between two gradients that is nearest, and the relative error that it leaves."""
+
+    ratio: float = 1.0
+    residual: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedFit:
+    """The weights of several gradients whose sum is nearest to another, and the relative error that they leave."""
+
+    weights: tuple[float, ...] = ()
+    residual: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """The first place at which a sample of the batch depends on the others.
+
+    Attributes:
+        module: Name of the module whose output does while its input does not; empty for the whole; None if there is
+            none.
+        module_class: Its class; empty if there is none.
+        line: Of the user's code at which an operation does.
+        scaled: Whether what that operation gives is only scaled by the other samples, as by their number.
+    """
+
+    module: str | None = None
+    module_class: str = ""
+    line: Location | None = None
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ShardAnalysis:
     """Gradients of the shards, one by one in the single process; measured only when the global batch's differs.
 
-    Without `terms` the shards could not be run, and only what is called global is known.
+    Without `terms` the shards could not be run, and only the global batch is known.
 
     Attributes:
         terms: Of the loss, in order.
         terms_residual: What the terms' `ratio` leave of the difference between the ranks' average and the global
             batch's gradient, relative.
         frozen: Modules whose batch statistics were fixed while the terms were looked at, since they couple all samples.
-        world_ratio: Factor between the ranks' average gradient and the mean of the shards' gradients.
-        world_residual: What that factor leaves, relative.
-        world_rounding: What the shards' gradients lose to rounding in the module's own dtype, relative.
-        global_ratio: Factor between the ranks' average gradient and the global batch's.
-        global_residual: What that factor leaves, relative.
-        rank_weights: For which the weighted sum of the shards' gradients is nearest to the ranks' average.
-        rank_residual: What that leaves, relative.
+        against_shards: Of the mean of the shards' gradients to the ranks' average.
+        shard_rounding: What the shards' gradients lose to rounding in the module's own dtype, relative.
+        against_global: Of the global batch's gradient to the ranks' average.
+        rank_weights: Of the shards' gradients, one by one, to the ranks' average.
         shard_losses: The loss on each shard.
         global_loss: The loss on the global batch.
-        module: The first module whose output for a sample depends on the other samples; empty for the model itself.
-        module_class: Its class; empty if there is none.
-        line: The line of the user's code at which samples first meet, where there is one.
-        scaled: Whether what that line gives is only scaled by the other samples, as by their number.
+        coupling: Where samples first depend on each other.
         rounded: The gradients that differ from the global batch's by rounding alone.
-        trouble: Why the shards could not be run one by one, or why that could not be explained further.
+        error: Why the shards could not be run one by one, or why that could not be explained further.
     """
 
     terms: tuple[LossTerm, ...] = ()
     terms_residual: float = 1.0
     frozen: tuple[str, ...] = ()
-    world_ratio: float = 1.0
-    world_residual: float = 1.0
-    world_rounding: float = 0.0
-    global_ratio: float = 1.0
-    global_residual: float = 1.0
-    rank_weights: tuple[float, ...] = ()
-    rank_residual: float = 1.0
+    against_shards: Fit = Fit()
+    shard_rounding: float = 0.0
+    against_global: Fit = Fit()
+    rank_weights: WeightedFit = WeightedFit()
     shard_losses: tuple[float, ...] = ()
     global_loss: float = 0.0
-    module: str = ""
-    module_class: str = ""
-    line: Location | None = None
-    scaled: bool = False
+    coupling: Coupling = Coupling()
     rounded: tuple[str, ...] = ()
-    trouble: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

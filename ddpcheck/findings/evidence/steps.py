@@ -17,46 +17,58 @@ from ddpcheck.findings.report import Location
 
 
 @dataclass(frozen=True, slots=True)
+class RandomDraws:
+    """Random numbers of one forward pass.
+
+    Attributes:
+        libraries: From whose generators it drew.
+        generator_state: Fingerprint of the state in which it has left torch's global generator; 0 where it did not draw
+            from that.
+        choices: The operations that choose among many at random, with their lines.
+    """
+
+    libraries: frozenset[str] = frozenset()
+    generator_state: int = 0
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LocalStep:
     """One rank's step on its shard, without the wrapper and its reducer.
 
     Attributes:
         evidence: Of the parameters.
         loss: Its value; with random numbers silenced where the forward pass draws some and can do without.
-        drew: The libraries from whose generators the forward pass drew random numbers.
+        random: What the forward pass drew.
         batch: Fingerprint of the global batch.
         samples: How many this rank has; 0 where that is not known.
         calls: Collectives since the start.
         norm: Of all gradients together.
         forward_calls: The collectives in the forward pass.
         buffers: Fingerprint of each buffer after the step.
-        rows: Fingerprint of each sample of this rank; empty where they cannot be told apart.
-        all_rows: Of each sample of the global batch, on rank 0.
+        sample_fingerprints: Of each sample of this rank; empty where they cannot be told apart.
+        global_sample_fingerprints: Of each sample of the global batch, on rank 0.
         backwards: The user's own backward passes in the step, and the last one.
-        generator: Fingerprint of the state in which the forward pass has left torch's global generator.
         threads: With how many of them torch has computed it.
         compiles: Whether the user's code has asked for `torch.compile` so far.
         layout: Digest of what DDP takes to be alike on all ranks: names, shapes, dtypes and `requires_grad`.
-        choices: The random operations of the forward pass that choose among many, with their lines.
     """
 
     evidence: StepEvidence
     loss: float
-    drew: frozenset[str]
+    random: RandomDraws
     batch: tuple[int, ...]
     samples: int
     calls: int
     norm: float
     forward_calls: tuple[Call, ...]
     buffers: Mapping[str, int] = field(default_factory=dict)
-    rows: tuple[int, ...] = ()
-    all_rows: tuple[int, ...] = ()
+    sample_fingerprints: tuple[int, ...] = ()
+    global_sample_fingerprints: tuple[int, ...] = ()
     backwards: int = 1
-    generator: int = 0
     threads: int = 1
     compiles: bool = False
     layout: str = ""
-    choices: tuple[str, ...] = ()
 
     def explained(self, ends: Mapping[str, PathEnd]) -> LocalStep:
         """The same with the reasons why gradients are missing."""

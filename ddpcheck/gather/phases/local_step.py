@@ -15,7 +15,7 @@ from torch import nn
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
-from ddpcheck.findings.evidence.steps import LocalStep
+from ddpcheck.findings.evidence.steps import LocalStep, RandomDraws
 from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import Origins, assignment_of, record_origins
@@ -137,17 +137,16 @@ def local_step(step: int) -> LocalStep:
     return LocalStep(
         evidence=evidence,
         loss=value,
-        drew=drew,
+        random=RandomDraws(drew, generator),
         batch=whole,
         samples=samples_of(session.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in session.norms.values()) ** 0.5,
         forward_calls=tuple(dict.fromkeys(forward_calls)),
         buffers=own_buffers,
-        rows=sample_fingerprints(session.batch),
-        all_rows=sample_fingerprints(batch) if session.rank == 0 else (),
+        sample_fingerprints=sample_fingerprints(session.batch),
+        global_sample_fingerprints=sample_fingerprints(batch) if session.rank == 0 else (),
         backwards=backwards[0] + 1,
-        generator=generator,
         threads=torch.get_num_threads(),
         compiles=is_asked_for(),
         layout=digest_of(layout_of(twin)),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddpcheck.findings.evidence.single_process import ShardAnalysis
+from ddpcheck.findings.evidence.single_process import Coupling, Fit, ShardAnalysis, WeightedFit
 from ddpcheck.gather.phases.shard_terms import (
     MOST_ELEMENTS,
     ShardRun,
@@ -27,7 +27,7 @@ from ddpcheck.gather.phases.shard_terms import (
 )
 from ddpcheck.gather.phases.single_process import SingleProcess, make_batch, step_seed
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
-from ddpcheck.gather.steps.batch_coupling import Coupling, first_coupling
+from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.training_step import Gradients, compute_loss
 from ddpcheck.recipe.pytree import to_device, upcast
@@ -68,8 +68,7 @@ def _analyse(
 ) -> ShardAnalysis:
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
     compared = {name: averaged[name] for name in own.gradients if name in averaged}
-    global_ratio, global_residual = fit(compared, [own.gradients])
-    found = ShardAnalysis(global_ratio=global_ratio[0], global_residual=global_residual, global_loss=own.loss)
+    found = ShardAnalysis(against_global=_fit(compared, own.gradients), global_loss=own.loss)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=world_size), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # a model that insists on its dtype
@@ -80,28 +79,25 @@ def _analyse(
                 return found
     size = sum(gradient.numel() for gradient in own.gradients.values())
     if own.state is None or world_size * size > MOST_ELEMENTS:
-        return replace(found, trouble="the gradients of all shards together are too large to be kept")
+        return replace(found, error="the gradients of all shards together are too large to be kept")
     try:
         shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
         runs = [total_gradient(ShardRun(own, own.module, step), shard) for shard in shards]
     except Exception as error:  # a model that insists on its batch size, say
-        return replace(found, trouble=summary(error))
+        return replace(found, error=summary(error))
     filled_runs = [filled(gradients, own.gradients) for gradients, _ in runs]
     mean = mean_gradient(filled_runs)
-    world_ratio, world_residual = fit(compared, [mean])
-    rank_weights, rank_residual = fit(compared, filled_runs)
+    weights, residual = fit(compared, filled_runs)
     found = replace(
         found,
-        world_ratio=world_ratio[0],
-        world_residual=world_residual,
-        rank_weights=tuple(rank_weights),
-        rank_residual=rank_residual,
+        against_shards=_fit(compared, mean),
+        rank_weights=WeightedFit(tuple(weights), residual),
         shard_losses=tuple(loss for _, loss in runs),
     )
     try:
         exactly, seen = _look_at_terms(own, batch, shards, step)
     except Exception as error:  # a model that runs neither in float64 nor a second time in its own dtype
-        return replace(found, trouble=summary(error))
+        return replace(found, error=summary(error))
     if exactly:
         as_shards = {
             name: gradient
@@ -109,14 +105,15 @@ def _analyse(
             if norm(gradient.double() - mean[name].double()) <= own.tolerance[name] * own.scale[name]
         }
         rounded = _rounded(own, as_shards, seen.mean, seen.total)  # else float64 alone tells nothing of the ranks
-        found = replace(found, rounded=(*found.rounded, *rounded), world_rounding=fit(mean, [seen.mean])[1])
+        found = replace(found, rounded=(*found.rounded, *rounded), shard_rounding=_fit(mean, seen.mean).residual)
     if len(seen.whole) > 1:
         ratios, terms_residual = fit(compared, seen.whole)
     else:
-        ratios, terms_residual = global_ratio, global_residual
-    here = seen.rank_weights(compared) if max(abs(found.world_ratio - 1), found.world_residual) > _SAME else None
+        ratios, terms_residual = [found.against_global.ratio], found.against_global.residual
+    by_shards = found.against_shards
+    here = seen.rank_weights(compared) if max(abs(by_shards.ratio - 1), by_shards.residual) > _SAME else None
     with contextlib.suppress(Exception):  # what a forward returns may be anything
-        found = replace(found, **_coupling(own, batch, shards[0], step))
+        found = replace(found, coupling=_coupling(own, batch, shards[0], step))
     norms = [name for name, module in own.module.named_modules() if isinstance(module, _BatchNorm) and module.training]
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
         with contextlib.suppress(Exception):  # what else there is, beside the statistics
@@ -130,6 +127,11 @@ def _analyse(
         ]
     own.state.restore(own.module)
     return replace(found, terms=tuple(terms), terms_residual=terms_residual)
+
+
+def _fit(target: Gradients, part: Gradients) -> Fit:
+    ratio, residual = fit(target, [part])
+    return Fit(ratio[0], residual)
 
 
 def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[bool, Terms]:
@@ -172,7 +174,7 @@ def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: G
 # What couples the samples
 
 
-def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> dict[str, Any]:
+def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> Coupling:
     """The first module whose output for a sample of `shard` depends on the other samples, and the line that does it.
 
     In float64 a coupling shows that is smaller than rounding in the model's own dtype.
@@ -191,7 +193,4 @@ def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> dict[str
         whole, part = run(own.double, upcast(batch)), run(own.double, upcast(shard))
         exact = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
         found = exact if found == Coupling() or exact.module is not None else found
-    if found.module is None:
-        return {"line": found.line, "scaled": found.scaled}
-    kind = type(own.module.get_submodule(found.module)).__name__
-    return {"module": found.module, "module_class": kind, "line": found.line, "scaled": found.scaled}
+    return found

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ddpcheck.findings.evidence.single_process import Coupling
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
@@ -20,22 +21,6 @@ from ddpcheck.recipe.pytree import tree_tensors
 _MOST_ELEMENTS = 1 << 26  # of what is kept of one forward pass
 _MOST_ROWS = 16  # of a part that are looked for in the whole
 _NOT_ROUNDING = 1e3  # times machine eps
-
-
-@dataclass(frozen=True, slots=True)
-class Coupling:
-    """The first place at which a sample depends on others.
-
-    Attributes:
-        module: Name of the module whose output does while its input does not; empty for the whole; None if there is
-            none.
-        line: Of the user's code at which an operation does.
-        scaled: Whether what that operation gives is only scaled by the other samples, as by their number.
-    """
-
-    module: str | None = None
-    line: Location | None = None
-    scaled: bool = False
 
 
 @dataclass(slots=True)
@@ -100,9 +85,11 @@ def first_coupling(
     first = next(
         ((line, alone) for line, alone in of_part.operations if meet(lines.get(line, ()), alone, pairs=True)), None
     )
+    name = next(modules, None)
+    kind = "" if name is None else type(module.get_submodule(name)).__name__
     if first is None:
-        return Coupling(next(modules, None))
-    return Coupling(next(modules, None), first[0], _is_scaled(lines[first[0]], first[1]))
+        return Coupling(name, kind)
+    return Coupling(name, kind, first[0], _is_scaled(lines[first[0]], first[1]))
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:

@@ -277,7 +277,7 @@ class CheckRun(CheckWorlds):
             self._check_packing(local, step)
             self._check_batches([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
-            draws = any(item.drew for item in local)
+            draws = any(item.random.libraries for item in local)
             self._all(calls.local_step.average, step, None if draws else averaged)
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
@@ -417,7 +417,7 @@ class CheckRun(CheckWorlds):
         result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
         if result is None or isinstance(result, NoExplanation):
             self.outcome.add_unexplained(what, result)
-            return ShardAnalysis(trouble="that failed")
+            return ShardAnalysis(error="that failed")
         return result
 
     def _average_exactly(self, step: int) -> Path | None:

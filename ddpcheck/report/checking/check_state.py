@@ -26,7 +26,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import Names, counted, join_names
 from ddpcheck.judge.compiled_step import judge_compiled, plain_name, tell_compiled, without_prefix
-from ddpcheck.judge.judge_context import JudgeContext
+from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.parameters import judge_parameters, zero_everywhere
 from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
 from ddpcheck.judge.replicas import differing_names
@@ -201,7 +201,9 @@ class CheckState:
     def add_quiet_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
         """The ranks' losses of the last step without random numbers, which are those to compare with other runs."""
         quiet = zip(self.local, steps, strict=True)
-        self.local = [replace(item, loss=loss, choices=choices) for item, (loss, choices) in quiet]
+        self.local = [
+            replace(item, loss=loss, random=replace(item.random, choices=choices)) for item, (loss, choices) in quiet
+        ]
         self._choices[self.local[0].evidence.step] = tuple(dict.fromkeys(one for _, some in steps for one in some))
 
     def decide_on_ddp(self, step: int) -> None:
@@ -263,12 +265,12 @@ class CheckState:
     def wants_analysis(self) -> bool:
         """Whether the step that differs is to be looked at: the first one, or one after it that chose nothing."""
         return self.analysis is None or (
-            bool(self._choices.get(self._analysed[0].evidence.step)) and not self.local[0].choices
+            bool(self._choices.get(self._analysed[0].evidence.step)) and not self.local[0].random.choices
         )
 
     def draws_alike(self) -> bool:
         """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""
-        states = {item.generator for item in self.local}
+        states = {item.random.generator_state for item in self.local}
         return len(self.local) > 1 and len(states) == 1 and 0 not in states
 
     def add_draws(self, draws: Sequence[Sequence[SharedDraw]]) -> None:
@@ -322,30 +324,34 @@ class CheckState:
 
     def _judge_context(self, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:
         local = self._analysed or self.local
-        calls = local[0].forward_calls if local else ()
         return JudgeContext(
             names=self.names,
             wrapper=self._facts,
             world_size=self.asked.world_size,
-            losses=tuple(item.loss for item in local),
-            shard_sizes=tuple(item.samples for item in local),
-            collectives=tuple(call for call in calls if not call.differentiable),
-            gathers=calls,
+            local=LocalFacts(
+                losses=tuple(item.loss for item in local),
+                shard_sizes=tuple(item.samples for item in local),
+                calls=local[0].forward_calls if local else (),
+                differing_buffers=tuple(differing_names([item.buffers for item in local])) if local else (),
+                backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
+                drew_from=tuple(
+                    sorted({_LIBRARIES.get(name, name) for item in local for name in item.random.libraries - {"torch"}})
+                ),
+                choices=self._decisive_choices(),
+            ),
             module_locations=module_locations or {},
-            local_buffers=tuple(differing_names([item.buffers for item in local])) if local else (),
             broadcasts_buffers=bool(self.wrapped) and self.wrapped[0].broadcasts_buffers,
-            held=self.held,
-            changed=self.changed,
-            apart=frozenset(differing_names([item.parameters for item in self.wrapped]) if self.wrapped else ()),
+            program_data=self.held,
+            changed_data=self.changed,
+            differing_at_start=frozenset(
+                differing_names([item.parameters for item in self.wrapped]) if self.wrapped else ()
+            ),
             wrapper_class=self.wrapped[0].wrapper if self.wrapped else "",
             nonlinear=tuple(dict.fromkeys(name for item in self._repeated for name in item.nonlinear)),
             hooks=tuple(dict.fromkeys(hook for item in self._repeated for hook in item.hooks)),
-            backwards=(self._single_backwards, max((item.backwards for item in local), default=1)),
             loss_location=self.wrapped[0].loss_location if self.wrapped else None,
             wrap_hooks=self.wrapped[0].hooks if self.wrapped else (),
-            drew=tuple(sorted({_LIBRARIES.get(name, name) for item in local for name in item.drew - {"torch"}})),
-            choices=self._decisive_choices(),
-            differs=any(self._differs(step) for step in self._single),
+            gradients_differ=any(self._differs(step) for step in self._single),
         )
 
     def judge_wrapper_failure(self, error: RankError) -> list[Finding]:
@@ -372,7 +378,7 @@ class CheckState:
             reducer = self.judged("reducer", judge_reducer, ddp, known) if ddp else []
             found += reducer or self.judged("reducer", judge_compiled, self._compiled, known)
             if self._first_local:
-                found += self.judged("parity", judge_samples, self._first_local, differs=known.differs)
+                found += self.judged("parity", judge_samples, self._first_local, differs=known.gradients_differ)
             found += self.judged("parity", judge_draws, self._draws)
             found += self._comparable(self.judged("parity", judge_single_process, single, self.analysis, known), known)
             if self._ddp:
@@ -394,13 +400,14 @@ class CheckState:
     def _comparable(self, found: list[Finding], known: JudgeContext) -> list[Finding]:
         """Without what no pattern explains, where samples drew numbers that no two runs can share: they may be it."""
         kept = [finding for finding in found if finding.code != "DDP312"]
-        if not (known.drew or known.choices) or len(kept) == len(found):
+        local = known.local
+        if not (local.drew_from or local.choices) or len(kept) == len(found):
             return found
         self.unshared = (
-            f"the forward draws from {' and '.join(known.drew)}, and no two runs can share those numbers sample by "
-            "sample"
-            if known.drew
-            else f"the forward chooses by random numbers ({known.choices[0]}), and each rank among its own samples"
+            f"the forward draws from {' and '.join(local.drew_from)}, and no two runs can share those numbers sample "
+            "by sample"
+            if local.drew_from
+            else f"the forward chooses by random numbers ({local.choices[0]}), and each rank among its own samples"
         )
         beyond = {step for step in self._single if self._differs(step)}
         self._parity = [entry for entry in self._parity if entry.reference == "local" or entry.step not in beyond]

@@ -287,7 +287,7 @@ class CheckWorlds:
         return self._explained("which line made what", {}, calls.session.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:
-        module = self.outcome.analysis.module if self.outcome.analysis else ""
+        module = (self.outcome.analysis.coupling.module if self.outcome.analysis else None) or ""
         if not module or self.world.failed or self.world.closed:
             return {}
         with contextlib.suppress(CheckStopped, RankError):
