@@ -12,7 +12,6 @@ from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
 from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import ROOT, Case
-from tests.faultsuite.training import train
 from tests.reports import contradictions
 
 Ending = Literal["trains on", "raises", "hangs", "aborts", "exits"]
@@ -58,6 +57,8 @@ class Row:
 
 def run_plain(case: Case, twin: str, tool: str) -> Heard:
     """Train on one of the two recipes of a case with a tool."""
+    from tests.faultsuite.training import train  # imports torch, which nothing else here needs
+
     target, expected = f"{case.path}:{twin}", case.expected
     begun = time.perf_counter()
     with World(expected.world_size, timeout=HANG, hash_seeds=True, preload=PRELOAD.get(tool, ())) as world:

@@ -1,0 +1,68 @@
+"""Judges that are made to find nothing, to see which faults are not found any more."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import Any
+
+from ddpcheck import judge
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+
+_ANOTHER = Finding("DDP602", ("nothing",), "Nothing.", Severity.NOTE)  # a rule that no fault expects
+_NOTHING: dict[str, Callable[..., Any]] = {
+    "list[Finding]": lambda *_given, **_named: [],
+    "list[Finding] | None": lambda *_given, **_named: None,
+    "Finding | None": lambda *_given, **_named: None,
+    "Finding": lambda *_given, **_named: "another finding",
+    "tuple[str, tuple[int, ...], str]": lambda *_given, **_named: ("DDP306", (), ""),  # the code where nothing is known
+}
+"""Stands for a judge, by the annotation of what that returns."""
+
+
+def judges() -> dict[str, FunctionType]:
+    """The functions of `ddpcheck.judge` that come to findings, and not from findings, by module and name."""
+    found = {}
+    for module in pkgutil.walk_packages(judge.__path__, f"{judge.__name__}."):
+        for name, item in vars(importlib.import_module(module.name)).items():
+            if not isinstance(item, FunctionType) or item.__module__ != module.name:
+                continue
+            taken = [str(annotation) for key, annotation in item.__annotations__.items() if key != "return"]
+            if item.__annotations__.get("return") in _NOTHING and not any("Finding" in one for one in taken):
+                found[f"{module.name.removeprefix(f'{judge.__name__}.')}.{name}"] = item
+    return found
+
+
+@contextlib.contextmanager
+def finding_nothing(function: FunctionType) -> Iterator[None]:
+    """In the block `function` finds nothing, or another finding where it has to return one, wherever it is called."""
+    code = _NOTHING[function.__annotations__["return"]].__code__
+    constants = tuple(_ANOTHER if one == "another finding" else one for one in code.co_consts)
+    kept, function.__code__ = function.__code__, code.replace(co_consts=constants)
+    try:
+        yield
+    finally:
+        function.__code__ = kept
+
+
+@contextlib.contextmanager
+def seeing(functions: dict[str, FunctionType]) -> Iterator[set[str]]:
+    """The names of the functions that have found something in the block."""
+    names = {id(function.__code__): name for name, function in functions.items()}  # a hash of code takes its time
+    found: set[str] = set()
+
+    def see(frame: FrameType, event: str, value: Any) -> None:
+        if event == "return" and id(frame.f_code) in names and value:
+            found.add(names[id(frame.f_code)])
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)

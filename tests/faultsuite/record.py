@@ -1,0 +1,50 @@
+"""Record what the ranks answer in the checks of the suite, for `tests/test_judges_on_evidence.py`.
+
+python -m tests.faultsuite.record                        all faults and their twins; two minutes
+python -m tests.faultsuite.record gradients/batchnorm    the cases whose name begins like this
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from tests.faultsuite.cases import Case, all_cases
+from tests.faultsuite.recorded import FOLDER, TWINS, evidence_path, record, write_evidence
+from tests.faultsuite.runs import faults_in, faults_in_twin
+
+WORKERS = 2  # cases at a time, as in `make faults`
+
+
+def record_case(case: Case) -> list[str]:
+    """Write the evidence of a case; returns where a report was not what is expected."""
+    told = {twin: record(case, twin) for twin in TWINS}
+    write_evidence(case, {twin: phases for twin, (_, phases) in told.items()})
+    faults = [f"broken: {fault}" for fault in faults_in(case, told["broken"][0])]
+    return faults + [f"fixed: {fault}" for fault in faults_in_twin(told["fixed"][0])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faultsuite.record", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="beginnings of names of cases")
+    chosen = parser.parse_args().names
+    cases = [case for case in all_cases() if not chosen or str(case).startswith(tuple(chosen))]
+    begun, wrong = time.perf_counter(), 0
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        for number, (case, faults) in enumerate(zip(cases, pool.map(record_case, cases), strict=True), 1):
+            wrong += bool(faults)
+            print(f"[{number}/{len(cases)}] {case}: {'; '.join(faults) or 'recorded'}", file=sys.stderr, flush=True)
+    if not chosen:
+        known = {evidence_path(case) for case in cases}
+        for path in FOLDER.glob("*/*.json"):
+            if path not in known:  # of a fault that is not there any more
+                path.unlink()
+    print(f"{len(cases)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
