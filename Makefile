@@ -62,7 +62,7 @@ format: $(READY) ## put the code into shape
 models: $(READY) ## every architecture of docs/models.md, checked and held against an oracle
 	$(BIN)/python -m tests.models
 
-faults: $(READY) ## run every fault of examples/faults, and write docs/faults.md and the comparison in the README
+faults: $(READY) ## run every fault of examples/faults; write docs/faults.md, the README's comparison and tests/evidence
 	$(BIN)/python -m tests.faultsuite
 
 steady: $(READY) ## every fault 20 times in worlds of 2, 3 and 4 ranks, under load: the findings must stay the same

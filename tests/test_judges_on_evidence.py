@@ -18,14 +18,23 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, OptionsDifferError, RankFailure, TargetError
-from ddpcheck.findings.evidence import Difference, StepEvidence, Unregistered
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.parameters import StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import FORMATS, renderer_for
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, dumped, fields_that_differ, plain, with_fields
-from tests.faultsuite.recorded import FOLDER, evidence_path, read_evidence, replay, write_evidence
+from tests.faultsuite.recorded import (
+    FOLDER,
+    Phase,
+    evidence_path,
+    evidence_text,
+    read_evidence,
+    replay,
+    write_evidence,
+)
 from tests.faultsuite.runs import faults_in, faults_in_twin
 from tests.reports import shown
 from tests.tiers import first_of_each, share
@@ -199,7 +208,7 @@ def test_values_come_back_as_they_were() -> None:
         *(None, True, 3, -0.0, math.inf, "text", (), [], {}, [1, (2, {"a": [None]})], {1, 2}, frozenset({"b", "a"})),
         *({(0, "a"): 1, 2: 3}, {"is": "a key", "list": 1}, Path("a/b"), Severity.NOTE, Location("model.py", 3)),
         Difference("a", math.inf, 1e-6, worst_index=(1, 2)),
-        StepEvidence(1, 0, {"a": "missing"}, unregistered=(Unregistered("x", (2,), Location("m.py", 1)),)),
+        StepEvidence(1, 0, {"a": "missing"}, unregistered=(UnregisteredTensor("x", (2,), Location("m.py", 1)),)),
     )
     for value in values:
         assert again(value) == value and type(again(value)) is type(value), value
@@ -262,10 +271,8 @@ def test_nothing_of_this_machine_is_recorded() -> None:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    from tests.faultsuite.recorded import Phase
-
     phases = [Phase("session.build()", [Location("a.py", 1)] * 2), Phase("session.wrap()", [None, None])]
-    write_evidence(CASE, {"broken": [phases]}, tmp_path)
+    write_evidence(CASE, evidence_text({"broken": [phases]}), tmp_path)
     assert read_evidence(CASE, tmp_path)["broken"] == [
         [
             {"asked": "session.build()", "each": {"is": "Location", "path": "a.py", "line": 1}},

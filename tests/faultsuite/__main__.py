@@ -1,4 +1,4 @@
-"""Run the suite and write what was heard: `docs/faults.md`, and the comparison of tools in the README.
+"""Run the suite and write what was heard: `docs/faults.md`, the comparison of tools in the README, `tests/evidence`.
 
 python -m tests.faultsuite                  all of it
 python -m tests.faultsuite parameters/      the cases whose name begins like this; prints, writes nothing
@@ -16,6 +16,7 @@ from importlib.metadata import version
 from multiprocessing import get_context
 
 from tests.faultsuite.cases import ROOT, all_cases
+from tests.faultsuite.recorded import forget_others, write_evidence
 from tests.faultsuite.runs import faults_in, faults_in_twin, run_case
 from tests.faultsuite.table import comparison, faults_page
 
@@ -51,6 +52,9 @@ def main() -> int:
         text, count = MARK.subn(rf"\g<1>{table}\n\g<2>", readme.read_text(encoding="utf-8"))
         assert count == 1, "the README has no place for the comparison"
         readme.write_text(text, encoding="utf-8")
+        for row in rows:
+            write_evidence(row.case, row.evidence)
+        forget_others(cases)
     print(f"{len(rows)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
     return 1 if wrong else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ROOT / "examples" / "faults"
@@ -46,6 +47,19 @@ class Case:
     @property
     def family(self) -> str:
         return self.path.parent.name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a check needs to be told to find the fault."""
+        return {
+            "world_size": self.expected.world_size,
+            "steps": self.expected.steps,
+            "timeout": self.expected.timeout or 20,
+        }
+
+    def target(self, twin: str) -> str:
+        """The TARGET of one of the two recipes, "broken" or "fixed"."""
+        return f"{self.path.relative_to(ROOT)}:{twin}"
 
     def __str__(self) -> str:
         return f"{self.family}/{self.path.stem}"

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from tests.faultsuite.cases import Case, all_cases
-from tests.faultsuite.recorded import FOLDER, TWINS, evidence_path, record, write_evidence
+from tests.faultsuite.recorded import TWINS, evidence_text, forget_others, record, write_evidence
 from tests.faultsuite.runs import faults_in, faults_in_twin
 
 WORKERS = 2  # cases at a time, as in `make faults`
@@ -22,7 +22,7 @@ WORKERS = 2  # cases at a time, as in `make faults`
 def record_case(case: Case) -> list[str]:
     """Write the evidence of a case; returns where a report was not what is expected."""
     told = {twin: record(case, twin) for twin in TWINS}
-    write_evidence(case, {twin: phases for twin, (_, phases) in told.items()})
+    write_evidence(case, evidence_text({twin: phases for twin, (_, phases) in told.items()}))
     faults = [f"broken: {fault}" for fault in faults_in(case, told["broken"][0])]
     return faults + [f"fixed: {fault}" for fault in faults_in_twin(told["fixed"][0])]
 
@@ -38,10 +38,7 @@ def main() -> int:
             wrong += bool(faults)
             print(f"[{number}/{len(cases)}] {case}: {'; '.join(faults) or 'recorded'}", file=sys.stderr, flush=True)
     if not chosen:
-        known = {evidence_path(case) for case in cases}
-        for path in FOLDER.glob("*/*.json"):
-            if path not in known:  # of a fault that is not there any more
-                path.unlink()
+        forget_others(cases)
     print(f"{len(cases)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
     return 1 if wrong else 0
 

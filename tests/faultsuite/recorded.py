@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ddpcheck.findings.errors import RankError
-from ddpcheck.findings.evidence import Call
 from ddpcheck.findings.report import Report
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import World
@@ -29,18 +28,8 @@ TWINS = ("broken", "fixed")
 
 def run_check(case: Case, twin: str, *, make_world: MakeWorld = World) -> Report:
     """`ddpcheck.check` of one of the two recipes of a case, in such worlds."""
-    expected, target = case.expected, f"{case.path.relative_to(ROOT)}:{twin}"
-    asked = ask(
-        target,
-        world_size=expected.world_size,
-        backend=None,
-        device="cpu",
-        steps=expected.steps,
-        timeout=expected.timeout or 20,
-        seed=0,
-        preload=(),
-    )
-    return CheckRun(target, asked, progress=lambda _text: None, make_world=make_world).run().report()
+    asked = ask(case.target(twin), backend=None, device="cpu", seed=0, preload=(), **case.options)
+    return CheckRun(asked.target, asked, progress=lambda _text: None, make_world=make_world).run().report()
 
 
 def spelled(call: Callable[[], Any]) -> str:
@@ -74,7 +63,7 @@ class Phase:
     asked: str
     answers: Sequence[Any] | None = None
     error: RankError | None = None
-    logs: Sequence[Sequence[Call]] = ()
+    logs: Sequence[Sequence[Any]] = ()
 
 
 class RecordingWorld(World):
@@ -88,7 +77,7 @@ class RecordingWorld(World):
         self.phases.append(Phase(spelled(call)))
         return _RecordingFuture(super().start(call, **options), self, self.phases[-1])
 
-    def read_logs(self) -> list[list[Call]]:
+    def read_logs(self) -> list[list[Any]]:
         """What each rank has logged since this was last called."""
         logged = [[call for phase in self.phases for call in phase.logs[rank : rank + 1]] for rank in self._ranks]
         known = [sum(map(len, calls)) for calls in logged]
@@ -127,17 +116,15 @@ def record(case: Case, twin: str) -> tuple[Report, list[list[Phase]]]:
     return run_check(case, twin, make_world=make_world), [world.phases for world in worlds]
 
 
-def write_evidence(case: Case, recorded: dict[str, list[list[Phase]]], folder: Path = FOLDER) -> None:
-    """Write what `record` has given for both recipes of a case."""
+def evidence_text(recorded: Mapping[str, list[list[Phase]]]) -> str:
+    """What `record` has given for both recipes of a case, as JSON, with the fields that the classes in it have now."""
     encoder = Encoder()
     twins = {
         twin: [[_phase_data(encoder, phase) for phase in world] for world in worlds]
         for twin, worlds in recorded.items()
     }
-    data = {"classes": {name: " ".join(fields_of(name)) for name in sorted(encoder.used)}, **twins}
-    path = evidence_path(case, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumped(data) + "\n", encoding="utf-8")
+    classes = {name: " ".join(fields_of(name)) for name in sorted(encoder.used)}
+    return dumped({"classes": classes, **twins}) + "\n"
 
 
 def _phase_data(encoder: Encoder, phase: Phase) -> dict[str, Any]:
@@ -158,6 +145,19 @@ def _phase_data(encoder: Encoder, phase: Phase) -> dict[str, Any]:
 def evidence_path(case: Case, folder: Path = FOLDER) -> Path:
     """Where the evidence of a case is."""
     return folder / case.family / f"{case.path.stem}.json"
+
+
+def write_evidence(case: Case, text: str, folder: Path = FOLDER) -> None:
+    """Keep the evidence of a case."""
+    path = evidence_path(case, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def forget_others(cases: Iterable[Case]) -> None:
+    """Remove what was recorded of faults that are none of `cases`."""
+    for path in set(FOLDER.glob("*/*.json")) - set(map(evidence_path, cases)):
+        path.unlink()
 
 
 # --- Replaying -------------------------------------------------------------------------------------------------------

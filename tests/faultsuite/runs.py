@@ -11,7 +11,8 @@ from ddpcheck.findings.errors import HangError, RankError
 from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
 from ddpcheck.report.checking.check import check
-from tests.faultsuite.cases import ROOT, Case
+from tests.faultsuite.cases import Case
+from tests.faultsuite.recorded import evidence_text, record
 from tests.reports import contradictions
 
 Ending = Literal["trains on", "raises", "hangs", "aborts", "exits"]
@@ -45,7 +46,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Row:
-    """One case and all that was heard of it."""
+    """One case and all that was heard of it; `evidence` is what the ranks answered ddpcheck, as JSON."""
 
     case: Case
     tools: dict[str, Heard]
@@ -53,6 +54,7 @@ class Row:
     report: Report
     twin: Report
     seconds: float
+    evidence: str = field(repr=False)
 
 
 def run_plain(case: Case, twin: str, tool: str) -> Heard:
@@ -93,20 +95,15 @@ def run_case(case: Case, tools: tuple[str, ...] = ("plain", "debug", "mmengine")
     heard = {tool: run_plain(case, "broken", tool) for tool in tools}
     twins = {tool: run_plain(case, "fixed", tool) for tool in tools}
     begun = time.perf_counter()
-    report = report_on(case, "broken")
+    report, broken = record(case, "broken")
     seconds = time.perf_counter() - begun
-    return Row(case, heard, twins, report, report_on(case, "fixed"), seconds)
+    twin, fixed = record(case, "fixed")
+    return Row(case, heard, twins, report, twin, seconds, evidence_text({"broken": broken, "fixed": fixed}))
 
 
 def report_on(case: Case, twin: str, *, world_size: int | None = None) -> Report:
     """What ddpcheck says of one of the two recipes of a case."""
-    expected = case.expected
-    return check(
-        f"{case.path.relative_to(ROOT)}:{twin}",
-        world_size=world_size or expected.world_size,
-        steps=expected.steps,
-        timeout=expected.timeout or 20,
-    )
+    return check(case.target(twin), **{**case.options, "world_size": world_size or case.expected.world_size})
 
 
 def faults_in(case: Case, report: Report, *, world_size: int | None = None) -> list[str]:

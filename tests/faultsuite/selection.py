@@ -1,4 +1,7 @@
-"""Which faults `make test` runs: for each code the one that is found fastest, and more of a family that has too few."""
+"""Which faults `make test` runs on ranks: the fastest of each code, and of the twins the fastest of each family.
+
+What is judged of all the others is tested on recorded evidence, in `tests/test_judges_on_evidence.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from tests.faultsuite.cases import ROOT, Case
 from tests.tiers import first_of_each
 
 PAGE = ROOT / "docs" / "faults.md"
-OF_A_FAMILY = 3  # at least
 _ROW = re.compile(r"^\| \[.*?\]\(\.\./examples/faults/(\S+)\.py\) .* \| ([\d.]+) \|$", re.MULTILINE)
 
 
@@ -19,12 +21,15 @@ def seconds_on_page() -> dict[str, float]:
 
 
 def fastest_of_each_code(cases: Sequence[Case]) -> list[Case]:
-    """The cases of `make test`; one that is not on the page yet counts as the fastest of its code."""
+    """One case of each code; one that is not on the page yet counts as the fastest."""
+    return first_of_each(_by_speed(cases), lambda case: [case.expected.code])
+
+
+def fastest_of_each_family(cases: Sequence[Case]) -> list[Case]:
+    """One case of each family."""
+    return first_of_each(_by_speed(cases), lambda case: [case.family])
+
+
+def _by_speed(cases: Sequence[Case]) -> list[Case]:
     seconds = seconds_on_page()
-    by_speed = sorted(cases, key=lambda case: (seconds.get(str(case), 0.0), str(case)))
-    chosen = first_of_each(by_speed, lambda case: [case.expected.code])
-    for family in {case.family for case in cases}:
-        of_it = [case for case in by_speed if case.family == family]
-        few = OF_A_FAMILY - sum(case in chosen for case in of_it)
-        chosen += [case for case in of_it if case not in chosen][: max(few, 0)]
-    return chosen
+    return sorted(cases, key=lambda case: (seconds.get(str(case), 0.0), str(case)))
