@@ -42,7 +42,7 @@ from ddpcheck.judge.training_loop import judge_values_changed
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
-from ddpcheck.report.checking.check_worlds import Arguments, CheckStopped, CheckWorlds, OptionsStopped
+from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
 from ddpcheck.report.settings import rule_patterns
 from ddpcheck.worlds import validation as allowed
 
@@ -159,13 +159,13 @@ def _default_backend(device: str, sharing: int) -> str:
 class CheckRun(CheckWorlds):
     """One check under way: what is asked of the ranks, in which order."""
 
-    def run(self) -> CheckState:
-        """Run all checks, whatever happens on the way."""
+    def run(self, wrap: Callable[[], WrappedModule] = calls.session.wrap) -> CheckState:
+        """Run all checks, whatever happens on the way; `wrap` is the phase that wraps the model."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             try:
                 self._start_worlds(stack)
-                self._run_phases()
+                self._run_phases(wrap)
             except CheckStopped:
                 pass
             except RankError as error:
@@ -174,18 +174,20 @@ class CheckRun(CheckWorlds):
                 raise
             except Exception as error:
                 self._fail_by_bug(error)
-            if self._single_hang and self.outcome.error is None:
-                self.outcome.error = ReportError(self._single_hang, EXIT_HANG)
+            if self.reference is not None:
+                self.outcome.take_single_process(self.reference)
+            if self.single_hang and self.outcome.error is None:
+                self.outcome.error = ReportError(self.single_hang, EXIT_HANG)
             self.outcome.judge(self._locate_module())
         self.outcome.timing["total"] = time.perf_counter() - begun
         return self.outcome
 
     # Phases
 
-    def _run_phases(self) -> None:
+    def _run_phases(self, wrap: Callable[[], WrappedModule]) -> None:
         self._prepare()
         with self._phase("wrapping", "wrapping the model"):
-            self.outcome.wrapped = self._wrap(calls.session.wrap)
+            self.outcome.wrapped = self._wrap(wrap)
             self._check_after_wrapping(self.outcome.wrapped)
         self._explained("what each program holds", None, calls.program_data.note_program_data)
         self._run_steps()
@@ -193,12 +195,13 @@ class CheckRun(CheckWorlds):
 
     def _prepare(self) -> None:
         """Build the model everywhere, and compare what the ranks have built."""
-        building = self._start_single(self._earlier[0])
+        building = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.session.build, self.target, self.asked.seed)
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
-            self._settle_single(building)
+            if building is not None:
+                self._settle_single(building)
         with self._phase("consistency", "comparing the modules of the ranks"):
             self._check_before_wrapping(built)
 
@@ -216,19 +219,17 @@ class CheckRun(CheckWorlds):
         if stopping:
             self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
-    def _wrap(
-        self, phase: Callable[Arguments, WrappedModule], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> list[WrappedModule]:
-        """Wrap by `phase`; options of the wrapper that differ between ranks end the check before DDP hangs."""
+    def _wrap(self, wrap: Callable[[], WrappedModule]) -> list[WrappedModule]:
+        """Wrap the model; options of the wrapper that differ between ranks end the check before DDP hangs."""
         try:
-            return self._all(phase, *args, **kwargs)
+            return self._all(wrap)
         except RankError as error:
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
                 raise
             self.outcome.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
             self.outcome.rest_skipped = "DDP221: DDP would stop, hang or abort"
-            raise OptionsStopped from error
+            raise CheckStopped from error
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
@@ -256,7 +257,7 @@ class CheckRun(CheckWorlds):
         """Where `wrap` has made another module of it, the single process must have that one too."""
         if wrapped.transfer_error:
             self.outcome.single_skipped = f"wrap makes another module, which {wrapped.transfer_error}"
-        elif wrapped.replaces_module:
+        elif wrapped.replaces_module and self.reference is None:
             self._earlier.append(partial(calls.single_process.adopt, self.world.directory / "module.pickle"))
             self._settle_single(self._start_single(self._earlier[-1]))
 
@@ -265,7 +266,7 @@ class CheckRun(CheckWorlds):
         state = self.world.directory / f"state-{step}.pt"
         averaged = self.world.directory / f"averaged-{step}.pt"
         with self._phase("parameters", f"{words}: each rank by itself"):
-            wanted = not self.outcome.single_skipped and not self.outcome.ranks_apart
+            wanted = not (self.reference or self.outcome.single_skipped or self.outcome.ranks_apart)
             self._all(calls.local_step.begin_step, step, state if wanted else None)
             single = self._start_single(partial(calls.single_process.run_step, step, state)) if wanted else None
             local: list[LocalStep] = self._all(calls.local_step.local_step, step)

@@ -121,24 +121,6 @@ class CheckState:
     _after_steps: frozenset[Finding] = frozenset()
     _came_with: Sequence[tuple[Finding, Finding]] = ()
 
-    def fork(self) -> CheckState:
-        """A copy to which more can be added, and that can be judged, without changing this one."""
-        return replace(
-            self,
-            findings=list(self.findings),
-            notes=list(self.notes),
-            timing=dict(self.timing),
-            bugs=list(self.bugs),
-            _unjudged=set(self._unjudged),
-            _evidence=list(self._evidence),
-            _ddp=list(self._ddp),
-            _compiled=list(self._compiled),
-            _single=dict(self._single),
-            _norms=dict(self._norms),
-            _parity=list(self._parity),
-            _noise=dict(self._noise),
-        )
-
     # What ddpcheck itself cannot do
 
     def add_bug(self, bug: ReportError) -> None:
@@ -267,6 +249,25 @@ class CheckState:
         return self.analysis is None or (
             bool(self._choices.get(self._analysed[0].evidence.step)) and not self.local[0].random.choices
         )
+
+    def take_single_process(self, reference: CheckState) -> None:
+        """Compare with the single process of a finished check of the same target."""
+        self.single_skipped = reference.single_skipped
+        self.analysis, self._analysed = reference.analysis, reference._analysed
+        self.held, self.changed = reference.held, reference.changed
+        self._choices, self._draws = reference._choices, reference._draws
+        self._single, self._single_backwards = reference._single, reference._single_backwards
+        self._parity += [entry for entry in reference._parity if entry.reference == "single-process"]
+        self._noise = {**reference._noise, **self._noise}
+        self._repeated = self._repeated or reference._repeated
+        for step, norm in reference._norms.items():
+            self._norms[step] = max(norm, self._norms.get(step, 0.0))
+
+    @property
+    def stopped_by_target(self) -> bool:
+        """Whether something has ended the check that does not depend on the wrapper's options."""
+        options = self.rest_skipped.startswith("DDP221")
+        return bool(self.error or self.rest_skipped) and self._at != "reducer" and not options
 
     def draws_alike(self) -> bool:
         """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""

@@ -103,12 +103,11 @@ class CheckStopped(Exception):
     """The rest of the check cannot be run; the reason is in the outcome already."""
 
 
-class OptionsStopped(CheckStopped):
-    """The options that the wrapper is given differ between ranks, so that its constructor would not return."""
-
-
 class CheckWorlds:
-    """A world of ranks and a single process at work on a target, and the `CheckState` that comes of it."""
+    """A world of ranks and a single process at work on a target, and the `CheckState` that comes of it.
+
+    Where `reference` is given, the results of the single process are those of that finished check of the same target.
+    """
 
     def __init__(
         self,
@@ -118,15 +117,17 @@ class CheckWorlds:
         progress: Callable[[str], None],
         hosts: RankHosts | None = None,
         make_world: MakeWorld = World,
+        reference: CheckState | None = None,
     ) -> None:
         self.target = target
         self.asked = asked
         self.progress = progress
         self.hosts = hosts
         self.make_world = make_world
+        self.reference = reference
         self.outcome = CheckState(asked)
         self._alone_in_group = False
-        self._single_hang = ""
+        self.single_hang = ""
         self._packing_checked = False
         self._earlier: list[Callable[[], None]] = [
             partial(calls.single_process.start, target, asked.seed, asked.world_size)
@@ -136,7 +137,8 @@ class CheckWorlds:
         with self.outcome.timed("start"):
             self.progress(f"starting {self.asked.world_size} ranks")
             self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
-            self.single = stack.enter_context(self._make_world(1, group=False))
+            if self.reference is None:
+                self.single = stack.enter_context(self._make_world(1, group=False))
             self._worlds = stack
 
     def _make_world(self, world_size: int, *, group: bool) -> PhaseWorld:
@@ -199,8 +201,8 @@ class CheckWorlds:
                 self.outcome.single_skipped = f"not comparable with random numbers silenced: the single process {said}"
                 return None
             if isinstance(error, HangError):
-                self._single_hang = f"the single process hung: {error}"
-                self.outcome.single_skipped = self._single_hang
+                self.single_hang = f"the single process hung: {error}"
+                self.outcome.single_skipped = self.single_hang
                 return None
             if not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 retried: Result | None = self._retry_in_group()

@@ -1,136 +1,58 @@
-"""One model under one combination of DDP options after another, from the same states, against the same averages.
-
-What does not depend on the options (the states before each step, the ranks' own averaged gradients) is kept once; each
-row of the matrix is a freshly built and wrapped module that is put into those states. Phases of `check_matrix`.
-"""
+"""Phases of `check_matrix`: wrapping with the options of a row, and timing steps."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import gc
 import importlib
 import inspect
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.exception_origin import passes_on
-from ddpcheck.findings.source_lines import record_origins
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers
 from ddpcheck.gather.phases import session as phases
 from ddpcheck.gather.phases.session import RankState, seed_of, the_session
-from ddpcheck.gather.phases.single_process import model_seed
+from ddpcheck.gather.phases.single_process import make_batch, model_seed
 from ddpcheck.gather.state.external_state import Restore, put_back
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.training_step import ModuleState, run_backward, run_optimizer
-from ddpcheck.recipe.pytree import copied, tree_tensors
-from ddpcheck.recipe.recipe import call_loss
-from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts
+from ddpcheck.gather.steps.training_step import ModuleState, capture_state, run_backward, run_optimizer
+from ddpcheck.recipe.pytree import copied, to_device, tree_tensors
+from ddpcheck.recipe.recipe import Recipe, call_loss
+from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
 from ddpcheck.worlds import rank as this_rank
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
-@dataclass(slots=True)
-class KeptStep:
-    """What a step begins from and has to come to, whatever the options."""
-
-    before: ModuleState
-    batch: Any
-    averaged: dict[str, torch.Tensor | None]
-    scale: dict[str, float]
-    started: list[Restore]
-
-
-@dataclass(slots=True)
-class Wrapping:
-    """A wrapped module that can be trained."""
-
-    module: nn.Module
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-@dataclass(slots=True)
-class Rows:
-    """What a rank keeps from row to row.
-
-    Attributes:
-        kept: The steps, by number and by whether the wrapper broadcasts buffers.
-        baseline: What step times are compared with.
-        handed_out: The parameters that `model()` has returned so far, for as long as they live, by identity.
-        given: The options that the recipe gave to each `DistributedDataParallel` that it made in the row under way.
-    """
-
-    kept: dict[tuple[int, bool], KeptStep] = field(default_factory=dict)
-    baseline: Wrapping | None = None
-    handed_out: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    given: list[dict[str, Any]] = field(default_factory=list)
-
-
-def _rows() -> Rows:
-    rows: Rows = this_rank.state.setdefault("rows", Rows())
-    return rows
-
-
 # Wrapping
 
 
-def begin_reference(options: DdpOptions | None) -> WrappedModule:
-    """Wrap a module, for the steps that each rank makes by itself; the module's hooks and structure are then known."""
-    session = the_session()
-    wrapped = begin_row(options)
-    session.facts = replace(session.facts, find_unused_parameters=True)  # gather what any of the options may need
-    session.twin_optimizer = None
-    return wrapped
-
-
-def begin_row(options: DdpOptions | None) -> WrappedModule:
-    """Build the module anew and wrap it with these options, or as the recipe does (None)."""
-    session, rows = the_session(), _rows()
-    if session.wrapped is not None:
-        session.wrapped = session.wrapper = session.optimizer = None
-        session.module = nn.Module()  # the last row's reducer goes with its hooks on the parameters
-        gc.collect()
-        session.module = _build(session, rows)
-    else:
-        _note(rows, session.module)
-    rows.given = []
-    wrapped = phases.wrap(overridden_options(options, rows.given))
+def wrap(options: DdpOptions | None) -> WrappedRow:
+    """Wrap the module with these options, or as the recipe does (None)."""
+    given: list[dict[str, Any]] = []
+    wrapped = phases.wrap(overridden_options(options, given))
+    wrapper = the_session().wrapper
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)
-        assert session.wrapper is not None
-        session.wrapper.register_comm_hook(None, hook)  # type: ignore[operator]
-    return wrapped
-
-
-def _build(session: RankState, rows: Rows) -> nn.Module:
-    this_rank.set_status("building the model")
-    seed_everything(model_seed(session.seed))
-    with record_origins() as session.origins:
-        module = session.recipe.build_model()
-    taken = {key for key, parameter in rows.handed_out.items() if parameter() is not None}
-    if taken & {id(p) for p in module.parameters()}:
-        module = copy.deepcopy(module)  # model() hands out the same parameters every time
-    _note(rows, module)
-    into_training(module)
-    return module.to(session.device)
-
-
-def _note(rows: Rows, module: nn.Module) -> None:
-    rows.handed_out = {key: p for key, p in rows.handed_out.items() if p() is not None}
-    rows.handed_out.update({id(parameter): weakref.ref(parameter) for parameter in module.parameters()})
+        wrapper.register_comm_hook(None, hook)  # type: ignore[union-attr, operator]
+    model = _model_facts(given)
+    told = (model.own or {}) if options is None else options.arguments
+    resisting = {}
+    for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+        got = getattr(wrapper, name, None)
+        if got is not None and bool(got) != bool(told.get(name, False)):
+            resisting[name] = got
+    said = {each.name: getattr(wrapped, each.name) for each in fields(wrapped)}
+    return WrappedRow(**said, model=model, resisting=resisting)
 
 
 @contextlib.contextmanager
@@ -166,26 +88,19 @@ def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) 
         ddp.__init__ = original
 
 
-def resisting(options: DdpOptions) -> dict[str, Any]:
-    """What the wrapper was made with in spite of these options: `wrap` sets it after the constructor."""
-    wrapper = the_session().wrapper
-    found = {}
-    for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
-        got, wanted = getattr(wrapper, name, None), options.arguments.get(name, False)
-        if got is not None and bool(got) != bool(wanted):
-            found[name] = got
-    return found
+def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
+    """What decides which options can make a difference, as far as one rank knows.
 
-
-def facts() -> ModelFacts:
-    """What decides which options can make a difference, as far as one rank knows; after the recipe's own wrapping."""
-    session, rows = the_session(), _rows()
+    Args:
+        given: What the recipe gave to each `DistributedDataParallel` that it made.
+    """
+    session = the_session()
     known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     trained = [p for p in session.module.parameters() if p.requires_grad]
     hooks = [hook for hook, _state in getattr(session.wrapper, "_comm_hooks", ())]
     return ModelFacts(
         known=tuple(name for name in VARIED if name in known),
-        own=_plain(rows.given[0]) if len(rows.given) == 1 else None,
+        own=_plain(given[0]) if len(given) == 1 else None,
         own_hook=getattr(hooks[0], "__name__", type(hooks[0]).__name__) if hooks else "",
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
         bits=max((torch.finfo(p.dtype).bits for p in trained), default=32),
@@ -199,92 +114,93 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
 
 
-# Steps
-
-
-def keep_step(step: int) -> None:
-    """Keep what this step began from and what its gradients average to; before the optimizer changes either."""
-    session = the_session()
-    assert session.before is not None
-    before = ModuleState(
-        tensors={name: tensor.clone() for name, tensor in session.before.tensors.items()},
-        held=session.before.held,
-        plain=session.before.plain,
-    )
-    averaged = {name: None if tensor is None else tensor.clone() for name, tensor in session.averaged.items()}
-    _rows().kept[step, broadcasts_buffers(session.wrapper)] = KeptStep(
-        before, session.batch, averaged, dict(session.scale), session.started
-    )
-
-
-def share_parameters() -> None:
-    """Go on from rank 0's parameters everywhere."""
-    session = the_session()
-    if session.world_size > 1:
-        with unlogged(), torch.no_grad():
-            for parameter in session.twin.parameters():
-                dist.broadcast(parameter.detach(), src=0, group=session.group)
-
-
-def rewind(step: int, synced: bool) -> None:
-    """Put the row's module into the state before the step, with the batch and the averages of that step.
-
-    Args:
-        step: Counted from 0.
-        synced: Whether to take those of a wrapper that broadcasts buffers.
-    """
-    session = the_session()
-    kept = _rows().kept[step, synced]
-    this_rank.set_status(f"step {step}: beginning")
-    session.before, session.batch = kept.before, kept.batch
-    session.averaged, session.scale = kept.averaged, kept.scale
-    session.started = kept.started
-    kept.before.restore(session.module)
-
-
 # Step times
 
 
-def keep_baseline() -> None:
-    """What was wrapped last is what the step times of the rows after it are compared with."""
+@dataclass(slots=True)
+class Timed:
+    """A wrapped module whose steps are timed.
+
+    Attributes:
+        module: The module in it.
+        wrapped: What the loss is called with.
+        optimizer: Of its parameters.
+        before: The state in which each of its steps begins.
+    """
+
+    module: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    before: ModuleState
+
+
+@dataclass(slots=True)
+class Timing:
+    """What is timed on this rank: the baseline and the row, the batches of the steps, and the recipe's own state."""
+
+    two: list[Timed]
+    batches: list[Any]
+    started: list[Restore]
+
+
+def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DdpOptions | None]) -> None:
+    """Build and wrap the model twice: as the baseline and as the row do."""
+    phases.build(target, seed)
     session = the_session()
-    assert session.wrapped is not None and session.optimizer is not None
-    _rows().baseline = Wrapping(session.module, session.wrapped, session.optimizer)
+    recipe, timed = session.recipe, list[Timed]()
+    for options in two:
+        if timed:
+            session.module = _build_again(session)
+        wrap(options)
+        assert session.wrapped is not None and session.optimizer is not None
+        before = capture_state(session.module)
+        timed.append(Timed(session.module, session.wrapped, session.optimizer, before))
+    batches = []
+    for step in range(steps):
+        batch = make_batch(recipe, step, seed=seed, world_size=session.world_size)
+        batches.append(to_device(recipe.local_batch(batch, session.rank, session.world_size), session.device))
+    assert session.surroundings is not None
+    this_rank.state["timing"] = Timing(timed, batches, session.surroundings.capture())
+
+
+def _build_again(session: RankState) -> nn.Module:
+    seed_everything(model_seed(session.seed))
+    module = session.recipe.build_model()
+    if {id(p) for p in session.module.parameters()} & {id(p) for p in module.parameters()}:
+        module = copy.deepcopy(module)  # model() hands out the same parameters every time
+    into_training(module)
+    return module.to(session.device)
 
 
 def time_steps(pairs: int) -> list[tuple[float, float]]:
-    """Seconds of a training step under the baseline and under the row, in turns, so that both meet the same weather.
+    """Seconds of a training step under the baseline and under the row, interleaved, so that noise hits both.
 
     A step is zero_grad, forward, backward and optimizer step. Both run the same steps from the same states, with the
     same random numbers; which of them goes first changes from pair to pair.
     """
-    session, rows = the_session(), _rows()
-    assert rows.baseline is not None and session.wrapped is not None and session.optimizer is not None
-    row = Wrapping(session.module, session.wrapped, session.optimizer)
-    steps = sorted(rows.kept)
+    session, timing = the_session(), this_rank.state["timing"]
     found = []
     with unlogged():
         for pair in range(pairs):
-            step = steps[pair % len(steps)]
             this_rank.set_status(f"timing pair {pair} of {pairs}")
-            kept = rows.kept[step]
-            order = (rows.baseline, row) if pair % 2 == 0 else (row, rows.baseline)
-            seconds = [_seconds(session, wrapping, kept, step[0]) for wrapping in order]
-            found.append((seconds[pair % 2], seconds[1 - pair % 2]))
+            first = pair % 2
+            seconds = {place: _seconds(session, timing, place, pair) for place in (first, 1 - first)}
+            found.append((seconds[0], seconds[1]))
     return found
 
 
-def _seconds(session: RankState, wrapping: Wrapping, kept: KeptStep, step: int) -> float:
-    kept.before.restore(wrapping.module)
-    put_back(kept.started)
-    batch = copied(kept.batch)
+def _seconds(session: RankState, timing: Timing, place: int, pair: int) -> float:
+    timed, step = timing.two[place], pair % len(timing.batches)
+    timed.before.restore(timed.module)
+    put_back(timing.started)
+    batch = copied(timing.batches[step])
     seed_everything(seed_of(session, step))
     _settle(session)
     begun = time.perf_counter()
-    run_optimizer(wrapping.optimizer, "zero_grad")
-    losses = _scalars(call_loss(session.recipe, wrapping.wrapped, batch, step))
+    run_optimizer(timed.optimizer, "zero_grad")
+    losses = _scalars(call_loss(session.recipe, timed.wrapped, batch, step))
     run_backward(functools.reduce(torch.add, losses))
-    run_optimizer(wrapping.optimizer, "step")
+    run_optimizer(timed.optimizer, "step")
     if session.device.type == "cuda":
         torch.cuda.synchronize(session.device)
     return time.perf_counter() - begun

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.wording import format_ranks, format_steps
 
 VARIED = (
@@ -82,6 +83,19 @@ class ModelFacts:
     nccl: bool = False
     buffers_differ: bool = False
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedRow(WrappedModule):
+    """What a rank says after wrapping with the options of a row.
+
+    Attributes:
+        model: What this rank knows of the model.
+        resisting: What the recipe's `wrap` sets after the constructor, in spite of the options.
+    """
+
+    model: ModelFacts = field(default_factory=ModelFacts)
+    resisting: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
