@@ -62,7 +62,7 @@ def detect_anomalous_params(
     from ddpcheck.findings.errors import UsageError, WrongTypeError
     from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.gather.autograd.gradient_paths import Explainer
-    from ddpcheck.gather.phases.local_step import unregistered_leaves
+    from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
     from ddpcheck.recipe.pytree import tree_tensors
     from ddpcheck.recipe.recipe import kind_of
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from ddpcheck.gather.autograd.autograd_graph import all_names  # noqa: E402
 from ddpcheck.gather.phases import local_step as local  # noqa: E402
-from ddpcheck.gather.phases import session  # noqa: E402
+from ddpcheck.gather.phases import missing_gradients, model_build, model_wrap, rank_state  # noqa: E402
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
 from ddpcheck.testing.fixture import DdpWorld  # noqa: E402
@@ -384,7 +384,7 @@ def test_any_loop_can_ask_before_backward_and_keeps_its_graph() -> None:
 
 
 @pytest.mark.ddp(world_size=1)
-def test_a_wrapped_model_is_spoken_of_by_the_names_of_the_bare_one() -> None:
+def test_a_training_model_is_spoken_of_by_the_names_of_the_bare_one() -> None:
     model = nn.parallel.DistributedDataParallel(TwoHeads())
     found = detect_anomalous_params(model(torch.ones(2, 3)).sum(), model)
     assert found.missing == ("extra.weight", "extra.bias")
@@ -507,13 +507,13 @@ def truth_on_a_rank(recipe: Recipe) -> list[dict[str, str]]:
 
 def evidence_on_a_rank(recipe: Recipe) -> tuple[list[StepEvidence], WrapperFacts, dict[str, tuple[str, ...]]]:
     """What the phases of a check gather on this rank."""
-    session.build(recipe, 0)
-    facts, gathered = session.wrap().facts, []
+    model_build.build(recipe, 0)
+    facts, gathered = model_wrap.wrap().facts, []
     for step in range(STEPS):
         local.begin_step(step, None)
-        gathered.append(local.local_step(step).explained(local.explain(step)).evidence)
-    session.the_session().stack.close()
-    return gathered, facts, session.aliases()
+        gathered.append(local.local_step(step).explained(missing_gradients.explain(step)).evidence)
+    rank_state.rank_state().stack.close()
+    return gathered, facts, model_build.aliases()
 
 
 def expected_codes(

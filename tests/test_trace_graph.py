@@ -169,6 +169,17 @@ def test_a_healthy_recipe_is_drawn_without_a_mark(capsys: pytest.CaptureFixture[
     )
 
 
+def test_a_lazy_module_is_drawn_with_the_shapes_of_its_first_forward() -> None:
+    Path("lazy.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def model():\n    return nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))\n\n"
+        "def batch(step):\n    return torch.randn(8, 4)\n\n"
+        "def loss(model, batch):\n    return model(batch).mean()\n"
+    )
+    dot = draw(Path("lazy.py"))
+    assert "DDP110" in dot.title and "0.weight" in str(dot)
+
+
 def test_several_losses_are_drawn_by_name_and_with_what_is_unused_under_find_unused() -> None:
     dot = draw(
         recipe(

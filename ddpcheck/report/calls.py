@@ -23,10 +23,13 @@ MODULES = (
     "ddpcheck.gather.phases.ddp_step",
     "ddpcheck.gather.phases.float64_average",
     "ddpcheck.gather.phases.local_step",
+    "ddpcheck.gather.phases.missing_gradients",
+    "ddpcheck.gather.phases.model_build",
+    "ddpcheck.gather.phases.model_wrap",
     "ddpcheck.gather.phases.program_data",
     "ddpcheck.gather.phases.random_draws",
+    "ddpcheck.gather.phases.rank_state",
     "ddpcheck.gather.phases.repeated_step",
-    "ddpcheck.gather.phases.session",
     "ddpcheck.gather.phases.shard_analysis",
     "ddpcheck.gather.phases.shards",
     "ddpcheck.gather.phases.single_process",
@@ -41,10 +44,13 @@ if TYPE_CHECKING:
         ddp_step,
         float64_average,
         local_step,
+        missing_gradients,
+        model_build,
+        model_wrap,
         program_data,
         random_draws,
+        rank_state,
         repeated_step,
-        session,
         shard_analysis,
         shards,
         single_process,
@@ -77,8 +83,8 @@ def try_call(
         return function(*args, **kwargs)
     except Exception as error:
         reply = this_rank.describe(error)
-        with contextlib.suppress(Exception):  # the single process has no session
-            session.recover()
+        with contextlib.suppress(Exception):  # the single process has no such state
+            rank_state.recover()
         text = str(reply["text"]).strip().partition("\n")[0]
         return NoExplanation(f"{reply['type']}: {text}" if text else reply["type"], reply["bug"], reply["traceback"])
 
@@ -90,11 +96,14 @@ __all__ = [
     "float64_average",
     "graph_phases",
     "local_step",
+    "missing_gradients",
+    "model_build",
+    "model_wrap",
     "matrix_phases",
     "program_data",
     "random_draws",
+    "rank_state",
     "repeated_step",
-    "session",
     "shard_analysis",
     "shards",
     "single_process",

@@ -266,3 +266,8 @@ def contents(value: Any) -> list[tuple[str, Any]]:
         return [(f".{key}", item) for key, item in vars(value).items()]
     except Exception:  # foreign objects may answer anything
         return []
+
+
+def unregistered_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors without gradient that `module` holds without having registered them."""
+    return [(name, tensor) for name, tensor in unregistered_tensors(module) if not tensor.requires_grad]

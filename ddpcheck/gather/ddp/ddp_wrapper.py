@@ -23,6 +23,13 @@ def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
     return [thing for thing in gc.get_objects() if type(thing) in known]
 
 
+def find_ddp(wrapped: nn.Module) -> nn.Module:
+    """The one `DistributedDataParallel` inside what `wrap` returned (a compiled module, say), else `wrapped`."""
+    ddp = nn.parallel.DistributedDataParallel
+    inside = [module for module in wrapped.modules() if isinstance(module, ddp)]
+    return inside[0] if len(inside) == 1 else wrapped
+
+
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
     """What `wrapper` was told.
 

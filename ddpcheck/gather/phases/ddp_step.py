@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.gather.autograd.autograd_graph import unregistered_state
 from ddpcheck.gather.ddp.ddp_constructor import hook_loss
 from ddpcheck.gather.ddp.loop_events import recorded
-from ddpcheck.gather.phases.session import RankState, plain_state, seed_of, the_session
+from ddpcheck.gather.phases.rank_state import TrainingModel, rank_state
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.module_description import fingerprint, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, scales
@@ -25,68 +26,64 @@ from ddpcheck.worlds import rank as this_rank
 
 def ddp_step(step: int) -> DdpStepEvidence:
     """Forward, backward and optimizer step through the wrapper, compared with the averaged local gradients."""
-    session = the_session()
-    assert session.wrapped is not None and session.optimizer is not None
-    session.calls.clear()
-    put_back(session.started)
+    state = rank_state()
+    model, data, module = state.training_model, state.step, state.module
+    model.calls.clear()
+    put_back(data.external)
     this_rank.set_status(f"step {step}: zero_grad")
-    run_optimizer(session.optimizer, "zero_grad")
-    clear_gradients(session.module)
-    for parameter in session.owners.values():  # also of those that the module has no more
+    run_optimizer(model.optimizer, "zero_grad")
+    clear_gradients(module)
+    for parameter in model.trainable.values():  # also of those that the module has no more
         parameter.grad = None
-    assert session.wrapper is not None
-    since = versions(session.module)
-    with recorded(session.module, session.wrapper, session.optimizer) as recorder:
-        loss = compute_loss(
-            session.recipe, session.wrapped, session.batch, step=step, seed=seed_of(session, step), place="DDP "
-        )
+    since = versions(module)
+    with recorded(module, model.wrapper, model.optimizer) as recorder:
+        seed = state.seed_of(step)
+        loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="DDP ")
         this_rank.set_status(f"step {step}: DDP backward")
-        run_backward(loss.total, module=session.module, since=since)
+        run_backward(loss.total, module=module, since=since)
         del loss
         this_rank.set_status(f"step {step}: DDP comparison")
-        owners = session.owners
-        lossy = hook_loss(session.wrapper)
-        floor = scales({name: t for name, t in session.averaged.items() if t is not None}) if lossy else {}
+        lossy = hook_loss(model.wrapper)
+        floor = scales({name: t for name, t in data.averaged.items() if t is not None}) if lossy else {}
         differences = tuple(
             against_average(
                 name,
                 None if p.grad is None else dense(p.grad),
-                session.averaged.get(name),
-                world_size=session.world_size,
-                scale=session.scale.get(name, 0.0),
+                data.averaged.get(name),
+                world_size=state.world_size,
+                scale=data.scale.get(name, 0.0),
                 lossy=lossy,
                 floor=floor.get(name, 0.0),
             )
-            for name, p in owners.items()
+            for name, p in model.trainable.items()
         )
-        gradients = {name: 0 if p.grad is None else fingerprint(dense(p.grad)) for name, p in owners.items()}
-        computed_with = fingerprints(session.module.named_parameters())
+        gradients = {n: 0 if p.grad is None else fingerprint(dense(p.grad)) for n, p in model.trainable.items()}
+        computed_with = fingerprints(module.named_parameters())
         this_rank.set_status(f"step {step}: optimizer")
-        run_optimizer(session.optimizer, "step")
-    held = fingerprints(plain_state(session.module))
+        run_optimizer(model.optimizer, "step")
+    unregistered = fingerprints(unregistered_state(module))
     return DdpStepEvidence(
-        rank=session.rank,
+        rank=state.rank,
         step=step,
         gradients=gradients,
-        parameters=fingerprints(session.module.named_parameters()),
+        parameters=fingerprints(module.named_parameters()),
         parameters_before_optimizer=computed_with,
-        buffers=fingerprints(session.module.named_buffers()),
-        state={name: value for name, value in held.items() if name in session.own_state},
-        new_state={name: value for name, value in held.items() if name not in session.own_state},
-        optimizer=_optimizer_state(session),
+        buffers=fingerprints(module.named_buffers()),
+        state={name: value for name, value in unregistered.items() if name in model.unregistered},
+        new_state={name: value for name, value in unregistered.items() if name not in model.unregistered},
+        optimizer=_optimizer_state(model),
         against_local=differences,
-        wrapper_calls=session.calls.get("wrapper", 0),
-        inner_calls=session.calls.get("inner", 0),
+        wrapper_calls=model.calls.get("wrapper", 0),
+        inner_calls=model.calls.get("inner", 0),
         events=tuple(recorder.events),
         parameters_after_backward=recorder.values,
     )
 
 
-def _optimizer_state(session: RankState) -> dict[str, int]:
-    assert session.optimizer is not None
-    names = {id(p): name for name, p in session.module.named_parameters()}
+def _optimizer_state(model: TrainingModel) -> dict[str, int]:
+    names = {id(p): name for name, p in model.module.named_parameters()}
     found: dict[str, int] = {}
-    for parameter, state in getattr(session.optimizer, "state", {}).items():
+    for parameter, state in getattr(model.optimizer, "state", {}).items():
         for key, value in state.items() if isinstance(state, Mapping) else ():
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):

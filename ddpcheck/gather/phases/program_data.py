@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
-from ddpcheck.gather.phases.session import the_session
+from ddpcheck.gather.phases.rank_state import rank_state
 from ddpcheck.worlds import rank as this_rank
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -37,14 +37,14 @@ def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
     Args:
         most: Items of a container.
     """
-    session = the_session()
+    state = rank_state()
     found: dict[str, str] = {}
-    for prefix, module in session.module.named_modules():
+    for prefix, module in state.module.named_modules():
         for key, value in vars(module).items():
             if key not in MODULE_INTERNALS and not key.startswith("_") and not _has_tensors(value):
                 found.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0, most))
     for role in ("loss", "shard"):
-        function = getattr(session.recipe, role, None)
+        function = getattr(state.recipe, role, None)
         for name, value in held_by(function):
             for key, text in _spelled(name, value, 0, most).items():
                 found.setdefault(key, text)

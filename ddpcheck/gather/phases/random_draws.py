@@ -15,9 +15,8 @@ from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, user_location
-from ddpcheck.gather.phases.session import rewound, seed_of, the_session
+from ddpcheck.gather.phases.rank_state import rank_state, replays_step
 from ddpcheck.gather.state.module_description import fingerprint
-from ddpcheck.gather.steps.training_step import compute_loss
 from ddpcheck.recipe.pytree import tree_tensors
 
 
@@ -67,19 +66,13 @@ class Choices(TorchDispatchMode):
 _INDICES = ("randint", "multinomial")
 
 
-@rewound
+@replays_step
 def draws(step: int) -> list[SharedDraw]:
-    """Run the forward pass of a step once more, and tell what it drew for its samples on this rank."""
-    session = the_session()
-    assert session.before is not None
-    session.before.restore(session.twin)
-    log = _Draws(next((len(t) for t in tree_tensors(session.batch) if t.dim()), 0))
-    with _modules_in(session.twin, log.modules), _seeding_seen(log), log:
-        compute_loss(
-            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="drawing, "
-        )
-    session.before.restore(session.twin)
-    session.outputs.clear()
+    """The random numbers that the forward pass of a step draws for its samples on this rank."""
+    state = rank_state()
+    log = _Draws(next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0))
+    with _modules_in(state.reference.module, log.modules), _seeding_seen(log), log:
+        state.run_loss(step, "drawing, ")
     return log.found
 
 

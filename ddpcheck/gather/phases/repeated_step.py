@@ -12,10 +12,10 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
 from ddpcheck.gather.ddp.loop_events import backward_through
-from ddpcheck.gather.phases.session import RankState, rewound, seed_of, the_session
+from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
-from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
+from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, gradients_of, run_backward
 
 _FACTOR = 2.0  # a power of two: what is linear comes out with the very same digits
 _NOT_ROUNDING = 1e3  # times machine eps
@@ -28,17 +28,15 @@ class _Run:
     feeds_others: bool = False
 
 
-@rewound
+@replays_step
 def repeat_step(step: int) -> RepeatedStep:
-    """The local step three times more from the same state and seed, the third time with twice the gradient put in."""
-    session = the_session()
-    assert session.before is not None
+    """The local step three times more from the same state and seed, the third with the output gradient doubled."""
+    state = rank_state()
     runs = []
     for factor in (1.0, 1.0, _FACTOR):
-        session.before.restore(session.twin)
-        put_back(session.started)
-        runs.append(_run(session, step, factor))
-    session.before.restore(session.twin)
+        state.step.before.restore(state.reference.module)
+        put_back(state.step.external)
+        runs.append(_run(state, step, factor))
     first, second, doubled = runs
     halved = {name: gradient / _FACTOR for name, gradient in doubled.gradients.items()}
     nonlinear = [item.name for item in _differences(first.gradients, halved) if item.bad]
@@ -49,11 +47,12 @@ def repeat_step(step: int) -> RepeatedStep:
     )
 
 
-def _run(session: RankState, step: int, factor: float) -> _Run:
+def _run(state: RankState, step: int, factor: float) -> _Run:
     """One step with everything that starts a backward pass times `factor`."""
-    clear_gradients(session.twin)
+    module = state.reference.module
+    clear_gradients(module)
     run = _Run()
-    own = {id(p) for p in session.twin.parameters()}
+    own = {id(p) for p in module.parameters()}
     depth = 0
 
     @passes_on
@@ -77,11 +76,8 @@ def _run(session: RankState, step: int, factor: float) -> _Run:
             depth -= 1
 
     with backward_through(enlarged):
-        loss = compute_loss(
-            session.recipe, session.twin, session.batch, step=step, seed=seed_of(session, step), place="repeating, "
-        )
-        run_backward(loss.total)
-    run.gradients = {name: gradient.clone() for name, gradient in gradients_of(named_parameters(session.twin)).items()}
+        run_backward(state.run_loss(step, "repeating, ").total)
+    run.gradients = {name: gradient.clone() for name, gradient in gradients_of(named_parameters(module)).items()}
     return run
 
 

@@ -25,10 +25,11 @@ from ddpcheck.gather.phases.shard_terms import (
     mean_gradient,
     total_gradient,
 )
-from ddpcheck.gather.phases.single_process import SingleProcess, make_batch, step_seed
+from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import fit, norm
+from ddpcheck.gather.steps.seeds import make_batch, step_seed
 from ddpcheck.gather.steps.training_step import Gradients, compute_loss
 from ddpcheck.recipe.pytree import to_device, upcast
 from ddpcheck.recipe.recipe import summary

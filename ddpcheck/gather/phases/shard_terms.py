@@ -19,10 +19,11 @@ from ddpcheck.findings.evidence.single_process import LossTerm
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, recorded_lines, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
-from ddpcheck.gather.phases.single_process import SingleProcess, step_seed
+from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.sample_influence import FirstActivations, are_felt, changes_for
+from ddpcheck.gather.steps.seeds import step_seed
 from ddpcheck.gather.steps.training_step import (
     Gradients,
     Loss,

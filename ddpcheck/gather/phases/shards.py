@@ -13,8 +13,8 @@ from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.gather.collectives.collective_log import replaced_by
 from ddpcheck.gather.collectives.fake_collectives import answer_alone
-from ddpcheck.gather.phases.session import the_session
-from ddpcheck.gather.phases.single_process import make_batch, step_seed
+from ddpcheck.gather.phases.rank_state import rank_state, replays_step
+from ddpcheck.gather.steps.seeds import make_batch, step_seed
 from ddpcheck.gather.steps.training_step import compute_loss
 from ddpcheck.recipe.pytree import batch_size, to_device
 from ddpcheck.worlds import rank as this_rank
@@ -22,13 +22,12 @@ from ddpcheck.worlds import rank as this_rank
 
 @contextlib.contextmanager
 def blaming_empty_shards(step: int) -> Iterator[None]:
-    """What fails in the block on a rank without samples fails for that reason.
+    """An error in the block on a rank with an empty shard is reported as an empty shard.
 
     Raises:
         EmptyShardError: The shard of this rank has no samples, or there is none, and the block raised.
     """
-    session = the_session()
-    session.batch = None
+    data = rank_state().step
     try:
         yield
     except Exception as error:
@@ -36,7 +35,7 @@ def blaming_empty_shards(step: int) -> Iterator[None]:
             raise
         if isinstance(error.__cause__, StopIteration):
             raise EmptyShardError(f"its loader has ended: {error}", step) from error
-        if session.batch is not None and samples_of(session.batch) == 0:
+        if data.batch is not None and samples_of(data.batch) == 0:
             raise EmptyShardError(f"its shard is empty, and with it: {error}", step) from error
         raise
 
@@ -52,14 +51,14 @@ REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 _MOST_VALUES = 1 << 14
 
 
+@replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     """What this rank hands to reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
 
     Nothing is communicated: each collective is taken for one of this rank alone, so that no rank can hang. What the
     ranks then send in one place differs only where the program itself depends on the rank.
     """
-    session = the_session()
-    assert session.before is not None
+    state = rank_state()
     found: list[ReductionInput] = []
 
     def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
@@ -67,18 +66,15 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
             found.append(ReductionInput(operation, call.location, _values(given)))
         return answer_alone(operation, given)
 
-    session.before.restore(session.twin)
     try:
-        batch = make_batch(session.recipe, step, seed=session.seed, world_size=session.world_size)
-        shard = to_device(session.recipe.local_batch(batch, 0, session.world_size), session.device)
+        batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
+        shard = to_device(state.recipe.local_batch(batch, 0, state.world_size), state.device)
         with replaced_by(standing):
-            seed = step_seed(session.seed, step, 0)
-            compute_loss(session.recipe, session.twin, shard, step=step, seed=seed, place="comparing what is sent, ")
+            seed, module = step_seed(state.seed, step, 0), state.reference.module
+            compute_loss(state.recipe, module, shard, step=step, seed=seed, place="comparing what is sent, ")
     except (Exception, SystemExit):  # a program that needs true answers: what was sent until then can be compared
         pass
     finally:
-        session.before.restore(session.twin)
-        session.outputs.clear()
         this_rank.set_collective("")
     return tuple(found)
 

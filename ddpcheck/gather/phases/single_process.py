@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
-from ddpcheck.gather.state.module_description import fingerprint
-from ddpcheck.gather.state.randomness import mixed_seed, seed_everything, settle_device
+from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import difference, fit, norm, scales, tolerances
+from ddpcheck.gather.steps.seeds import batch_fingerprint, make_batch, model_seed, step_seed
 from ddpcheck.gather.steps.training_step import (
     Gradients,
     ModuleState,
@@ -34,7 +33,7 @@ from ddpcheck.gather.steps.training_step import (
     capture_state,
     compute_gradients,
 )
-from ddpcheck.recipe.pytree import batch_size, equal_parts, to_device, tree_map, tree_tensors, upcast
+from ddpcheck.recipe.pytree import to_device, tree_map, upcast
 from ddpcheck.recipe.recipe import Recipe, summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
@@ -44,59 +43,8 @@ from ddpcheck.worlds.compilation import run_as_written
 HANDOVER = "module.pickle"
 """The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
 
-_BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
 _LARGEST_BY_CHANGE = 1e-3  # of all gradients together; more than that is no rounding
 _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
-
-
-def model_seed(seed: int) -> int:
-    """The seed under which `model()` is called."""
-    return mixed_seed(seed, _MODEL_SEED)
-
-
-def step_seed(seed: int, step: int, rank: int = 0) -> int:
-    """The seed of the random numbers that a rank draws in a step; a single process draws as rank 0."""
-    return mixed_seed(seed, _STEP_SEED, step, rank)
-
-
-def batch_seed(seed: int, step: int) -> int:
-    """The seed under which `batch(step)` is called."""
-    return mixed_seed(seed, _BATCH_SEED, step)
-
-
-def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
-    """The global batch of `step`, made under a seed of its own.
-
-    Where ddpcheck splits it itself, samples that do not divide by the ranks are left out: unequal shards would make the
-    mean of the ranks another thing than the mean of the batch, and that would be no fault of the recipe.
-    """
-    this_rank.set_status(f"step {step}: batch")
-    seed_everything(batch_seed(seed, step))
-    batch = recipe.global_batch(step)
-    if recipe.shard is None:
-        with contextlib.suppress(TargetError):  # told where the batch is split
-            return equal_parts(batch, world_size)
-    return batch
-
-
-def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
-    """A sentence on the samples that `make_batch` leaves out; empty where there are none."""
-    if recipe.shard is not None:
-        return ""
-    seed_everything(batch_seed(seed, step))
-    with contextlib.suppress(TargetError):
-        size = batch_size(recipe.global_batch(step))
-        if size > world_size and size % world_size:
-            return (
-                f"the batch of {size} samples does not divide by {world_size} ranks: it was checked with equal shards, "
-                f"without the last {size % world_size}"
-            )
-    return ""
-
-
-def batch_fingerprint(batch: Any) -> tuple[int, ...]:
-    """Tells whether two processes hold the same batch."""
-    return tuple(fingerprint(tensor) for tensor in tree_tensors(batch))
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ def _default_backend(device: str, sharing: int) -> str:
 class CheckRun(CheckWorlds):
     """One check under way: what is asked of the ranks, in which order."""
 
-    def run(self, wrap: Callable[[], WrappedModule] = calls.session.wrap) -> CheckState:
+    def run(self, wrap: Callable[[], WrappedModule] = calls.model_wrap.wrap) -> CheckState:
         """Run all checks, whatever happens on the way; `wrap` is the phase that wraps the model."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
@@ -191,13 +191,13 @@ class CheckRun(CheckWorlds):
             self._check_after_wrapping(self.outcome.wrapped)
         self._explained("what each program holds", None, calls.program_data.note_program_data)
         self._run_steps()
-        self.outcome.notes += self._explained("how the ranks ran the recipe", [], calls.session.notes)[0]
+        self.outcome.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
         """Build the model everywhere, and compare what the ranks have built."""
         building = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
-            built: list[BuiltModule] = self._all(calls.session.build, self.target, self.asked.seed)
+            built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
             if building is not None:
@@ -213,7 +213,7 @@ class CheckRun(CheckWorlds):
     def _check_before_wrapping(self, built: Sequence[BuiltModule]) -> None:
         found = judge_uninitialised([item.uninitialised for item in built])
         if len({item.digest for item in built}) > 1:
-            found += judge_descriptions(self._all(calls.session.description))
+            found += judge_descriptions(self._all(calls.model_build.description))
         self._add(found)
         stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
         if stopping:
@@ -249,7 +249,7 @@ class CheckRun(CheckWorlds):
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
             self.outcome.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
         self.outcome.names = Names(
-            aliases=self._explained("which parameters are tied", {}, calls.session.aliases)[0],
+            aliases=self._explained("which parameters are tied", {}, calls.model_build.aliases)[0],
             locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
 
@@ -322,7 +322,7 @@ class CheckRun(CheckWorlds):
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
         what = "why gradients are missing"
-        return self._explained(what, {}, calls.local_step.explain, step) if in_step else [{} for _ in local]
+        return self._explained(what, {}, calls.missing_gradients.explain, step) if in_step else [{} for _ in local]
 
     def _quieten(self, step: int, averaged: Path) -> bool:
         """Average gradients without random numbers; returns whether the loss can do without."""
@@ -350,7 +350,7 @@ class CheckRun(CheckWorlds):
         found = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
         if not found:
             return
-        lines = self._all(calls.session.assignments, [name for finding in found for name in finding.subjects])[0]
+        lines = self._all(calls.model_build.assignments, [name for finding in found for name in finding.subjects])[0]
         self._add([dataclasses.replace(f, location=lines.get(f.subjects[0])) for f in found])
         self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
 
@@ -435,9 +435,10 @@ class CheckRun(CheckWorlds):
                 last = self.asked.steps - 1
                 what = "whether gradients that are zero stay so"
                 self.outcome.awake = frozenset().union(
-                    *self._explained(what, asleep, calls.local_step.wake, asleep, last)
+                    *self._explained(what, asleep, calls.missing_gradients.nonzero_when_perturbed, last, asleep)
                 )
                 asleep = [name for name in asleep if name not in self.outcome.awake]
                 if asleep:
                     what = "where gradients become zero"
-                    self.outcome.zero_ends = self._explained(what, {}, calls.local_step.why_zero, asleep, last)[0]
+                    phase = calls.missing_gradients.why_zero
+                    self.outcome.zero_ends = self._explained(what, {}, phase, last, asleep)[0]

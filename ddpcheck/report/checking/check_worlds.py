@@ -286,7 +286,7 @@ class CheckWorlds:
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
         """By rank, the lines that made parameters, buffers and modules, as far as they are known."""
-        return self._explained("which line made what", {}, calls.session.locations, names)
+        return self._explained("which line made what", {}, calls.model_build.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:
         module = (self.outcome.analysis.coupling.module if self.outcome.analysis else None) or ""

@@ -13,9 +13,13 @@ from torch import nn
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
 from ddpcheck.gather.phases import local_step as local
-from ddpcheck.gather.phases.session import RankState, build, seed_of, the_session, wrap
-from ddpcheck.gather.phases.single_process import make_batch
+from ddpcheck.gather.phases import missing_gradients
+from ddpcheck.gather.phases.model_build import build
+from ddpcheck.gather.phases.model_wrap import wrap
+from ddpcheck.gather.phases.rank_state import RankState, rank_state
+from ddpcheck.gather.steps.seeds import make_batch
 from ddpcheck.gather.steps.training_step import compute_loss
 from ddpcheck.recipe.pytree import copied, to_device, tree_leaves, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
@@ -37,19 +41,16 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
         materialise: Whether lazy parameters must be given their shapes by a forward pass first.
     """
     build(target, seed)
-    session = the_session()
-    session.batch = _batch(session)
+    state = rank_state()
     if materialise:
-        for module in (session.module, session.twin):
+        batch = make_batch(state.recipe, STEP, seed=state.seed, world_size=state.world_size)
+        shard = to_device(state.recipe.local_batch(batch, state.rank, state.world_size), state.device)
+        for module in (state.module, state.reference.module):
             with torch.no_grad():
-                call_loss(session.recipe, module, copied(session.batch), STEP)
-    if wrapped:
-        wrap()
-
-
-def _batch(session: RankState) -> Any:
-    batch = make_batch(session.recipe, STEP, seed=session.seed, world_size=session.world_size)
-    return to_device(session.recipe.local_batch(batch, session.rank, session.world_size), session.device)
+                call_loss(state.recipe, module, copied(shard), STEP)
+    if not wrapped:
+        state.recipe = replace(state.recipe, wrap=lambda module, _device: module)
+    wrap()
 
 
 def run_step() -> int | None:
@@ -58,18 +59,14 @@ def run_step() -> int | None:
     Returns:
         The number of its nodes, or `None` where there are too many to count.
     """
-    session = the_session()
     local.begin_step(STEP, None)
     local.local_step(STEP)
     this_rank.state["path ends"] = {}
     with contextlib.suppress(Exception):  # the report of the check says so
-        this_rank.state["path ends"] = local.explain(STEP)
-    assert session.before is not None
-    session.before.restore(session.twin)
-    loss = compute_loss(
-        session.recipe, session.twin, session.batch, step=STEP, seed=seed_of(session, STEP), place="counting, "
-    )
-    walk = walk_graph(loss.parts)
+        this_rank.state["path ends"] = missing_gradients.explain(STEP)
+    state = rank_state()
+    state.step.before.restore(state.reference.module)
+    walk = walk_graph(state.run_loss(STEP, "counting, ").parts)
     return walk.size if walk.complete else None
 
 
@@ -87,28 +84,28 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     Raises:
         UsageError: The operations cannot be drawn, and modules will not do.
     """
-    session = the_session()
-    assert session.before is not None
-    session.before.restore(session.twin)
+    state = rank_state()
+    module = state.reference.module
+    state.step.before.restore(module)
     path_ends: dict[str, PathEnd] = this_rank.state["path ends"]
     ends = list(dict.fromkeys(end for end in path_ends.values() if end.cause in ("cut", "unreachable")))
-    names = _module_names(session.twin)
-    registered = {id(module) for module in session.twin.modules()}
-    batch = copied(session.batch)
+    names = _module_names(module)
+    registered = {id(submodule) for submodule in module.modules()}
+    batch = copied(state.step.batch)
     recorder = FlowRecorder(names, registered, tree_tensors(batch), ends, keep=detail == "operations")
     losses: dict[str, torch.Tensor] = {}
 
     def recorded(model: nn.Module, _batch: Any) -> Any:
         with recorder:
-            result = call_loss(session.recipe, model, batch, STEP)
+            result = call_loss(state.recipe, model, batch, STEP)
         losses.update(_named_losses(result))
         return result
 
-    recipe = replace(session.recipe, loss=recorded)
-    compute_loss(recipe, session.twin, session.batch, step=STEP, seed=seed_of(session, STEP), place="drawing, ")
-    if session.rank != 0:
+    recipe = replace(state.recipe, loss=recorded)
+    compute_loss(recipe, module, state.step.batch, step=STEP, seed=state.seed_of(STEP), place="drawing, ")
+    if state.rank != 0:
         return None
-    found = _Found(session, recorder, losses, path_ends, ends, names)
+    found = _Found(state, recorder, losses, path_ends, ends, names)
     if detail == "operations":
         try:
             picture = found.operations(size)
@@ -117,7 +114,7 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
         except UsageError:
             if most is None:
                 raise
-        found = _Found(session, recorder, losses, path_ends, ends, names)
+        found = _Found(state, recorder, losses, path_ends, ends, names)
     return found.flow(size)
 
 
@@ -161,26 +158,24 @@ class _Found:
 
     def __init__(
         self,
-        session: RankState,
+        state: RankState,
         recorder: FlowRecorder,
         losses: Mapping[str, torch.Tensor],
         path_ends: Mapping[str, PathEnd],
         ends: Sequence[PathEnd],
         names: Mapping[int, str],
     ) -> None:
-        self.session = session
+        self.module = module = state.reference.module
         self.recorder = recorder
         self.losses = losses
         self.path_ends = path_ends
         self.ends = ends
         self.modules = self._module_facts(names)
-        self.tensors: dict[int, torch.Tensor] = {id(p): p for p in session.twin.parameters()}
-        self.names = all_names(session.twin)
+        self.tensors: dict[int, torch.Tensor] = {id(p): p for p in module.parameters()}
+        self.names = all_names(module)
         for leaf in recorder.leaves.values():
             if id(leaf) not in self.tensors:
-                strange = local.unregistered_leaves(
-                    [leaf], session.twin, before={id(leaf): leaf}, recipe=session.recipe, ignore=[]
-                )
+                strange = unregistered_leaves([leaf], module, before={id(leaf): leaf}, recipe=state.recipe, ignore=[])
                 if strange and not strange[0].name.startswith("a tensor of shape"):
                     self.tensors[id(leaf)] = leaf
                     self.names[id(leaf)] = (strange[0].name,)
@@ -188,11 +183,11 @@ class _Found:
         self._edges: dict[tuple[str, str], bool] = {}
 
     def _module_facts(self, names: Mapping[int, str]) -> dict[str, ModuleFact]:
-        twin, calls = self.session.twin, self.recorder.calls
+        module, calls = self.module, self.recorder.calls
         found = {}
         for submodule in (
-            *twin.modules(),
-            *(inner for item in _unregistered_modules(twin) for inner in item.modules()),
+            *module.modules(),
+            *(inner for item in _unregistered_modules(module) for inner in item.modules()),
         ):
             if (name := names.get(id(submodule))) is not None and name not in found:
                 elements = sum(p.numel() for p in submodule.parameters())

@@ -18,12 +18,12 @@ from torch import nn
 
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.phases import session as phases
-from ddpcheck.gather.phases.session import RankState, seed_of, the_session
-from ddpcheck.gather.phases.single_process import make_batch, model_seed
+from ddpcheck.gather.phases import model_build, model_wrap
+from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state
 from ddpcheck.gather.state.external_state import Restore, put_back
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
+from ddpcheck.gather.steps.seeds import make_batch, model_seed
 from ddpcheck.gather.steps.training_step import ModuleState, capture_state, run_backward, run_optimizer
 from ddpcheck.recipe.pytree import copied, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
@@ -39,11 +39,11 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 def wrap(options: DdpOptions | None) -> WrappedRow:
     """Wrap the module with these options, or as the recipe does (None)."""
     given: list[dict[str, Any]] = []
-    wrapped = phases.wrap(overridden_options(options, given))
-    wrapper = the_session().wrapper
+    wrapped = model_wrap.wrap(overridden_options(options, given))
+    wrapper = rank_state().training_model.wrapper
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)
-        wrapper.register_comm_hook(None, hook)  # type: ignore[union-attr, operator]
+        wrapper.register_comm_hook(None, hook)  # type: ignore[operator]
     model = _model_facts(given)
     told = (model.own or {}) if options is None else options.arguments
     resisting = {}
@@ -94,17 +94,17 @@ def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
     Args:
         given: What the recipe gave to each `DistributedDataParallel` that it made.
     """
-    session = the_session()
+    state = rank_state()
     known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    trained = [p for p in session.module.parameters() if p.requires_grad]
-    hooks = [hook for hook, _state in getattr(session.wrapper, "_comm_hooks", ())]
+    trained = [p for p in state.module.parameters() if p.requires_grad]
+    hooks = [hook for hook, _state in getattr(state.training_model.wrapper, "_comm_hooks", ())]
     return ModelFacts(
         known=tuple(name for name in VARIED if name in known),
         own=_plain(given[0]) if len(given) == 1 else None,
         own_hook=getattr(hooks[0], "__name__", type(hooks[0]).__name__) if hooks else "",
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
         bits=max((torch.finfo(p.dtype).bits for p in trained), default=32),
-        buffers=sum(1 for _ in session.module.buffers()),
+        buffers=sum(1 for _ in state.module.buffers()),
         nccl=this_rank.current().backend == "nccl",
     )
 
@@ -119,18 +119,9 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Timed:
-    """A wrapped module whose steps are timed.
+    """A wrapped model whose steps are timed, and the state in which each of them begins."""
 
-    Attributes:
-        module: The module in it.
-        wrapped: What the loss is called with.
-        optimizer: Of its parameters.
-        before: The state in which each of its steps begins.
-    """
-
-    module: nn.Module
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
+    model: TrainingModel
     before: ModuleState
 
 
@@ -140,36 +131,34 @@ class Timing:
 
     two: list[Timed]
     batches: list[Any]
-    started: list[Restore]
+    external: list[Restore]
 
 
 def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DdpOptions | None]) -> None:
     """Build and wrap the model twice: as the baseline and as the row do."""
-    phases.build(target, seed)
-    session = the_session()
-    recipe, timed = session.recipe, list[Timed]()
+    model_build.build(target, seed)
+    state = rank_state()
+    recipe, timed = state.recipe, list[Timed]()
     for options in two:
         if timed:
-            session.module = _build_again(session)
+            state.module = _build_again(state)
         wrap(options)
-        assert session.wrapped is not None and session.optimizer is not None
-        before = capture_state(session.module)
-        timed.append(Timed(session.module, session.wrapped, session.optimizer, before))
+        timed.append(Timed(state.training_model, capture_state(state.module)))
     batches = []
     for step in range(steps):
-        batch = make_batch(recipe, step, seed=seed, world_size=session.world_size)
-        batches.append(to_device(recipe.local_batch(batch, session.rank, session.world_size), session.device))
-    assert session.surroundings is not None
-    this_rank.state["timing"] = Timing(timed, batches, session.surroundings.capture())
+        batch = make_batch(recipe, step, seed=seed, world_size=state.world_size)
+        batches.append(to_device(recipe.local_batch(batch, state.rank, state.world_size), state.device))
+    external = state.training_model.external_state.capture()
+    this_rank.state["timing"] = Timing(timed, batches, external)
 
 
-def _build_again(session: RankState) -> nn.Module:
-    seed_everything(model_seed(session.seed))
-    module = session.recipe.build_model()
-    if {id(p) for p in session.module.parameters()} & {id(p) for p in module.parameters()}:
+def _build_again(state: RankState) -> nn.Module:
+    seed_everything(model_seed(state.seed))
+    module = state.recipe.build_model()
+    if {id(p) for p in state.module.parameters()} & {id(p) for p in module.parameters()}:
         module = copy.deepcopy(module)  # model() hands out the same parameters every time
     into_training(module)
-    return module.to(session.device)
+    return module.to(state.device)
 
 
 def time_steps(pairs: int) -> list[tuple[float, float]]:
@@ -178,39 +167,39 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
     A step is zero_grad, forward, backward and optimizer step. Both run the same steps from the same states, with the
     same random numbers; which of them goes first changes from pair to pair.
     """
-    session, timing = the_session(), this_rank.state["timing"]
+    state, timing = rank_state(), this_rank.state["timing"]
     found = []
     with unlogged():
         for pair in range(pairs):
             this_rank.set_status(f"timing pair {pair} of {pairs}")
             first = pair % 2
-            seconds = {place: _seconds(session, timing, place, pair) for place in (first, 1 - first)}
+            seconds = {place: _seconds(state, timing, place, pair) for place in (first, 1 - first)}
             found.append((seconds[0], seconds[1]))
     return found
 
 
-def _seconds(session: RankState, timing: Timing, place: int, pair: int) -> float:
+def _seconds(state: RankState, timing: Timing, place: int, pair: int) -> float:
     timed, step = timing.two[place], pair % len(timing.batches)
-    timed.before.restore(timed.module)
-    put_back(timing.started)
+    timed.before.restore(timed.model.module)
+    put_back(timing.external)
     batch = copied(timing.batches[step])
-    seed_everything(seed_of(session, step))
-    _settle(session)
+    seed_everything(state.seed_of(step))
+    _settle(state)
     begun = time.perf_counter()
-    run_optimizer(timed.optimizer, "zero_grad")
-    losses = _scalars(call_loss(session.recipe, timed.wrapped, batch, step))
+    run_optimizer(timed.model.optimizer, "zero_grad")
+    losses = _scalars(call_loss(state.recipe, timed.model.wrapped, batch, step))
     run_backward(functools.reduce(torch.add, losses))
-    run_optimizer(timed.optimizer, "step")
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
+    run_optimizer(timed.model.optimizer, "step")
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
     return time.perf_counter() - begun
 
 
-def _settle(session: RankState) -> None:
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-    if session.world_size > 1:
-        dist.barrier(group=session.group)
+def _settle(state: RankState) -> None:
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
+    if state.world_size > 1:
+        dist.barrier(group=state.group)
 
 
 def _scalars(result: Any) -> Sequence[torch.Tensor]:

@@ -1,0 +1,211 @@
+"""Wrapping on a rank: the recipe's `wrap`, the wrapper that comes of it, and its optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.modules import WrappedModule
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.gather.autograd.autograd_graph import unregistered_state, unregistered_tensors
+from ddpcheck.gather.autograd.gradient_hooks import recorded_hooks
+from ddpcheck.gather.collectives.collective_log import note_collective
+from ddpcheck.gather.ddp.ddp_constructor import (
+    compare_options,
+    constructor_options,
+    spelled_option,
+    wrapper_attributes,
+)
+from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, broadcasts_buffers, changes, facts_of, find_ddp
+from ddpcheck.gather.phases.rank_state import ReferenceModule, TrainingModel, rank_state
+from ddpcheck.gather.phases.single_process import HANDOVER
+from ddpcheck.gather.state.external_state import ExternalState
+from ddpcheck.gather.state.module_description import fingerprint, fingerprints
+from ddpcheck.gather.steps.training_step import differs_in_structure
+from ddpcheck.recipe.recipe import summary
+from ddpcheck.worlds import rank as this_rank
+from ddpcheck.worlds import wire
+
+
+def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
+    """Wrap the module as the user does, and make the optimizers.
+
+    Args:
+        around: Entered for the recipe's own `wrap`; it may change what the DDP constructor is told.
+    """
+    state = rank_state()
+    this_rank.set_status("wrapping the model")
+    names = {id(p): name for name, p in state.module.named_parameters()}
+    original, reference = state.module, state.reference.module
+    known_hooks = recorded_hooks()
+    with _watch_construction() as construction, around or contextlib.nullcontext():
+        wrapped = state.recipe.wrap_module(original, state.device)
+    hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
+    wrapper = find_ddp(wrapped)
+    if wrapper is not wrapped and wrapper.module is not original:
+        wrapper = wrapped  # a part of the model is wrapped, not the whole
+    inner = getattr(wrapper, "module", wrapper)
+    reshaped, trouble = False, ""
+    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference)):
+        if differs_in_structure(inner, reference):
+            reshaped = _shapes(inner) != _shapes(reference)
+            state.reference.module = reference = copy.deepcopy(inner)
+            trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
+        state.module = inner
+    trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(name in trainable)  # wrap may have frozen some
+    optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
+    recipe, ours = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
+    model = state.wrapping = TrainingModel(
+        module=state.module,
+        wrapped=wrapped,
+        wrapper=wrapper,
+        optimizer=optimizer,
+        facts=facts_of(wrapper, names),
+        trainable=trainable,
+        unregistered=frozenset(name for name, _ in unregistered_state(state.module)),
+        hooks=hooks,
+        external_state=ExternalState(
+            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(thing) for thing in ours]
+        ),
+    )
+    count_calls(model)
+    _follow(state.reference)
+    owned = {id(p): name for name, p in state.module.named_parameters()}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return WrappedModule(
+        facts=model.facts,
+        options={**construction.options, **wrapper_attributes(wrapper)},
+        optimizer=_optimizer_options(optimizer, state.module),
+        parameters=fingerprints(state.module.named_parameters()),
+        buffers=fingerprints(state.module.named_buffers()),
+        loss_location=_defined_at(recipe.loss),
+        hooks=hooks,
+        wrapper=type(wrapped).__name__,
+        broadcasts_buffers=broadcasts_buffers(wrapper),
+        changes=changes(construction.seen, state.module) if construction.seen else {},
+        parameters_at_construction={name: parameter.value for name, parameter in construction.seen.items()},
+        replaces_module=reshaped,
+        transfer_error=trouble,
+        foreign_tensors=len(optimized - set(owned)),
+        not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in trainable),
+    )
+
+
+def _defined_at(function: Any) -> Location | None:
+    """The line that defines a function of the user's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def _hand_over(module: nn.Module) -> str:
+    """Put the module that `wrap` has made where the single process finds it; returns why that cannot be done."""
+    try:
+        (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
+    except Exception as error:  # what a module holds may be anything
+        return summary(error)
+    return ""
+
+
+@dataclass(slots=True)
+class _Construction:
+    """What the DDP constructor was told, and each parameter as it was when that was done."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, SeenParameter] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _watch_construction() -> Iterator[_Construction]:
+    """Compare the ranks' options before the DDP constructor communicates, and note what it has seen."""
+    ddp: Any = nn.parallel.DistributedDataParallel
+    original = ddp.__init__
+    found = _Construction()
+
+    @functools.wraps(original)
+    @passes_on
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.options = constructor_options(original, self, *args, **kwargs)
+        compare_options(found.options)
+        original(self, *args, **kwargs)
+        found.seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in self.module.named_parameters()})
+
+    ddp.__init__ = constructor
+    try:
+        yield found
+    finally:
+        ddp.__init__ = original
+
+
+def _optimizer_options(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, str]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    for index, group in enumerate(optimizer.param_groups):
+        held = [names.get(id(p), "?") for p in group["params"]]
+        found[f"group {index} parameters"] = ", ".join(sorted(held))
+        found[f"group {index} order"] = ", ".join(held)
+        found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
+    return found
+
+
+def _will_broadcast(wrapper: Any) -> bool:
+    """Whether a forward pass of `wrapper` broadcasts buffers, which all ranks have to join."""
+    return broadcasts_buffers(wrapper) and not getattr(getattr(wrapper, "_join_config", None), "enable", False)
+
+
+def count_calls(model: TrainingModel) -> None:
+    """From now on, count the calls of the wrapper and of the module in it."""
+
+    def counter(key: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            model.calls[key] = model.calls.get(key, 0) + 1
+            if key == "wrapper" and _will_broadcast(model.wrapper):
+                mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
+                note_collective("DistributedDataParallel.forward", mode)
+
+        return hook
+
+    model.counters = [model.wrapper.register_forward_pre_hook(counter("wrapper"))]
+    if model.module is not model.wrapper:
+        model.counters.append(model.module.register_forward_pre_hook(counter("inner")))
+
+
+def _follow(reference: ReferenceModule) -> None:
+    """Note the parts of the reference module; count the gradients that arrive, and keep what its forward returns."""
+    module = reference.module
+    if reference.submodules.get("") is module:  # wrapped once more, with other options
+        return
+    reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    every = nn.Module.named_parameters(module, remove_duplicate=False)
+    reference.seen = {name: SeenParameter.of(p) for name, p in every}
+    reference.submodules = dict(module.named_modules())
+    reference.changed = {}
+    tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))
+    reference.constants = {id(tensor): tensor for tensor in tensors if not tensor.requires_grad}
+    for name, parameter in reference.trainable.items():
+        parameter.register_post_accumulate_grad_hook(_arrival(reference.arrivals, name))
+    module.register_forward_hook(lambda _module, _inputs, output: reference.outputs.append(output))
+
+
+def _arrival(arrivals: dict[str, int], name: str) -> Any:
+    def hook(_parameter: torch.Tensor) -> None:
+        arrivals[name] = arrivals.get(name, 0) + 1
+
+    return hook
