@@ -17,7 +17,8 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
-from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
+from ddpcheck.judge.reducer import judge_reducer
+from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.root_causes import merge_causes
 from ddpcheck.judge.single_process import (
     fix_without_gradient,
@@ -25,6 +26,7 @@ from ddpcheck.judge.single_process import (
     judge_repeat,
     judge_single_process,
 )
+from ddpcheck.judge.wrapper_error import judge_wrapper_error
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
 NAMES = ("a", "b", "c")

@@ -62,6 +62,16 @@ def plural_verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str
     return of_one if len(subjects) == 1 else of_several
 
 
+def capitalized(text: str) -> str:
+    """`text` with a capital first letter, and the rest as it is."""
+    return text[:1].upper() + text[1:]
+
+
+def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Ranks or steps as a finding names them: none where they are all of `count`."""
+    return tuple(numbers) if len(numbers) < count else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """How to speak of parameters: all names of tied ones, and the lines that made them."""

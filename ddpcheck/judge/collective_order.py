@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.findings.wording import agreeing, format_ranks, minority_ranks, phrase, plural_verb
+from ddpcheck.findings.wording import agreeing, format_ranks, minority_ranks, phrase, plural_verb, unless_all
 
 
 def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
@@ -163,7 +163,7 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
                 subjects=(lead.place or "run",),
                 message=f"{format_ranks(ranks).capitalize()} did not finish {lead.place or 'the run'}: {_tell(lead)}.",
                 severity=RULES["DDP402"].severity,
-                ranks=at_fault if len(at_fault) < world_size else (),
+                ranks=unless_all(at_fault, world_size),
                 location=Location.parse(lead.location),
                 evidence=evidence + tuple(_stack_lines(stuck)),
                 fix=_fix_of_hang(stuck, lead),

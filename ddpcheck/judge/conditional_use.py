@@ -12,7 +12,15 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.wording import Names, format_ranks, format_steps, join_names, make_finding, plural_verb
+from ddpcheck.findings.wording import (
+    Names,
+    format_ranks,
+    format_steps,
+    join_names,
+    make_finding,
+    plural_verb,
+    unless_all,
+)
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
 
@@ -80,7 +88,7 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
                 subjects,
                 f"{join_names(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
                 f"{_CHANGES[change.kind].format(**words)}.",
-                ranks=ranks if len(ranks) < world_size else (),
+                ranks=unless_all(ranks, world_size),
                 location=change.location or names.location(list(group)),
             )
         )
@@ -159,7 +167,7 @@ def judge_sometimes(
         if partial:
             code = "DDP104"
             ranks = tuple(sorted({rank for absence in partial for rank in absence.ranks}))
-            ranks = ranks if len(ranks) < world_size else ()
+            ranks = unless_all(ranks, world_size)
             step = min(min(absence.steps) for absence in partial)
             message = _told([absence for absence in partial if step in absence.steps], step, names)
             if whole:
@@ -194,7 +202,7 @@ def judge_sometimes(
                 message=message,
                 severity=RULES[code].severity,
                 ranks=ranks,
-                steps=tuple(absent_in) if len(absent_in) < len(steps) else (),
+                steps=unless_all(absent_in, len(steps)),
                 location=names.location(group),
                 evidence=tuple(facts),
                 fix=SPARSE_ADVICE if sparse else "",

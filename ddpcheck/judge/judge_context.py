@@ -6,18 +6,20 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, Fit, ShardAnalysis
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, make_finding
 
 _ROUNDING_MULTIPLE = 3.0
+Facts = TypeVar("Facts")
 SMALLEST_FACTOR = 0.01  # what is nearer to 1 is no factor that somebody wrote
 
 
@@ -29,9 +31,17 @@ def format_factor(ratio: float, world_size: int) -> str:
     return f"{ratio:.4g}"
 
 
-def some_steps(steps: Sequence[int], of: int) -> tuple[int, ...]:
-    """`steps`, or nothing where they are all of them."""
-    return tuple(steps) if len(steps) < of else ()
+def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStepEvidence]]:
+    """The evidence of all ranks by step, in order."""
+    by_step: dict[int, list[DdpStepEvidence]] = {}
+    for item in sorted(evidence, key=lambda item: item.step):
+        by_step.setdefault(item.step, []).append(item)
+    return by_step
+
+
+def first_explanation(explanations: Sequence[Callable[[Facts], list[Finding]]], facts: Facts) -> list[Finding]:
+    """The findings of the first explanation that has any."""
+    return next((found for explain in explanations if (found := explain(facts))), [])
 
 
 def worst_first(differences: Iterable[Difference]) -> list[Difference]:

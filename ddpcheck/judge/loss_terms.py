@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.single_process import LossTerm
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import capitalized
 from ddpcheck.judge.judge_context import SingleProcessFacts
 
 
@@ -88,7 +89,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
     uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
     return facts.finding(
         "DDP305",
-        f"{first[0].upper()}{first[1:]}.",
+        f"{capitalized(first)}.",
         reason,
         *(f"{what}: {why}" for what, why in others),
         *uneven,

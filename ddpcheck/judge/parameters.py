@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence, Unregis
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, counted, join_names
+from ddpcheck.findings.wording import Names, counted, join_names, unless_all
 from ddpcheck.judge.conditional_use import (
     AT_NEXT_FORWARD,
     SPARSE_ADVICE,
@@ -171,7 +171,7 @@ def _judge_lost(evidence: Sequence[StepEvidence], names: Names, world_size: int)
                 message=f"Backward reaches {join_names(names.subjects(group))} and gives no gradient: {by}{at} returns "
                 "None.",
                 severity=RULES["DDP108"].severity,
-                ranks=ranks if len(ranks) < world_size else (),
+                ranks=unless_all(ranks, world_size),
                 location=names.location(group),
             )
         )
@@ -245,7 +245,7 @@ def _judge_unregistered(evidence: Sequence[StepEvidence], world_size: int) -> li
                 subjects=tuple(group),
                 message=message,
                 severity=RULES["DDP106"].severity,
-                ranks=on_ranks if len(on_ranks) < world_size else (),
+                ranks=unless_all(on_ranks, world_size),
                 location=next((found[name].location for name in group if found[name].location), None),
                 evidence=(f"{len(group)} tensor{'' if one else 's'}, {elements} elements",),
                 fix="Make it in __init__; where its size is not known there, use a lazy module and run one forward "
@@ -334,7 +334,7 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
             message=f"{join_names(found)} {'is lazy and has' if len(found) == 1 else 'are lazy and have'} no shape "
             "yet, so DDP cannot wrap the model.",
             severity=RULES["DDP110"].severity,
-            ranks=ranks if len(ranks) < len(names) else (),
+            ranks=unless_all(ranks, len(names)),
         )
     ]
 

@@ -20,6 +20,7 @@ from ddpcheck.findings.wording import (
     make_finding,
     minority_ranks,
     plural_verb,
+    unless_all,
 )
 from ddpcheck.judge.judge_context import SingleProcessFacts
 
@@ -186,6 +187,6 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
             "DDP503",
             list(dict.fromkeys(name for names in by_what.values() for name in names)),
             f"{join_names(told)} after wrapping; the reducer keeps to what it saw then.",
-            ranks=ranks if len(ranks) < len(changes) else (),
+            ranks=unless_all(ranks, len(changes)),
         )
     ]

@@ -9,7 +9,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
-from ddpcheck.judge.reducer import RUNNING_STATISTICS
+from ddpcheck.judge.replica_state import RUNNING_STATISTICS
 
 
 def merge_causes(findings: Sequence[Finding]) -> list[Finding]:

@@ -12,13 +12,13 @@ from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, join_names, make_finding
+from ddpcheck.findings.wording import capitalized, format_ranks, join_names, make_finding, unless_all
 from ddpcheck.judge.judge_context import (
     SMALLEST_FACTOR,
     JudgeContext,
     SingleProcessFacts,
+    first_explanation,
     format_factor,
-    some_steps,
     worst_first,
 )
 from ddpcheck.judge.loss_terms import explain_by_terms, judge_normalisation, judge_unexplained, spoken_term
@@ -45,13 +45,13 @@ def judge_single_process(
     count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
     facts = SingleProcessFacts(
         wrong=tuple(first),
-        steps=some_steps(sorted(bad), len(differences)),
+        steps=unless_all(sorted(bad), len(differences)),
         tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
         analysis=analysis or ShardAnalysis(error="they were not run"),
         known=known,
         evidence=(count, *map(str, worst_first(first)[:3])),
     )
-    return next((found for explain in EXPLANATIONS if (found := explain(facts))), [judge_unexplained(facts)])
+    return first_explanation(EXPLANATIONS, facts) or [judge_unexplained(facts)]
 
 
 def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
@@ -72,15 +72,11 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
         return []
     where = next((hook.location for hook in known.hooks if hook.location), None)
     subjects = known.names.subjects(known.nonlinear if nonlinear else names)
-    said = (
-        f"{known.hooks[0].description[0].upper()}{known.hooks[0].description[1:]}"
-        if known.hooks
-        else "Something in backward"
-    )
+    cause = capitalized(known.hooks[0].description) if known.hooks else "Something in backward"
     return [
         facts.finding(
             "DDP310",
-            f"{said} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
+            f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
             f"{facts.largest_error:.2g} away from that of the global batch.",
             "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
             if nonlinear
@@ -225,7 +221,7 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     return [
         facts.finding(
             "DDP303",
-            f"{said[0][0].upper()}{said[0][1:]}: what it is divided by is counted over all ranks, or scaled by the "
+            f"{capitalized(said[0])}: what it is divided by is counted over all ranks, or scaled by the "
             "world size, and DDP averages already.",
             *said[1:],
             location=off[0].location or facts.known.loss_location,
@@ -318,7 +314,7 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
             "DDP308",
             ("loss",),
             f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
-            ranks=ranks if len(ranks) < len(differences) else (),
+            ranks=unless_all(ranks, len(differences)),
             steps=(step,),
             evidence=[str(worst), "the generators of torch, numpy and random were seeded alike both times"],
         )

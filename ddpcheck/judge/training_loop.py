@@ -6,13 +6,13 @@ Pure functions from evidence to findings. This module is light: it never imports
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, format_ranks, join_names, make_finding
+from ddpcheck.findings.wording import Names, format_ranks, join_names, make_finding, unless_all
 
 # Values and data
 
@@ -40,7 +40,7 @@ def judge_values_changed(wrapped: Sequence[WrappedModule]) -> list[Finding]:
             f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper "
             "had synchronised "
             "them; nothing brings the ranks together again.",
-            ranks=changed if len(changed) < len(wrapped) else (),
+            ranks=unless_all(changed, len(wrapped)),
         )
     ]
 
@@ -152,7 +152,7 @@ def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
         ("zero_grad",),
         f"zero_grad throws away the gradients of {join_names(event.discarded)} before any step has used them.",
         ranks=_some(sorted({item.rank for item, _ in thrown}), evidence),
-        steps=steps if len(steps) < len({item.step for item in evidence}) else (),
+        steps=unless_all(steps, len({item.step for item in evidence})),
         location=Location.parse(event.location),
         evidence=[f"they come from the backward at {made.location}"] if made is not None and made.location else [],
     )
@@ -221,7 +221,7 @@ def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | 
         ("no_sync",),
         "Every forward of the step runs under no_sync, so its gradients are never averaged.",
         ranks=_some(sorted({item.rank for item in mute}), evidence),
-        steps=steps if len(steps) < len({item.step for item in evidence}) else (),
+        steps=unless_all(steps, len({item.step for item in evidence})),
         location=Location.parse(entered.location),
     )
 
@@ -324,43 +324,5 @@ def _last(events: Sequence[LoopEvent]) -> LoopEvent | None:
     return events[-1] if events else None
 
 
-def _some(ranks: Sequence[int], evidence: Sequence[DdpStepEvidence]) -> Sequence[int]:
-    return ranks if len(ranks) < len({item.rank for item in evidence}) else ()
-
-
-def judge_departure(
-    first: Sequence[DdpStepEvidence], previous: Mapping[int, Mapping[str, int]], names: Sequence[str]
-) -> tuple[str, tuple[int, ...], str]:
-    """How parameters came to differ between ranks in a step: the code, the ranks that stand out, and a sentence.
-
-    Args:
-        first: Of every rank, in the first step after which they differ.
-        previous: By rank, the fingerprints of the parameters before that step.
-        names: Of the parameters that differ.
-    """
-    told = [name for name in names if all(name in item.parameters_after_backward for item in first)]
-    if not told or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in told):
-        return "DDP306", (), ""  # they differed before the step
-    if any(len({item.parameters_after_backward[name] for item in first}) > 1 for name in told):
-        moved = [
-            item.rank
-            for item in first
-            if any(
-                item.parameters_after_backward[name]
-                != previous.get(item.rank, {}).get(name, item.parameters_after_backward[name])
-                for name in told
-            )
-        ]
-        if 0 < len(moved) < len(first):
-            return "DDP515", tuple(moved), f"changed on {format_ranks(moved)} alone, before the optimizer's step"
-        return "DDP306", (), "changed in the forward pass, on each rank differently, and not by the optimizer"
-    still = [
-        item.rank for item in first if all(item.parameters_after_backward[n] == item.parameters.get(n) for n in told)
-    ]
-    if 0 < len(still) < len(first):
-        return (
-            "DDP508",
-            tuple(still),
-            f"did not change on {format_ranks(still)}, where the optimizer's step was skipped",
-        )
-    return "DDP306", (), ""
+def _some(ranks: Sequence[int], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:
+    return unless_all(ranks, len({item.rank for item in evidence}))

@@ -19,7 +19,8 @@ from ddpcheck.findings.wording import Names, format_steps, join_names, plural_ve
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.judge.rank_configuration import judge_changes
-from ddpcheck.judge.reducer import judge_reducer, judge_state
+from ddpcheck.judge.reducer import judge_reducer
+from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_values_after_wrapping
 from ddpcheck.judge.training_loop import judge_loop, judge_values_changed
 from ddpcheck.monitor.loss_normalisation import judge_normalisation

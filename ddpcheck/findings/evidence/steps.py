@@ -1,6 +1,7 @@
 """Evidence on whole training steps, alone and under the wrapper.
 
-Judged in `judge.reducer`, `judge.training_loop` and `judge.compiled_step`; gathered in `gather.phases`.
+Judged in `judge.reducer`, `judge.replica_state`, `judge.training_loop` and `judge.compiled_step`; gathered in
+`gather.phases`.
 
 This module is light: it never imports torch.
 """

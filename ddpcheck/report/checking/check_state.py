@@ -28,11 +28,13 @@ from ddpcheck.findings.wording import Names, counted, join_names
 from ddpcheck.judge.compiled_step import judge_compiled, plain_name, tell_compiled, without_prefix
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.parameters import judge_parameters, zero_everywhere
-from ddpcheck.judge.reducer import judge_reducer, judge_state, judge_wrapper_error
+from ddpcheck.judge.reducer import judge_reducer
+from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.replicas import differing_names
 from ddpcheck.judge.root_causes import merged_with
 from ddpcheck.judge.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
+from ddpcheck.judge.wrapper_error import judge_wrapper_error
 from ddpcheck.report.checking.check_lines import (
     HEADINGS,
     Comparison,
