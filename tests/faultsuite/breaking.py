@@ -21,20 +21,22 @@ _NOTHING: dict[str, Callable[..., Any]] = {
     "Finding | None": lambda *_given, **_named: None,
     "Finding": lambda *_given, **_named: "another finding",
     "tuple[str, tuple[int, ...], str]": lambda *_given, **_named: ("DDP306", (), ""),  # the code where nothing is known
+    "tuple[list[Finding], list[tuple[Finding, Finding]]]": lambda findings: (list(findings), []),  # none has a cause
 }
 """Stands for a judge, by the annotation of what that returns."""
 
 
 def judges() -> dict[str, FunctionType]:
-    """The functions of `ddpcheck.judge` that come to findings, and not from findings, by module and name."""
+    """The functions of `ddpcheck.judge` that come to findings, by module and name; not those that reword findings."""
     found = {}
     for module in pkgutil.walk_packages(judge.__path__, f"{judge.__name__}."):
         for name, item in vars(importlib.import_module(module.name)).items():
-            if not isinstance(item, FunctionType) or item.__module__ != module.name:
-                continue
-            taken = [str(annotation) for key, annotation in item.__annotations__.items() if key != "return"]
-            if item.__annotations__.get("return") in _NOTHING and not any("Finding" in one for one in taken):
-                found[f"{module.name.removeprefix(f'{judge.__name__}.')}.{name}"] = item
+            if isinstance(item, FunctionType) and item.__module__ == module.name:
+                taken = {key: str(annotation) for key, annotation in item.__annotations__.items()}
+                returned = taken.pop("return", "")
+                rewords = "Finding" in str(taken) and not returned.startswith("tuple")
+                if not rewords and (returned in _NOTHING or "Finding" in returned):
+                    found[f"{module.name.removeprefix(f'{judge.__name__}.')}.{name}"] = item
     return found
 
 

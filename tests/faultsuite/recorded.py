@@ -33,12 +33,11 @@ def run_check(case: Case, twin: str, *, make_world: MakeWorld = World) -> Report
 
 
 def spelled(call: Callable[[], Any]) -> str:
-    """A phase with its arguments, as a check asks a world for it; of a path its last part."""
+    """A phase with its arguments, as a check asks a world for it; of a path its last part, and no module."""
     said = list(_arguments(call))
-    start = next(index for index, item in enumerate(said) if isinstance(item, str) and item in calls.MODULES)
-    module, function, *given = said[start:]
-    arguments = (item.name if isinstance(item, Path) else repr(item) for item in given)
-    return f"{module.rpartition('.')[2]}.{function}({', '.join(arguments)})"
+    module = next(index for index, item in enumerate(said) if isinstance(item, str) and item in calls.MODULES)
+    function, *given = said[module + 1 :]
+    return f"{function}({', '.join(item.name if isinstance(item, Path) else repr(item) for item in given)})"
 
 
 def _arguments(call: Any) -> Iterator[Any]:
