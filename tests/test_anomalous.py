@@ -291,7 +291,7 @@ def test_a_gradient_that_is_always_zero_is_a_warning_unless_it_wakes() -> None:
     evidence = two_ranks(zero=("extra.weight",))
     finding = only(judge(evidence))
     assert (finding.code, finding.severity, finding.subjects) == ("DDP107", Severity.WARNING, ("extra.weight",))
-    assert judge(evidence, awake=frozenset({"extra.weight"})) == []
+    assert judge(evidence, nonzero_when_perturbed=frozenset({"extra.weight"})) == []
 
 
 def test_a_gradient_that_is_zero_in_some_steps_or_on_some_ranks_is_fine() -> None:

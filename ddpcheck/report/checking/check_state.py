@@ -369,7 +369,7 @@ class CheckState:
         found = list(self.findings)
         before = frozenset(found)
         if self._evidence:
-            more = {"awake": self.awake, "zero_ends": self.zero_ends}
+            more = {"nonzero_when_perturbed": self.awake, "zero_ends": self.zero_ends}
             parameters = self.judged("parameters", judge_parameters, self._evidence, known.wrapper, self.names, **more)
             by_name = {finding.code for finding in parameters}  # which say more than that backward raised
             found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
