@@ -20,18 +20,19 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
-from ddpcheck.worlds import starting as processes
-from ddpcheck.worlds import validation as allowed
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
+from ddpcheck.worlds.options import WorldOptions
 from ddpcheck.worlds.rank_processes import RankProcesses
 from ddpcheck.worlds.run_future import RunFuture
+from ddpcheck.worlds.spawning import SpawnedRanks
 from ddpcheck.worlds.starting import RankHosts
 
 __all__ = ["RankHosts", "RunFuture", "Watch", "World"]
@@ -92,7 +93,7 @@ class World:
             watch: Called every quarter of a second during a run with the world, the ranks that have finished and
                 those that have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not
                 counted.
-            ahead: Whether nobody needs the ranks yet. They may then start late, and have more in them: see `adopt`.
+            ahead: Whether nobody needs the ranks yet. They may start late then, with more modules imported.
             hosts: Processes that a launcher has started, each of which starts one rank; see `Leader`.
 
         Raises:
@@ -100,13 +101,19 @@ class World:
         """
         self.closed = True  # until there is something to close
         self.failed = False
-        allowed.check_world(world_size, backend, device, timeout, startup_timeout)
-        if not process_group and world_size != 1:
-            raise UsageError(
-                f"process_group=False needs world_size=1, got {world_size}; ranks of a larger world need one."
-            )
-        if threads is not None:
-            allowed.check_count("threads", threads, allowed.MAX_WORLD_SIZE)
+        self._options = WorldOptions(
+            world_size,
+            backend,
+            device,
+            timeout,
+            startup_timeout,
+            start_method,
+            process_group,
+            threads,
+            env,
+            preload,
+            hash_seeds,
+        )
         if hosts is not None and world_size != hosts.world_size:
             raise UsageError(
                 f"world_size={world_size}, but {hosts.launcher} has started {hosts.world_size} ranks; use all of them, "
@@ -117,15 +124,11 @@ class World:
         self.device = device
         self.timeout = timeout
         self.startup_timeout = startup_timeout
-        self.start_method = allowed.choose_start_method(start_method)
-        self._process_group = process_group
-        self._threads = threads if threads is not None else allowed.threads(world_size)
-        self._env = allowed.check_env(env)
-        self._preload = allowed.check_modules("preload", preload)
+        self.start_method = self._options.start_method
         self._watch = watch
         self._owner = os.getpid()
         self._pending: RunFuture[Any] | None = None
-        self._retired = False
+        self._closing = False
         self._outputs: dict[int, str] = {}
         self._attachments: dict[int, bytes] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
@@ -133,9 +136,9 @@ class World:
         self.closed = False
         _open_worlds.add(self)
         try:
-            seeds = processes.hash_seeds(world_size, own=hash_seeds)
+            seeds = starting.hash_seeds(world_size, own=hash_seeds)
             configs = [self._config(rank) for rank in range(world_size)]
-            own: processes.Starter = processes.ForkedRanks if self.start_method == "fork" else processes.SpawnedRanks
+            own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else SpawnedRanks
             starters = [own] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
@@ -187,7 +190,7 @@ class World:
     ) -> RunFuture[Result]:
         """Do as `run`, but return at once; several worlds can work at the same time."""
         self._check_open()
-        payload = allowed.pack_task(fn, args, kwargs)
+        payload = validation.pack_task(fn, args, kwargs)
         return self._begin([payload] * self.world_size, timeout)
 
     def run_each(
@@ -199,7 +202,7 @@ class World:
             raise UsageError(
                 f"run_each needs one tuple of arguments a rank: {self.world_size} ranks, {len(arguments)} tuples."
             )
-        return self._begin([allowed.pack_task(fn, tuple(each), {}) for each in arguments], timeout).result()
+        return self._begin([validation.pack_task(fn, tuple(each), {}) for each in arguments], timeout).result()
 
     def output(self, rank: int) -> str:
         """Return what a rank has printed so far, to stdout and stderr."""
@@ -221,7 +224,7 @@ class World:
 
     def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
         if timeout is not None:
-            allowed.check_seconds("timeout", timeout)
+            validation.check_seconds("timeout", timeout)
         self._processes.run += 1
         for rank in self._processes.ranks:
             rank.answer = rank.failing = None
@@ -240,7 +243,7 @@ class World:
             raise DdpcheckError("This world belongs to the process that made it; make another one in this process.")
         if self.failed:
             raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
-        if self.closed or self._retired:
+        if self.closed or self._closing:
             raise DdpcheckError("This world is closed; make a new World.")
         if self._pending is not None and not self._pending.done():
             raise DdpcheckError("This world is still at work; wait for the result of its last start().")
@@ -254,24 +257,24 @@ class World:
             backend=self.backend,
             device=self.device,
             directory=str(self.directory),
-            process_group=self._process_group,
-            threads=self._threads,
-            surroundings=self._surroundings(),
-            preload=self._preload,
+            process_group=self._options.process_group,
+            threads=self._options.threads or validation.threads(self.world_size),
+            context=self._process_context(),
+            preload=tuple(self._options.preload),
         )
 
-    def _surroundings(self) -> wire.ProcessContext:
+    def _process_context(self) -> wire.ProcessContext:
         return wire.ProcessContext(
-            environment={**processes.inherited_environment(), **self._env},
-            explicit=frozenset(self._env),
+            environment={**starting.inherited_environment(), **self._options.variables},
+            explicit=frozenset(self._options.variables),
             cwd=os.getcwd(),
-            path=processes.import_path(),
+            path=starting.import_path(),
             argv=tuple(sys.argv),
         )
 
     # --- Using it again ----------------------------------------------------------------------------------------
 
-    def adopt(
+    def update_options(
         self,
         *,
         timeout: float = 30.0,
@@ -279,11 +282,11 @@ class World:
         env: Mapping[str, str] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """Make a world that was started earlier one of now: its ranks take over what is around this process.
+        """Give a world that was started earlier other options, and the context of this process as it is now.
 
-        That is the environment, the working directory, the import path and `sys.argv`; random numbers start anew, and
-        what the ranks had printed and left is forgotten. Variables that matter when a process or its process group
-        starts come too late.
+        The context is the environment, the working directory, the import path and `sys.argv`; generators of random
+        numbers are seeded anew, and output and attachments of the ranks are forgotten. Variables that matter when a
+        process or its process group starts come too late.
 
         Args:
             timeout: As of a new world.
@@ -295,16 +298,14 @@ class World:
             DdpcheckError: When the world cannot run, or is running.
         """
         self._check_open()
-        allowed.check_seconds("timeout", timeout)
-        allowed.check_seconds("startup_timeout", startup_timeout)
-        self._env = allowed.check_env(env)
+        self._options = replace(self._options, timeout=timeout, startup_timeout=startup_timeout, env=env)
         self.timeout = timeout
         self.startup_timeout = startup_timeout
         self._watch = watch
         self._processes.forget_files()
-        self._processes.adopt(self._surroundings())
+        self._processes.update_context(self._process_context())
 
-    def renew(self) -> None:
+    def reset_process_group(self) -> None:
         """Give the ranks a new default process group, without waiting for it; the old one and all its subgroups go.
 
         What `ddpcheck.rank.state` holds goes as well. The next run waits for the group, within the start-up timeout.
@@ -314,34 +315,34 @@ class World:
             UsageError: When the world has no process group.
         """
         self._check_open()
-        if not self._process_group:
-            raise UsageError("A world that was made with process_group=False has no process group to renew.")
-        self._processes.renew()
+        if not self._options.process_group:
+            raise UsageError("A world that was made with process_group=False has no process group to reset.")
+        self._processes.reset_process_group()
 
     @property
     def usable(self) -> bool:
         """Whether nothing is known to stand in the way of a run; the ranks may still be starting."""
-        if self.closed or self.failed or self._retired or self._owner != os.getpid():
+        if self.closed or self.failed or self._closing or self._owner != os.getpid():
             return False
         if self._pending is not None and not self._pending.succeeded:
             return False
-        self._processes.pump(0)
-        return not self._processes.troubled
+        self._processes.poll(0)
+        return not self._processes.has_failed
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until every rank has its process group, for some seconds at most; returns whether that is so."""
         deadline = time.monotonic() + seconds
         while (usable := self.usable) and not self._processes.ready and (left := deadline - time.monotonic()) > 0:
-            self._processes.pump(left)
+            self._processes.poll(left)
         return usable and self._processes.ready
 
     # --- Ending ------------------------------------------------------------------------------------------------
 
-    def retire(self) -> None:
+    def begin_close(self) -> None:
         """Begin to end the ranks, without waiting; nothing runs here any more, and `close` must follow."""
-        if self.closed or self._retired or self._owner != os.getpid():
+        if self.closed or self._closing or self._owner != os.getpid():
             return
-        self._retired = True
+        self._closing = True
         if not self.failed:  # after a failure they are dead
             self._processes.request_exit(idle=self._pending is None or self._pending.succeeded)
 
@@ -349,7 +350,7 @@ class World:
     def gone(self) -> bool:
         """Whether all ranks have ended, so that `close` would not wait."""
         if not self.closed and self._owner == os.getpid():
-            self._processes.pump(0)
+            self._processes.poll(0)
             return self._processes.gone
         return True
 
@@ -363,7 +364,7 @@ class World:
         try:
             if ours:
                 if not self.failed:
-                    self._processes.dismiss(idle=self._pending is None or self._pending.succeeded)
+                    self._processes.terminate(idle=self._pending is None or self._pending.succeeded)
                 ranks = range(self.world_size)
                 self._outputs = {number: self._processes.read(number, "out") for number in ranks}
                 self._attachments = {number: self._processes.read_bytes(number, "attachment") for number in ranks}

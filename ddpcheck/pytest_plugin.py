@@ -51,9 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known; where variables of a launcher are set, see whether it has started this process."""
     config.addinivalue_line("markers", _MARKER)
     if any(name in os.environ for name in _SIGNS):
-        from ddpcheck.testing import launched_session as instep
+        from ddpcheck.testing import launched_session
 
-        instep.register(config, _is_ours, tuple(_OPTIONS))
+        launched_session.register(config, _is_ours, tuple(_OPTIONS))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -115,7 +115,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put what the ranks have brought back, and what more an error of ours has to say, into the test's report."""
     if (session := item.config.stash.get(_SESSION, None)) is not None:
-        session.harvest(item)
+        session.collect_output(item)
     report = yield
     if session is not None:
         session.complete(item, call, report)

@@ -17,6 +17,7 @@ from typing import Any
 from ddpcheck.findings.errors import RankError
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, require
+from ddpcheck.worlds.options import WorldOptions
 
 FOLDER = Path(sys.argv[1])
 
@@ -111,6 +112,10 @@ def big() -> bytes:
     return b"%d" % ranks.current().rank * (9 << 20)
 
 
+def world_of(session: RankGroup, **options: Any) -> LaunchedWorld:
+    return LaunchedWorld(session, WorldOptions(**{"world_size": session.world_size, **options}))
+
+
 class Program:
     """The scenarios, each of which writes what it is told."""
 
@@ -127,7 +132,7 @@ class Program:
         self.session.begin(name)
         started = time.monotonic()
         try:
-            with LaunchedWorld(self.session, **{"timeout": 20, **options}) as world:
+            with world_of(self.session, **{"timeout": 20, **options}) as world:
                 self.write(name, "returned", repr(world.run(fn, *args)))
         except Exception as error:
             failures = [(one.rank, one.kind, one.type) for one in getattr(error, "failures", ())]
@@ -146,13 +151,13 @@ class Program:
         self.attempt("all_reduced", all_reduced, 1.0)
         session = self.session
         session.begin("several runs")
-        with LaunchedWorld(session) as world:
+        with world_of(session) as world:
             said = [world.run(context_and_environment) for _ in range(2)]
             self.write("context", said[0] == said[1], said[0], ranks.state, os.environ.get("GLOO_SOCKET_IFNAME"))
             world.run(save_attachment)
             self.write("attachment", [world.attachment(rank).decode() for rank in range(2)])
             self.write("big", [(len(data), data[:1].decode()) for data in world.run(big)])
-        with LaunchedWorld(session, 1) as world:
+        with world_of(session, world_size=1) as world:
             self.write("one of two", world.run(lambda: ranks.current().world_size))
         self.write("agree", session.agree("a word", f"word {session.rank}", timeout=20))
         self.write("end", session.end(f"end {session.rank}", timeout=20))
@@ -180,14 +185,14 @@ class Program:
         session.begin("skipped run")
         try:
             if session.rank == 0:
-                with LaunchedWorld(session, startup_timeout=20) as world:
+                with world_of(session, startup_timeout=20) as world:
                     world.run(all_reduced, 1.0)
         except RankError as error:
             self.write("skipped run", str(error))
         self.end("skipped run")
         session.begin("other run")
         try:
-            with LaunchedWorld(session) as world:
+            with world_of(session) as world:
                 world.run(all_reduced if session.rank else context_and_environment)
         except RankError as error:
             self.write("other run", str(error))

@@ -12,13 +12,12 @@ import pytest
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
-from ddpcheck.testing import marks
-from ddpcheck.testing import rank_side as onrank
+from ddpcheck.testing import marks, rank_side
 from ddpcheck.testing.leases import WorldLease
 from ddpcheck.testing.outcome import TestOutcome, judge
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.record import Lent
-from ddpcheck.worlds import validation as allowed
+from ddpcheck.worlds import validation
 
 if TYPE_CHECKING:
     from ddpcheck.findings.report import Report
@@ -40,12 +39,12 @@ class DdpWorld:
     ) -> None:
         self._settings = settings
         self._rent = rent
-        self._tenancy = rent(options)
+        self._lease = rent(options)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        size: int = self._tenancy.options["world_size"]
+        size: int = self._lease.options["world_size"]
         return size
 
     def __call__(self, **options: Any) -> DdpWorld:
@@ -59,7 +58,7 @@ class DdpWorld:
             marks.check_options(options, "ddp_world", _OF_WORLD)
         except UsageError as error:
             raise error.with_traceback(None) from None
-        return DdpWorld(self._settings, self._rent, {**self._tenancy.options, **options})
+        return DdpWorld(self._settings, self._rent, {**self._lease.options, **options})
 
     @property
     def world(self) -> Lent:
@@ -67,7 +66,7 @@ class DdpWorld:
 
         Where torchrun or mpirun has started the ranks, it is what stands for one there.
         """
-        return self._tenancy.world
+        return self._lease.world
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; one result a rank.
@@ -90,7 +89,7 @@ class DdpWorld:
             )
         failed: RankError | None = None
         try:
-            results = self._tenancy.run(onrank.call, fn, args, kwargs, timeout=timeout)
+            results = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
         except RankError as error:
             failed, results = error, []
         except DdpcheckError as error:
@@ -103,7 +102,7 @@ class DdpWorld:
         if verdict.how == "xfailed":
             pytest.xfail(verdict.headline)
         if verdict.how == "failed":
-            raise self._tenancy.explained(_said(verdict, failed), verdict).with_traceback(None) from None
+            raise self._lease.explained(_said(verdict, failed), verdict).with_traceback(None) from None
         return results
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
@@ -117,9 +116,9 @@ class DdpWorld:
         from ddpcheck.report.checking.check import check
 
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
-        ours |= {name: self._tenancy.options[name] for name in _CHECKED if name in self._tenancy.options}
+        ours |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
         ours["backend"] = self._settings.backend  # `None` leaves it to the check
-        report: Report = self._tenancy.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
+        report: Report = self._lease.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
         if report.exit_code(self._settings.fail_on):
             pytest.fail(_as_text(report), pytrace=False)
         return report
@@ -140,7 +139,7 @@ def _better(error: DdpcheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[s
     """The error itself; where something cannot be sent, one that names the argument that is to blame."""
     if isinstance(error, UsageError):
         try:
-            allowed.pack_task(fn, args, kwargs, "ddp_world.run")
+            validation.pack_task(fn, args, kwargs, "ddp_world.run")
         except UsageError as named:
             return named
     return error

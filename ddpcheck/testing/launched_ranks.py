@@ -14,7 +14,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -26,10 +26,11 @@ from ddpcheck.testing.leases import Ranks
 from ddpcheck.testing.rank_context import RngStates
 from ddpcheck.testing.record import Lent
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds import validation as allowed
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, detect, require
+from ddpcheck.worlds.options import WorldOptions
 from ddpcheck.worlds.preloading import import_named
+from ddpcheck.worlds.rank_setup import seed
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 LAUNCHED = pytest.StashKey[RankGroup]()
@@ -67,18 +68,22 @@ class JoinedRanks(Ranks):
 
     def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
         super().__init__(config)
-        self.desk = None
+        self.terminal = None
         self._launched = launched
         self._capture = None if self.live else config.pluginmanager.getplugin("capturemanager")
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """The first ranks; the test is skipped where there are not so many."""
         launch, size = self._launched.launch, options["world_size"]
-        allowed.check_count("world_size", size, allowed.MAX_WORLD_SIZE)
+        validation.check_count("world_size", size, validation.MAX_WORLD_SIZE)
         if size > self._launched.world_size:
             reason = f"needs {size} ranks, {launch.launcher} has started {self._launched.world_size}"
             raise pytest.skip.Exception(reason, _use_item_location=True)
-        return JoinedWorld(self._launched, self._capture, **options)
+        if not options.get("process_group", True):
+            raise UsageError(f"process_group=False is not possible on ranks that {launch.launcher} started.")
+        # These ranks live on in any case, and their liveness is watched without a callback.
+        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch")}
+        return JoinedWorld(self._launched, self._capture, WorldOptions(**{"startup_timeout": STARTUP, **asked}))
 
     def release(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world."""
@@ -109,68 +114,15 @@ def _travelling(succeeded: bool, value: Any) -> bytes:
     return data
 
 
-class JoinedWorld:
-    """The first ranks of a launched session, with the face of a `World`."""
+class JoinedWorld(LaunchedWorld):
+    """The first ranks of a launched session, for code of a test, whose output is kept and whose changes are undone."""
 
-    def __init__(
-        self,
-        launched: RankGroup,
-        capture: Any,
-        *,
-        world_size: int,
-        env: Mapping[str, str] | None = None,
-        threads: int | None = None,
-        preload: Sequence[str] = (),
-        reuse: str = "test",
-        process_group: bool = True,
-        start_method: str | None = None,
-        hash_seeds: bool = False,
-        watch: Watch | None = None,
-        **options: Any,
-    ) -> None:
-        """Take them.
-
-        Args:
-            launched: The session.
-            capture: pytest's capture manager, `None` where output is not captured.
-            world_size: How many ranks.
-            env: Environment variables while they run.
-            threads: That torch may use in each meanwhile.
-            preload: Modules to import before.
-            reuse: Means nothing: they live on anyway.
-            process_group: Must be true.
-            start_method: Means nothing: they have been started.
-            hash_seeds: Means nothing: the launcher has given each its own, or not.
-            watch: Is not called: ranks watch over each other.
-            **options: Of `LaunchedWorld`.
-
-        Raises:
-            UsageError: When an argument makes no sense.
-        """
-        if not process_group:
-            raise UsageError(f"process_group=False is not possible on ranks that {launched.launch.launcher} started.")
-        if threads is not None:
-            allowed.check_count("threads", threads, allowed.MAX_WORLD_SIZE)
-        self._env = allowed.check_env(env)
-        self._preload = allowed.check_modules("preload", preload)
-        self._threads = threads
+    def __init__(self, launched: RankGroup, capture: Any, options: WorldOptions) -> None:
+        """Take them; `capture` is pytest's capture manager, `None` where output is not captured."""
+        super().__init__(launched, options)
+        self._options = options
         self._capture = capture
-        self._launched = launched
-        self._world = LaunchedWorld(
-            launched, world_size, startup_timeout=options.pop("startup_timeout", STARTUP), **options
-        )
         self._printed: dict[int, str] = {}
-        self._attachments: dict[int, bytes] = {}
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks take part."""
-        return self._world.world_size
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last run failed."""
-        return self._world.failed
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call rank 0's function with rank 0's arguments on every rank, and return all results.
@@ -180,27 +132,27 @@ class JoinedWorld:
             HangError: When a rank does not finish in time.
             UsageError: When something cannot be sent to the ranks.
         """
-        payload = allowed.pack_task(fn, args, kwargs)
-        mine = payload if self._launched.rank == 0 else b""
-        payload = self._launched.meet("a run", mine, timeout=self._world.startup_timeout)[0]
+        payload = validation.pack_task(fn, args, kwargs)
+        mine = payload if self.session.rank == 0 else b""
+        payload = self.session.meet("a run", mine, timeout=self.startup_timeout)[0]
         self._attachments = {}
         try:
-            with _undone(), _environment(self._env):
-                return self._world.run(self._work, payload, timeout=timeout)
+            with _process_restored(), _environment(self._options.variables):
+                return super().run(self._call, payload, timeout=timeout)
         finally:
-            for rank in range(self.world_size):
-                if data := self._world.attachment(rank):
+            for rank, data in self._attachments.items():
+                if data:
                     self._attachments[rank], printed = pickle.loads(data)
                     self._printed[rank] = self._printed.get(rank, "") + printed
 
     @for_target
-    def _work(self, payload: bytes) -> Any:
+    def _call(self, payload: bytes) -> Any:
         """On a rank, in its process group."""
-        with _threads(self._threads), _heard(self._capture), _logged():
-            for name in self._preload:
+        with _threads(self._options.threads), _output_kept(self._capture), _without_pytest_logging():
+            for name in self._options.preload:
                 if refusal := import_named(name):
                     raise UsageError(refusal)
-            this_rank.seed()
+            seed()
             function, args, kwargs = this_rank.unpacked_task(payload)
             return function(*args, **kwargs)
 
@@ -208,21 +160,13 @@ class JoinedWorld:
         """Return what a rank has printed in all runs."""
         return self._printed.get(rank, "")
 
-    def attachment(self, rank: int) -> bytes:
-        """Return what a rank has left in the last run."""
-        return self._attachments.get(rank, b"")
 
-    def close(self) -> None:
-        """Let go of the ranks."""
-        self._world.close()
-
-
-# --- What the code of a test does to a process that lives on ---------------------------------------------------------
+# --- Changes that the code of a test makes to a process that lives on ------------------------------------------------
 
 
 @contextlib.contextmanager
-def _undone() -> Iterator[None]:
-    seeds, directory, environment = RngStates.now(), os.getcwd(), dict(os.environ)
+def _process_restored() -> Iterator[None]:
+    seeds, directory, environment = RngStates.capture(), os.getcwd(), dict(os.environ)
     try:
         yield
     finally:
@@ -230,12 +174,12 @@ def _undone() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        seeds.plant()
+        seeds.restore()
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, which whoever undoes everything undoes, and the one that torch reads only once."""
+    """Set variables, which `_process_restored` takes back, and have torch read the one that it reads only once."""
     before = os.environ.get(_DEBUG)
     os.environ.update(values)
     try:
@@ -270,8 +214,8 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _heard(capture: Any) -> Iterator[None]:
-    """Leave, with what the rank leaves itself, what it prints; what was printed before stays where it was."""
+def _output_kept(capture: Any) -> Iterator[None]:
+    """Save what the rank prints together with its attachment; what was printed before stays where it was."""
     before = _read(capture)
     try:
         yield
@@ -284,8 +228,8 @@ def _heard(capture: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    """Keep what the rank logs from the handlers of the process that pytest runs in: it is told them as the rank's."""
+def _without_pytest_logging() -> Iterator[None]:
+    """Keep records of the rank from pytest's handlers in this process: they are shown as those of the rank."""
     root = logging.getLogger()
     kept = root.handlers[:]
     root.handlers[:] = [each for each in kept if type(each).__module__ != "_pytest.logging"]

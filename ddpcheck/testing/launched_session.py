@@ -21,8 +21,7 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
 from ddpcheck.findings.wording import name_ranks
 from ddpcheck.report.settings import Settings
-from ddpcheck.testing import marks
-from ddpcheck.testing import silent_ranks as quiet
+from ddpcheck.testing import marks, silent_ranks
 from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
 from ddpcheck.testing.outcome import judge, to_raise
 from ddpcheck.testing.rank_context import RankArtifacts
@@ -61,7 +60,7 @@ class InStep:
         self._options = options
         self._settings = Settings()
         self._launched: RankGroup | None = None
-        self._terminal: quiet.Terminal | None = None
+        self._terminal: silent_ranks.Terminal | None = None
         self._session: pytest.Session | None = None
         self._uncollected: list[str] = []
         self._going = False
@@ -73,7 +72,7 @@ class InStep:
         """Be quiet until it is known who reports."""
         self._session = session
         if self._launch.rank and self._config.pluginmanager.has_plugin("terminalreporter"):
-            self._terminal = quiet.Terminal(self._config)
+            self._terminal = silent_ranks.Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Remember what could not be collected."""
@@ -102,7 +101,7 @@ class InStep:
         except DdpcheckError as error:
             raise pytest.UsageError(str(error)) from None
         if self._launch.rank:
-            quiet.silence_files(self._config, self._launch.rank)
+            silent_ranks.silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
         """Whether a file that could not be collected speaks of tests of ours."""
@@ -127,13 +126,13 @@ class InStep:
 
     def _differences(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
-        base = quiet.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
+        base = silent_ranks.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
         said = [
             pickle.loads(data)
             for data in launched.meet("the first test", pickle.dumps((digest, base)), timeout=STARTUP)
         ]
         if launched.one_machine:
-            quiet.share_temporary_folders(self._config, said[0][1])
+            silent_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
             return ""
         mine = json.dumps((tests, self._uncollected))
@@ -252,17 +251,17 @@ class InStep:
             self._gather_coverage()
 
     def _gather_coverage(self) -> None:
-        plugin = quiet.measured_by_plugin(self._config) if self._launched is not None else None
+        plugin = silent_ranks.measured_by_plugin(self._config) if self._launched is not None else None
         if plugin is None or self._launched is None:
             return
-        mine = quiet.give_up_coverage(plugin) if self._launch.rank else b""
+        mine = silent_ranks.give_up_coverage(plugin) if self._launch.rank else b""
         if self._going or self._launched.broken is not None:
             return
         self._launched.begin("the end of the session")
         try:
             for data in self._launched.end_with(mine, timeout=STARTUP)[1:]:
                 if self._launch.rank == 0:
-                    quiet.add_coverage(data)
+                    silent_ranks.add_coverage(data)
         except RankError as error:
             self._config.issue_config_time_warning(pytest.PytestWarning(f"coverage of other ranks: {error}"), 2)
 

@@ -26,7 +26,7 @@ class Ranks:
 
     Attributes:
         live: Whether what ranks print is shown while they work.
-        desk: The terminal, where there is one.
+        terminal: The terminal, where there is one.
         following: The test after the one that runs.
         apart: Whether the ranks are processes of their own.
     """
@@ -39,15 +39,15 @@ class Ranks:
         self._controller = os.getppid() if worker else None
         self.following: pytest.Item | None = None
         self.live = config.getoption("capture", "no") == "no" and not worker
-        self.desk = None if worker else PdbTerminal(config)
+        self.terminal = None if worker else PdbTerminal(config)
 
-    def tenancy(
+    def lease(
         self, item: pytest.Item, record: Record, options: Mapping[str, Any], since: RngStates | None
     ) -> WorldLease:
         """A world for a test, which it gets when it first uses it."""
-        tenancy = WorldLease(self, item, record, options, since)
-        record.harvesters.append(tenancy.harvest)
-        return tenancy
+        lease = WorldLease(self, item, record, options, since)
+        record.output_collectors.append(lease.collect_output)
+        return lease
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """A world with these options; fresh, or the one of the test's module."""
@@ -76,8 +76,8 @@ class Ranks:
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
-        if self.desk is not None:
-            self.desk.leave()
+        if self.terminal is not None:
+            self.terminal.leave()
         if self.following is None or _module(self.following) != _module(item):
             self._pool.end(_module(item))
 
@@ -141,7 +141,7 @@ class WorldLease:
             self._item.config,
             since=self._since,
             context=context,
-            debugger=self._ranks.desk is not None,
+            debugger=self._ranks.terminal is not None,
             apart=self._ranks.apart,
         )
 
@@ -152,8 +152,8 @@ class WorldLease:
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         self._ranks.check_controller()
         self._show(world, last=False)
-        if self._ranks.desk is not None:
-            self._ranks.desk.attend(world.directory)
+        if self._ranks.terminal is not None:
+            self._ranks.terminal.attend(world.directory)
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
@@ -170,7 +170,7 @@ class WorldLease:
                 sys.stdout.write(f"[rank {rank}] {line}\n")
         sys.stdout.flush()
 
-    def harvest(self) -> None:
+    def collect_output(self) -> None:
         """Keep what the ranks have printed, for the report of the test."""
         if self._world is None or self._ranks.live:
             return
@@ -184,6 +184,6 @@ class WorldLease:
         """Give the world back."""
         if self._world is None:
             return
-        self.harvest()
+        self.collect_output()
         world, self._world = self._world, None
         self._ranks.release(world, broken=self._record.failed)

@@ -13,7 +13,7 @@ import pytest
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.report.settings import Settings, load_settings
-from ddpcheck.worlds import validation as allowed
+from ddpcheck.worlds import validation
 
 MARKER = "ddp"
 OPTIONS = ("world_size", "backend", "device", "timeout", "reuse", "threads", "env", "preload")
@@ -88,7 +88,7 @@ def expected_failure(item: pytest.Item) -> Any:
 
 def check_world_size(size: object) -> None:
     """Refuse what is not a number of ranks."""
-    allowed.check_count("world_size of @pytest.mark.ddp", size, allowed.MAX_WORLD_SIZE)
+    validation.check_count("world_size of @pytest.mark.ddp", size, validation.MAX_WORLD_SIZE)
 
 
 def check_options(options: Mapping[str, Any], whose: str, more: Iterable[str] = ()) -> None:
@@ -124,14 +124,14 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(name: str, value: Any, where: str) -> None:
     if name == "world_size":
-        allowed.check_count(where, value, allowed.MAX_WORLD_SIZE)
+        validation.check_count(where, value, validation.MAX_WORLD_SIZE)
     elif name == "backend":
-        allowed.check_choice(where, value, allowed.BACKENDS)
+        validation.check_choice(where, value, validation.BACKENDS)
     elif name == "device":
-        allowed.check_choice(where, value, allowed.DEVICES)
+        validation.check_choice(where, value, validation.DEVICES)
     elif name == "timeout":
-        allowed.check_seconds(where, value)
+        validation.check_seconds(where, value)
     elif name == "reuse":
-        allowed.check_choice(where, value, REUSE)
+        validation.check_choice(where, value, REUSE)
     elif name == "threads":
-        allowed.check_count(where, value, allowed.MAX_WORLD_SIZE)
+        validation.check_count(where, value, validation.MAX_WORLD_SIZE)

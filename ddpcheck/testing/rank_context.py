@@ -56,17 +56,17 @@ class RngStates:
     torch: Any = None
 
     @classmethod
-    def disturb(cls) -> RngStates:
+    def draw_and_capture(cls) -> RngStates:
         """Draw one number from each generator and return the states: seeding, even with the last seed, changes them."""
         random.random()
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.random_sample()
         if (torch := _torch()) is not None:
             torch.rand(1)
-        return cls.now()
+        return cls.capture()
 
     @classmethod
-    def now(cls) -> RngStates:
+    def capture(cls) -> RngStates:
         """Those of this process, without importing anything."""
         numpy = sys.modules.get("numpy.random")
         torch = _torch()
@@ -84,7 +84,7 @@ class RngStates:
             self.torch if self.torch != before.torch else None,
         )
 
-    def plant(self) -> None:
+    def restore(self) -> None:
         """Make the generators of this process go on from here."""
         if self.python is not None:
             random.setstate(self.python)
@@ -145,7 +145,7 @@ class TestConditions:
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
             log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
-            seeds=RngStates.now().since(since) if since is not None else RngStates(),
+            seeds=RngStates.capture().since(since) if since is not None else RngStates(),
             coverage=Measuring.now(context) if apart else None,
             style=Style(
                 config.getoption("tbstyle", "auto"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 import logging
 import os
@@ -17,19 +16,19 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.findings.exception_origin import for_target
-from ddpcheck.testing import remote_pdb as debugging
+from ddpcheck.testing import remote_pdb
+from ddpcheck.testing.fixture_maker import FixtureMaker
 from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions
 from ddpcheck.testing.rank_coverage import CoverageData, measured
-from ddpcheck.testing.rank_fixtures import Builtin, InModule, OnRank, RankFixture, RankValue
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assert_rewriting import explain_comparisons
@@ -84,7 +83,7 @@ def perform(body: bytes, conditions: TestConditions) -> Ended:
 def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
     arguments, function, setups = wire.loads(body)
     with contextlib.ExitStack() as teardown:
-        maker = _Maker(teardown, attachment)
+        maker = FixtureMaker(teardown, attachment)
         for fixture in setups:
             maker.make(fixture)
         made = {name: maker.make(value) for name, value in arguments.items()}
@@ -113,14 +112,14 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     try:
         with (
             _logging(log, conditions),
-            debugging.available(conditions.debugger),
+            remote_pdb.available(conditions.debugger),
             warnings.catch_warnings(record=True) as caught,
             measured(conditions.coverage) as covered,
         ):
             assert caught is not None
             warnings.resetwarnings()
             warnings.filters.extend(conditions.filters)  # type: ignore[attr-defined]  # a list
-            conditions.seeds.plant()
+            conditions.seeds.restore()
             try:
                 with _unhandled() as unhandled:
                     yield attachment
@@ -130,7 +129,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
                 this_rank.announce(error)
                 attachment.failure = _as_pytest_shows(error, conditions.style)
                 if conditions.post_mortem:
-                    attachment.quitting = debugging.post_mortem(error, text_of(attachment.failure))
+                    attachment.quitting = remote_pdb.post_mortem(error, text_of(attachment.failure))
                 raise
     finally:
         attachment.log = log.getvalue()
@@ -264,167 +263,3 @@ def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
     """The frames of a traceback that are not ours."""
     ours = (_PACKAGE, str(contextlib.__file__))  # fixtures are set up and torn down by context managers
     return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(ours))
-
-
-# --- Fixtures ------------------------------------------------------------------------------------------------------
-
-
-class _Maker:
-    """Makes what each rank makes for itself, everything once."""
-
-    def __init__(self, teardown: contextlib.ExitStack, attachment: RankArtifacts) -> None:
-        self._teardown = teardown
-        self._attachments = attachment
-        self._made: dict[object, Any] = {}
-
-    def make(self, value: Any) -> Any:
-        """The value itself, or what it stands for."""
-        if not isinstance(value, OnRank):
-            return value
-        key: object = value if isinstance(value, RankFixture) or value.name == "request" else value.name
-        if key not in self._made:
-            self._made[key] = self._fresh(value)
-        return self._made[key]
-
-    def _fresh(self, value: OnRank) -> Any:
-        if isinstance(value, RankValue):
-            return _facts()[value.name]
-        if isinstance(value, RankFixture):
-            function = value.function.find() if isinstance(value.function, InModule) else value.function
-            arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
-            if inspect.isgeneratorfunction(function):
-                return self._teardown.enter_context(_generated(value.name, function(**arguments)))
-            return function(**arguments)
-        assert isinstance(value, Builtin)
-        return self._teardown.enter_context(_BUILTIN[value.name](value.detail, self))
-
-    @property
-    def properties(self) -> list[tuple[str, object]]:
-        return self._attachments.properties
-
-    @property
-    def teardown(self) -> contextlib.ExitStack:
-        return self._teardown
-
-
-def _facts() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    here = this_rank.current()
-    return {
-        "rank": here.rank,
-        "world_size": here.world_size,
-        "device": torch.device(here.device),
-        "process_group": dist.group.WORLD,
-    }
-
-
-@contextlib.contextmanager
-def _generated(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
-    nothing = object()
-    if (value := next(steps, nothing)) is nothing:
-        raise UsageError(f"The fixture {name!r} did not yield a value.")
-    try:
-        yield value
-    finally:
-        for _ in steps:
-            raise UsageError(
-                f"The fixture {name!r} yields more than once; a fixture yields its value, and then cleans up."
-            )
-
-
-@contextlib.contextmanager
-def _monkeypatch(_: object, __: _Maker) -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@contextlib.contextmanager
-def _recwarn(_: object, __: _Maker) -> Iterator[pytest.WarningsRecorder]:
-    with pytest.WarningsRecorder(_ispytest=True) as recorder:
-        warnings.simplefilter("default")
-        yield recorder
-
-
-@contextlib.contextmanager
-def _captured(capture: Any, __: _Maker) -> Iterator[Any]:
-    fixture: Any = pytest.CaptureFixture(capture, None, _ispytest=True)  # type: ignore[arg-type]
-    fixture._start()
-    try:
-        yield fixture
-    finally:
-        fixture.close()
-
-
-@contextlib.contextmanager
-def _caplog(_: object, __: _Maker) -> Iterator[pytest.LogCaptureFixture]:
-    from _pytest import logging as pytest_logging
-
-    class Item:
-        stash = pytest.Stash()
-
-    handler = pytest_logging.LogCaptureHandler()
-    Item.stash[pytest_logging.caplog_handler_key] = handler
-    Item.stash[pytest_logging.caplog_records_key] = {"call": handler.records}
-    fixture = pytest.LogCaptureFixture(Item, _ispytest=True)  # type: ignore[arg-type]
-    root = logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield fixture
-    finally:
-        root.removeHandler(handler)
-        fixture._finalize()
-
-
-@contextlib.contextmanager
-def _request(param: Any, maker: _Maker) -> Iterator[Any]:
-    value, name, nodeid = param
-    yield RankRequest(value, maker.teardown.callback, RankNode(name, nodeid))
-
-
-@contextlib.contextmanager
-def _record_property(_: object, maker: _Maker) -> Iterator[Callable[[str, object], None]]:
-    yield lambda name, value: maker.properties.append((name, value))
-
-
-_BUILTIN: Mapping[str, Callable[[Any, _Maker], contextlib.AbstractContextManager[Any]]] = {
-    "monkeypatch": _monkeypatch,
-    "recwarn": _recwarn,
-    "capsys": _captured,
-    "capsysbinary": _captured,
-    "capfd": _captured,
-    "capfdbinary": _captured,
-    "caplog": _caplog,
-    "request": _request,
-    "record_property": _record_property,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RankNode:
-    """What is left of a test's `request.node` on a rank."""
-
-    name: str
-    nodeid: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """What is left of pytest's `request` on a rank.
-
-    Attributes:
-        param: As in `pytest.FixtureRequest`.
-        addfinalizer: As there.
-        node: The test.
-    """
-
-    param: Any
-    addfinalizer: Callable[[Callable[[], object]], object]
-    node: RankNode
-
-    def __getattr__(self, name: str) -> Any:
-        raise UsageError(
-            f"request.{name} is not there on a rank, where only request.param, request.addfinalizer, request.node.name "
-            "and request.node.nodeid are; let a fixture that does not use the rank read it and hand its value on."
-        )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from ddpcheck.testing import rank_coverage as measuring
+from ddpcheck.testing import rank_coverage
 from ddpcheck.testing.outcome import TestOutcome
 from ddpcheck.testing.rank_context import RankArtifacts
 from ddpcheck.testing.rank_side import text_of
@@ -44,7 +44,7 @@ class Record:
     """What one test's ranks have brought back so far.
 
     Attributes:
-        harvesters: For each world that the test has held, what keeps all that its ranks have printed.
+        output_collectors: For each world that the test has held, what keeps all that its ranks have printed.
         shown: What the report is to show instead of the traceback in this process, if anything.
         explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
         failed: Whether the test has failed: nobody should get its ranks.
@@ -52,7 +52,7 @@ class Record:
     """
 
     def __init__(self, item: pytest.Item) -> None:
-        self.harvesters: list[Callable[[], None]] = []
+        self.output_collectors: list[Callable[[], None]] = []
         self.shown: Any = None
         self.explained: tuple[BaseException, list[tuple[str, str]]] | None = None
         self.failed = False
@@ -70,7 +70,7 @@ class Record:
             attachment: RankArtifacts = wire.loads(data)
             found[rank] = attachment
             if attachment.coverage is not None:
-                measuring.add(attachment.coverage)
+                rank_coverage.add(attachment.coverage)
             if attachment.log.strip():
                 self._item.add_report_section("call", f"log of {_whose(rank, world)}", attachment.log)
             known = self._item.user_properties
@@ -91,10 +91,10 @@ class Record:
         """What the report says of an error beside the traceback in this process."""
         return self.explained[1] if self.explained is not None and self.explained[0] is error else []
 
-    def harvest(self) -> None:
+    def collect_output(self) -> None:
         """Have all that the ranks have printed."""
-        for harvest in self.harvesters:
-            harvest()
+        for collect_output in self.output_collectors:
+            collect_output()
 
     def keep_output(self, world: Lent, texts: Mapping[int, str]) -> None:
         """Keep what the ranks have printed."""

@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
-from ddpcheck.testing import marks
-from ddpcheck.testing import rank_fixtures as values
-from ddpcheck.testing import rank_side as onrank
+from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DdpWorld, options_of
 from ddpcheck.testing.launched_ranks import LAUNCHED, JoinedRanks, refuse_wrong_start
 from ddpcheck.testing.leases import Ranks, WorldLease
@@ -26,7 +24,7 @@ from ddpcheck.testing.record import Record, as_pytest_shows
 
 _RECORD = pytest.StashKey[Record]()
 _SEEDS = pytest.StashKey[RngStates]()
-_SETUPS = pytest.StashKey[list[values.RankFixture]]()
+_SETUPS = pytest.StashKey[list[rank_fixtures.RankFixture]]()
 
 
 class Session:
@@ -50,7 +48,7 @@ class Session:
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """A test of ours is about to be set up; another one may follow."""
         self._ranks.following = following
-        item.stash[_SEEDS] = RngStates.disturb()
+        item.stash[_SEEDS] = RngStates.draw_and_capture()
         item.stash[_SETUPS] = []
         item.stash[_RECORD] = Record(item)
         if not isinstance(item, pytest.Function) or _is_of_unittest(item):
@@ -68,18 +66,18 @@ class Session:
                 f"The fixture {name!r} has a value on ranks only; mark {item.name} with @pytest.mark.ddp(...), and its "
                 "body runs there."
             )
-        return values.RankValue(name)
+        return rank_fixtures.RankValue(name)
 
     def leave_to_ranks(
         self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> object:
         """Where a fixture uses something that is made on the ranks, have it made there; else `None`."""
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
-        if not any(isinstance(value, values.OnRank) for value in arguments.values()):
+        if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        function = values.reference(_bound(fixturedef, request))
-        converted = {name: values.converted(name, value) for name, value in arguments.items()}
-        fixture = values.RankFixture(fixturedef.argname, function, converted)
+        function = rank_fixtures.reference(_bound(fixturedef, request))
+        converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
+        fixture = rank_fixtures.RankFixture(fixturedef.argname, function, converted)
         item.stash[_SETUPS].append(fixture)
         fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
         return fixture
@@ -88,26 +86,26 @@ class Session:
 
     def lend(self, item: pytest.Item) -> Iterator[DdpWorld]:
         """The value of the fixture `ddp_world`."""
-        tenancies: list[WorldLease] = []
+        leases: list[WorldLease] = []
 
         def rent(options: dict[str, Any]) -> WorldLease:
-            tenancies.append(self._ranks.tenancy(item, item.stash[_RECORD], options, item.stash[_SEEDS]))
-            return tenancies[-1]
+            leases.append(self._ranks.lease(item, item.stash[_RECORD], options, item.stash[_SEEDS]))
+            return leases[-1]
 
         try:
             yield DdpWorld(self._settings, rent, {**options_of(self._settings), **self._asked(item)})
         finally:
-            _end_all(tenancies)
+            _end_all(leases)
 
     def run_marked(self, item: pytest.Function) -> None:
         """Run the body of a test on every rank, and raise what is to be raised."""
         record = item.stash[_RECORD]
         options = {**options_of(self._settings), **self._asked(item)}
-        with contextlib.closing(self._ranks.tenancy(item, record, options, item.stash[_SEEDS])) as tenancy:
+        with contextlib.closing(self._ranks.lease(item, record, options, item.stash[_SEEDS])) as lease:
             ended: dict[int, Ended] = {}
             error: RankError | None = None
             try:
-                ended = dict(enumerate(tenancy.run(onrank.perform, _packed(item))))
+                ended = dict(enumerate(lease.run(rank_side.perform, _packed(item))))
             except RankError as raised:
                 error, ended = raised, {rank: one for rank, one in raised.results.items() if isinstance(one, Ended)}
             except UsageError as wrong:
@@ -121,7 +119,7 @@ class Session:
                 pytest.xfail(verdict.headline)
             else:
                 record.failed = True
-                record.shown = as_pytest_shows(verdict, tenancy.attachment, item.location)
+                record.shown = as_pytest_shows(verdict, lease.attachment, item.location)
                 raise to_raise(verdict, error, marks.expected_failure(item))
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
@@ -139,10 +137,10 @@ class Session:
 
     # --- After a test ----------------------------------------------------------------------------------------------
 
-    def harvest(self, item: pytest.Item) -> None:
+    def collect_output(self, item: pytest.Item) -> None:
         """Have what the ranks have printed, before the report is made."""
         if (record := item.stash.get(_RECORD, None)) is not None:
-            record.harvest()
+            record.collect_output()
 
     def complete(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Put into the report what the ranks have brought back."""
@@ -205,8 +203,8 @@ def _packed(item: pytest.Function) -> bytes:
             f"--trace stops in pytest's own process, and {item.name} runs on ranks; put breakpoint() in it instead."
         )
     taken = item._fixtureinfo.argnames
-    arguments = {name: values.converted(name, item.funcargs[name]) for name in taken}
-    return values.pack(item.name, arguments, (function, item.stash[_SETUPS]))
+    arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in taken}
+    return rank_fixtures.pack(item.name, arguments, (function, item.stash[_SETUPS]))
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
@@ -239,10 +237,10 @@ def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
             _refuse(str(warning))
 
 
-def _end_all(tenancies: list[WorldLease]) -> None:
+def _end_all(leases: list[WorldLease]) -> None:
     """Give every world back, also when that fails for one."""
-    if tenancies:
+    if leases:
         try:
-            tenancies.pop().close()
+            leases.pop().close()
         finally:
-            _end_all(tenancies)
+            _end_all(leases)

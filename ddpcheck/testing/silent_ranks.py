@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.testing import rank_coverage as measuring
+from ddpcheck.testing import rank_coverage
 from ddpcheck.testing.rank_coverage import CoverageData
 
 
@@ -79,7 +79,7 @@ def give_up_coverage(plugin: Any) -> bytes:
 
 def add_coverage(data: bytes) -> None:
     """Add what another rank has measured."""
-    measuring.add(CoverageData(data))
+    rank_coverage.add(CoverageData(data))
 
 
 # --- Temporary folders -----------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.harness import World
-from ddpcheck.worlds import starting as processes
-from ddpcheck.worlds import validation as allowed
+from ddpcheck.worlds import starting, validation
 
 _EARLY = (  # prefixes of variables that are read when a process, a thread pool or a process group starts
     "ATEN_",
@@ -48,7 +47,7 @@ _SPARES = 2  # at most
 _MEMORY = 4  # leases after which a spare that nobody has asked for goes
 _GUESSES = 2  # spares in vain, after which no spare is made for a kind of world that has not been seen to recur
 _PATIENCE = 1.0  # seconds for ranks to get their next process group; fresh ones take less
-_RETIRED = 4  # worlds that may be on their way out at the same time
+_CLOSING = 4  # worlds that may be on their way out at the same time
 
 Kind = Hashable
 """Worlds of one kind can stand in for each other."""
@@ -63,10 +62,10 @@ def _kind(options: Mapping[str, Any]) -> Kind | None:
         bound.apply_defaults()
         asked = bound.arguments
         own = asked["env"] or {}
-        environment = {**processes.inherited_environment(), **own}
+        environment = {**starting.inherited_environment(), **own}
         early = frozenset(item for item in environment.items() if item[0].startswith(_EARLY))
         fixed = {name: value for name, value in asked.items() if name not in _LATE}
-        fixed["threads"] = asked["threads"] or allowed.threads(asked["world_size"])
+        fixed["threads"] = asked["threads"] or validation.threads(asked["world_size"])
         fixed["preload"] = tuple(asked["preload"])
         exact = frozenset((name, type(value), value) for name, value in fixed.items())  # 2.0 is not 2, nor True 1
         kind = (exact, early, frozenset(name for name in own if name.startswith(_EARLY)))
@@ -95,7 +94,7 @@ class WorldPool:
         self._spares: list[_Spare] = []
         self._leased: dict[int, tuple[World, tuple[Hashable, Kind] | None]] = {}
         self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds, by owner and kind
-        self._retired: deque[World] = deque()
+        self._closing: deque[World] = deque()
         self._followed: dict[Kind, tuple[Kind, Mapping[str, Any]]] = {}  # what was asked for after a kind
         self._last: Kind | None = None
         self._in_vain = 0
@@ -144,7 +143,7 @@ class WorldPool:
         world = None
         while idle and world is None:
             one = idle.pop()
-            world = self._adopted(one, one.wait_ready(_PATIENCE), options)
+            world = self._updated(one, one.wait_ready(_PATIENCE), options)
         world = world or self._prepared(kind, options) or World(**options)
         self._leased[id(world)] = (world, key)
         return world
@@ -161,12 +160,12 @@ class WorldPool:
         self._enter()
         _, key = self._leased.pop(id(world), (world, None))
         if key is None or broken or key not in self._idle:
-            self._retire(world)
+            self._begin_close(world)
             return
         try:
-            world.renew()
+            world.reset_process_group()
         except DdpcheckError:  # it has failed, is closed, or still at work
-            self._retire(world)
+            self._begin_close(world)
         else:
             self._idle[key].append(world)
 
@@ -175,7 +174,7 @@ class WorldPool:
         self._enter()
         for key in [key for key in self._idle if key[0] == owner]:
             for world in self._idle.pop(key):
-                self._retire(world)
+                self._begin_close(world)
 
     def close(self) -> None:
         """End every world, also those that are in use, and wait until all is gone."""
@@ -183,11 +182,11 @@ class WorldPool:
         for key in list(self._idle):
             self.end(key[0])
         for world in [world for world, _ in self._leased.values()] + [spare.world for spare in self._spares]:
-            self._retire(world)
+            self._begin_close(world)
         self._leased.clear()
         self._spares.clear()
-        while self._retired:
-            self._retired.popleft().close()
+        while self._closing:
+            self._closing.popleft().close()
 
     # --- Spares ------------------------------------------------------------------------------------------------
 
@@ -198,20 +197,20 @@ class WorldPool:
                 self._spares.remove(spare)
                 if spare.guess:
                     self._in_vain = 0
-                return self._adopted(spare.world, spare.world.usable, options)
+                return self._updated(spare.world, spare.world.usable, options)
         return None
 
-    def _adopted(self, world: World, usable: bool, options: Mapping[str, Any]) -> World | None:
+    def _updated(self, world: World, usable: bool, options: Mapping[str, Any]) -> World | None:
         if usable:
             try:
-                world.adopt(**{name: options[name] for name in _LATE if name in options and name != "ahead"})
+                world.update_options(**{name: options[name] for name in _LATE if name in options and name != "ahead"})
                 return world
             except UsageError:
-                self._retire(world)
+                self._begin_close(world)
                 raise
             except DdpcheckError:
                 pass
-        self._retire(world)
+        self._begin_close(world)
         return None
 
     def _prefetch(self, kind: Kind, options: Mapping[str, Any], last: bool) -> None:
@@ -238,22 +237,22 @@ class WorldPool:
     def _drop(self, spare: _Spare) -> None:
         self._spares.remove(spare)
         self._in_vain += spare.guess
-        self._retire(spare.world)
+        self._begin_close(spare.world)
 
     # --- Ending ------------------------------------------------------------------------------------------------
 
-    def _retire(self, world: World) -> None:
-        world.retire()
+    def _begin_close(self, world: World) -> None:
+        world.begin_close()
         if not world.closed:
-            self._retired.append(world)
+            self._closing.append(world)
 
     def _enter(self) -> None:
         """Do what is due whenever we are called: clear away what has ended."""
         if self._pid != os.getpid():  # a fork of the process that all of these belong to
             WorldPool.__init__(self)
-        for _ in range(len(self._retired)):
-            world = self._retired.popleft()
-            if world.gone or len(self._retired) >= _RETIRED:
+        for _ in range(len(self._closing)):
+            world = self._closing.popleft()
+            if world.gone or len(self._closing) >= _CLOSING:
                 world.close()
             else:
-                self._retired.append(world)
+                self._closing.append(world)

@@ -1,10 +1,10 @@
 """The fork server: a process that has imported torch and forks ranks on request.
 
-Nothing of the user's runs in it but the import of modules that the user has named for it. It is started by exec,
- stays single-threaded, runs no operation of torch, and holds no state that a rank could
-inherit. Requests arrive as one packet each on a socket from the parent; file descriptors come along with them.
-Forks and exits are reported on the socket of the world they belong to. When the parent goes away, by whatever
-death, every rank goes with it, and so do the scratch directories.
+No code of the user runs in it but the import of modules that the user has named for it. It is started by exec, stays
+single-threaded, runs no operation of torch, and holds no state that a rank could inherit. Requests arrive as one packet
+each on a socket from the parent; file descriptors come along with them. Forks and exits are reported on the socket of
+the world they belong to. When the parent goes away, by whatever death, every rank goes with it, and so do the scratch
+directories.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from ddpcheck.worlds import preloading, wire
 from ddpcheck.worlds import rank as rank_module
+from ddpcheck.worlds.huge_pages import collapse_memory
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
@@ -38,9 +39,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
-_CHUNK = 16 << 20  # bytes of memory to tidy up at a time
-_HUGE = 2 << 20
-_MADV_COLLAPSE = 25
 
 
 _Order = tuple[int, tuple[str, ...], list[int]]
@@ -73,7 +71,19 @@ class _World:
 
 
 class Server:
-    """Serves one parent until it is gone."""
+    """Serves one parent until it is gone.
+
+    An import can take seconds, and meanwhile ranks end, the parent may die, and requests arrive. So during an import
+    `_interrupted` has a timer interrupt it, and the handler of SIGALRM runs `_attend`, a pass of the server's loop. It
+    runs between any two bytecodes of foreign code, so it must not touch what an import may be changing: it imports
+    nothing, forks nothing (a child would go on with half a module), takes no lock of the import system or of logging,
+    and writes no standard stream. A fork that is asked for meanwhile is put into `_due`, and the loop opens it later.
+    The handler sets the timer again only at its end, so that it never interrupts itself.
+
+    Rejected: a thread that attends, since a process with a second thread cannot be forked safely (the child would
+    inherit locks that the thread holds); imports in a forked child, since what they import must be in this process;
+    imports in slices, since an import cannot be left in the middle.
+    """
 
     def __init__(self, sock: socket.socket, parent: int) -> None:
         self._sock = sock
@@ -116,16 +126,9 @@ class Server:
             gc.collect()
             gc.freeze()
             yield False
-            yield from self._tidy_memory()
-        yield False
-
-    def _tidy_memory(self) -> Iterator[bool]:
-        """Collapse our memory into huge pages, so that a fork has few tables to copy; older kernels refuse that."""
-        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for start, end in _own_memory():
-            for address in range(start, end, _CHUNK):
-                self._libc.madvise(address, min(_CHUNK, end - address), _MADV_COLLAPSE)
+            for _ in collapse_memory(self._libc):
                 yield False
+        yield False
 
     def serve(self) -> None:
         """Work until the parent is gone, then end every rank."""
@@ -175,7 +178,7 @@ class Server:
 
     @contextlib.contextmanager
     def _interrupted(self) -> Iterator[None]:
-        """While something takes its time, go on to see to ranks and parent; only forks have to wait for its end."""
+        """Attend to ranks and parent during an import, as the class says; forks wait for its end."""
 
         def look(*_: object) -> None:
             if not self._busy:  # a signal that was on its way at the end
@@ -368,23 +371,6 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
     except OSError:
         pass
-
-
-def _own_memory() -> list[tuple[int, int]]:
-    """The parts of our memory that are ours alone and hold whole huge pages, from and to."""
-    parts = []
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-            lines = [line.split(maxsplit=5) for line in file]
-    except OSError:
-        return []
-    for addresses, rights, _, _, _, *name in lines:
-        if rights == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):
-            start, end = (int(word, 16) for word in addresses.split("-"))
-            start, end = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
-            if start < end:
-                parts.append((start, end))
-    return parts
 
 
 def _children() -> list[int]:

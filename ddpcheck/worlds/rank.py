@@ -14,27 +14,24 @@ import faulthandler
 import gc
 import mmap
 import os
-import random
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.exception_origin import for_target
-from ddpcheck.worlds import compilation as compiling
-from ddpcheck.worlds import failures, wire
+from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named
+from ddpcheck.worlds.rank_setup import choose_device, join_group, place_on_machine, redirect_output, take_over
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -199,21 +196,21 @@ def _live(sock: socket.socket) -> None:
     if message is None or message[0] != "config":
         return
     config: wire.RankConfig = message[1]
-    renewals = 0
+    group_resets = 0
     try:
         _set_up(config)
-        sock.sendall(wire.pack(("ready", time.monotonic(), renewals)))
+        sock.sendall(wire.pack(("ready", time.monotonic(), group_resets)))
         while (message := wire.receive(sock)) is not None:
             if message[0] == "task":
                 rewrite_on_import(message[3])
                 sock.sendall(_answer(sock, message[1], message[2]))
-            elif message[0] == "adopt":
+            elif message[0] == "context":
                 set_status("starting up")
-                _adopt(config, message[1])
-            elif message[0] == "renew":
-                renewals += 1
-                _renew(config, renewals)
-                sock.sendall(wire.pack(("ready", time.monotonic(), renewals)))
+                take_over(config, message[1])
+            elif message[0] == "reset_process_group":
+                group_resets += 1
+                _reset_process_group(config, group_resets)
+                sock.sendall(wire.pack(("ready", time.monotonic(), group_resets)))
             else:
                 return
     except BaseException as error:
@@ -226,7 +223,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     global _task
     set_status("")
     set_collective("")
-    compiling.forget_time()
+    compilation.forget_time()
     _task = _Task(sock, run)
     own = os.getpid()
     try:
@@ -319,7 +316,7 @@ def _flush() -> None:
 def _set_up(config: wire.RankConfig) -> None:
     global _context, _slots
     directory = Path(config.directory)
-    _redirect(directory / f"rank{config.rank}.out")
+    redirect_output(directory / f"rank{config.rank}.out")
     _slots = _open_slots(directory / f"rank{config.rank}.slots")
     set_status("starting up")
     stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
@@ -329,25 +326,16 @@ def _set_up(config: wire.RankConfig) -> None:
     import torch
 
     torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
-    _adopt(config, config.surroundings)
-    compiling.watch_compiling(set_compiling)
+    take_over(config, config.context)
+    compilation.watch_compiling(set_compiling)
     for name in config.preload:  # after a fork it is there already
         if refusal := import_named(name):
             raise UsageError(refusal)
-    device, shared = choose_device(config.device, config.backend, *(config.sharing or _place_on_machine(config)))
+    device, shared = choose_device(config.device, config.backend, *(config.sharing or place_on_machine(config)))
     _context = RankContext(config.rank, config.world_size, config.backend, device, directory, shared)
     if config.process_group:
-        _join(config, "store")
+        join_group(config, "store")
     set_status("")
-
-
-def _redirect(path: Path) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
 
 def _open_slots(path: Path) -> mmap.mmap:
@@ -359,109 +347,7 @@ def _open_slots(path: Path) -> mmap.mmap:
         os.close(fd)
 
 
-def _adopt(config: wire.RankConfig, surroundings: wire.ProcessContext) -> None:
-    """Take over the parent's environment, directory and import path, as a process that it started would."""
-    environment = dict(surroundings.environment)
-    local_rank, local_world_size = _place_on_machine(config)
-    environment.update(
-        RANK=str(config.rank),
-        WORLD_SIZE=str(config.world_size),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_world_size),
-    )
-    environment[wire.NO_LAUNCH] = "0"
-    environment = {**compiling.ONE_THREAD, **environment}
-    if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
-        environment["GLOO_SOCKET_IFNAME"] = interface
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    for name, value in environment.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-    try:
-        os.chdir(surroundings.cwd)
-    except OSError as error:
-        raise DdpcheckError(
-            f"The rank could not enter the working directory {surroundings.cwd}: {error.strerror}."
-        ) from error
-    sys.path[:] = surroundings.path
-    sys.argv[:] = surroundings.argv
-    sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
-    tempfile.tempdir = None
-    seed()
-    if "TORCH_DISTRIBUTED_DEBUG" in surroundings.explicit:
-        import torch.distributed as dist
-
-        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
-
-
-def _place_on_machine(config: wire.RankConfig) -> tuple[int, int]:
-    """The number of a rank among those of its machine, and how many these are."""
-    here = config.rank if config.local_rank is None else config.local_rank
-    return here, config.local_world_size or config.world_size
-
-
-def seed() -> None:
-    """Seed every generator anew, or what a rank has from a fork, or torch's default, is the same on all of them."""
-    random.seed()
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()
-    sys.modules["torch"].default_generator.seed()
-
-
-def loopback() -> str:
-    """Return the name of the interface that leads to this machine only, `""` where there is none."""
-    try:
-        names = [name for _, name in socket.if_nameindex()]
-    except OSError:
-        return ""
-    return next((name for name in names if name == "lo" or name == "lo0"), "")
-
-
-def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
-    """Return the device of a rank among those that see the same GPUs, and whether it is shared, and make it current.
-
-    Raises:
-        UsageError: There is no GPU, or not one a rank where the backend needs that.
-    """
-    if device == "cpu":
-        return "cpu", False
-    import torch
-
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise UsageError(
-            "device 'cuda' was asked for, but torch finds no GPU; use device='cpu', or see torch.cuda.is_available()."
-        )
-    if backend == "nccl" and world_size > count:
-        raise UsageError(
-            f"backend 'nccl' needs a GPU for every rank: {world_size} ranks, {count} GPU{'s' * (count > 1)}; "
-            "use backend='gloo' to share, or fewer ranks."
-        )
-    index = rank % count
-    torch.cuda.set_device(index)
-    return f"cuda:{index}", world_size > count
-
-
-def _join(config: wire.RankConfig, store: str) -> None:
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-
-    meeting: Store
-    if config.store is None:
-        meeting = FileStore(os.path.join(config.directory, store), config.world_size)
-    else:
-        meeting = PrefixStore(store, TCPStore(*config.store, None, False, timedelta(minutes=2), False))
-    dist.init_process_group(
-        config.backend,
-        store=meeting,
-        rank=config.rank,
-        world_size=config.world_size,
-        timeout=timedelta(days=1),  # the parent's clock is the one that counts
-    )
-
-
-def _renew(config: wire.RankConfig, number: int) -> None:
+def _reset_process_group(config: wire.RankConfig, number: int) -> None:
     """Leave every process group and what refers to them, and join the next default one."""
     import torch
     import torch.distributed as dist
@@ -474,7 +360,7 @@ def _renew(config: wire.RankConfig, number: int) -> None:
         dist.destroy_process_group()
     torch.set_num_threads(config.threads)
     set_status("starting up")
-    _join(config, f"store{number}")
+    join_group(config, f"store{number}")
     set_status("")
 
 

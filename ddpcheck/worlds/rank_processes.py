@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.worlds import starting as processes
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import starting, wire
 
 _LAST_WORDS = 0.5  # for a stack to be dumped
 _FROM_AFAR = 2.0  # and to come here from another machine
@@ -47,9 +46,9 @@ class RankProcesses:
     Attributes:
         ranks: What is known about each.
         run: Number of the run under way; replies to an earlier one are dropped.
-        renewals: How often the ranks have been asked for another process group.
+        group_resets: How often the ranks have been asked for another process group.
         born: When they were asked to become ready, by `time.monotonic()`.
-        trouble: Why no rank can go on, empty while they can.
+        error: Why no rank can go on, empty while they can.
         refused: Whether that is because of what the world was asked to be.
         one_machine: Whether the processes of the ranks can be seen from here.
     """
@@ -57,14 +56,14 @@ class RankProcesses:
     def __init__(self, directory: Path, *, one_machine: bool = True) -> None:
         self.ranks: list[Rank] = []
         self.run = 0
-        self.renewals = 0
+        self.group_resets = 0
         self.born = time.monotonic()
-        self.trouble = ""
+        self.error = ""
         self.refused = False
         self.one_machine = one_machine
         self._directory = directory
-        self._launches: list[processes.StartedRanks] = []  # one for each hash seed and way of starting
-        self._launch_of: dict[int, processes.StartedRanks] = {}  # by rank
+        self._launches: list[starting.StartedRanks] = []  # one for each hash seed and way of starting
+        self._launch_of: dict[int, starting.StartedRanks] = {}  # by rank
         self._selector = selectors.DefaultSelector()
         self._sent_off = False
         self._asked = False
@@ -72,7 +71,7 @@ class RankProcesses:
     def start(
         self,
         configs: Sequence[wire.RankConfig],
-        starters: Sequence[processes.Starter],
+        starters: Sequence[starting.Starter],
         hash_seeds: Sequence[str],
         ahead: bool,
     ) -> None:
@@ -112,31 +111,31 @@ class RankProcesses:
         return all(rank.ready is not None for rank in self.ranks)
 
     @property
-    def troubled(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether something is known to have gone wrong."""
         bad = any(
             rank.ended is not None or (rank.answer is not None and rank.answer[0] == "failure") for rank in self.ranks
         )
-        return bool(self.trouble) or bad
+        return bool(self.error) or bad
 
     @property
     def gone(self) -> bool:
         """Whether every rank is known to have ended."""
         return all(rank.ended is not None for rank in self.ranks)
 
-    def adopt(self, surroundings: wire.ProcessContext) -> None:
+    def update_context(self, context: wire.ProcessContext) -> None:
         """Tell the ranks what is around them from now on."""
-        self._post_all(wire.pack(("adopt", surroundings)))
+        self._post_all(wire.pack(("context", context)))
         if not self.ready:
             self.born = time.monotonic()
 
-    def renew(self) -> None:
+    def reset_process_group(self) -> None:
         """Ask the ranks for another process group, without waiting for it."""
-        self.renewals += 1
+        self.group_resets += 1
         self.born = time.monotonic()
         for rank in self.ranks:
             rank.ready = None
-        self._post_all(wire.pack(("renew",)))
+        self._post_all(wire.pack(("reset_process_group",)))
 
     # --- Sending and receiving ---------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class RankProcesses:
             self.post(rank, data)
 
     def post(self, rank: Rank, data: bytes) -> None:
-        """Send a packed message to a rank; what does not fit its socket now goes with the next `pump`."""
+        """Send a packed message to a rank; what does not fit its socket now goes with the next `poll`."""
         if not rank.connected:
             return
         rank.outbox.append(memoryview(data))
@@ -168,7 +167,7 @@ class RankProcesses:
         except OSError:  # it is gone; its exit will be told
             rank.outbox.clear()
 
-    def pump(self, seconds: float) -> None:
+    def poll(self, seconds: float) -> None:
         """Wait for something to happen, and take note of it."""
         if any(launch.channel is None for launch in self._launches):
             seconds = min(seconds, _POLL)
@@ -195,7 +194,7 @@ class RankProcesses:
         messages, alive = rank.inbox.drain(rank.sock)
         for kind, *rest in messages:
             if kind == "ready":
-                if rest[1] == self.renewals:
+                if rest[1] == self.group_resets:
                     rank.ready = rest[0]
             elif kind == "failing":
                 rank.failing = rest[1] if rest[0] == self.run else None
@@ -206,7 +205,7 @@ class RankProcesses:
             rank.outbox.clear()
             self._selector.unregister(rank.sock)
 
-    def _note(self, event: processes.Event) -> None:
+    def _note(self, event: starting.Event) -> None:
         if event[0] == "forked":
             for number, pid in event[1]:
                 self.ranks[number].pid = pid
@@ -215,7 +214,7 @@ class RankProcesses:
             self._read_rank(rank)  # its last words come before its death
             rank.ended = (event[2], event[3])
         else:
-            self.trouble = event[1]
+            self.error = event[1]
             self.refused = event[0] == "refused"
 
     # --- Ending ------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ class RankProcesses:
         Args:
             everyone: Also those that have answered.
         """
-        self.pump(0)
+        self.poll(0)
         busy = [
             rank.number
             for rank in self.ranks
@@ -248,7 +247,7 @@ class RankProcesses:
                 if size and sizes.get(number) == size:
                     steady.add(number)
                 sizes[number] = size
-        self.pump(0)  # one may have finished after all
+        self.poll(0)  # one may have finished after all
         return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 
     def kill(self) -> None:
@@ -268,7 +267,7 @@ class RankProcesses:
             heard = any(launch is not None and not (launch.over and launch.channel is not None) for launch in awaited)
             if left <= 0 or not heard:
                 return False
-            self.pump(left)
+            self.poll(left)
         return True
 
     def request_exit(self, idle: bool) -> None:
@@ -276,14 +275,14 @@ class RankProcesses:
         if self._sent_off:
             return
         self._sent_off = True
-        self.pump(0)
+        self.poll(0)
         self._asked = idle and self.ready
         if self._asked:
             self._post_all(wire.pack(("close",)))
         else:
             self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
 
-    def dismiss(self, idle: bool) -> None:
+    def terminate(self, idle: bool) -> None:
         """End every rank, and wait until that is so."""
         self.request_exit(idle)
         if not self._await_ends(_DEATH) and self._asked:
@@ -322,8 +321,8 @@ class RankProcesses:
                 if _size(path := self.path(rank.number, kind)):
                     os.truncate(path, 0)
             self.path(rank.number, "attachment").unlink(missing_ok=True)
-        if self.renewals > 1:  # the group before the one before this is over everywhere
-            (self._directory / f"store{self.renewals - 2 or ''}").unlink(missing_ok=True)
+        if self.group_resets > 1:  # the group before the one before this is over everywhere
+            (self._directory / f"store{self.group_resets - 2 or ''}").unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

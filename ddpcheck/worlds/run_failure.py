@@ -31,7 +31,7 @@ def end_of(processes: RankProcesses, directory: Path, headline: str | None) -> B
 def _described(processes: RankProcesses, directory: Path, headline: str | None) -> BaseException:
     if processes.refused:
         processes.kill()
-        return UsageError(processes.trouble)
+        return UsageError(processes.error)
     dumps = processes.dump_stacks()
     now = time.monotonic()
     open_ranks = [rank for rank in processes.ranks if rank.answer is None]
@@ -60,8 +60,8 @@ def _described(processes: RankProcesses, directory: Path, headline: str | None) 
     if headline is not None:
         late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]
         return failures.hang(found, headline.replace("{ranks}", name_ranks(late)))
-    if not found or (processes.trouble and all(one.kind == "stuck" for one in found)):
+    if not found or (processes.error and all(one.kind == "stuck" for one in found)):
         return RankError(
-            f"The ranks could not go on: {processes.trouble or 'they ended while they were being asked'}.", found
+            f"The ranks could not go on: {processes.error or 'they ended while they were being asked'}.", found
         )
     return failures.error(found)

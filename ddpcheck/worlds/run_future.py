@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from ddpcheck.findings.errors import DdpcheckError
-from ddpcheck.worlds import run_failure as verdict
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import run_failure, wire
 from ddpcheck.worlds.deadlock import DeadlockDetector
 from ddpcheck.worlds.rank import read_compiling
 from ddpcheck.worlds.rank_processes import Rank, RankProcesses
@@ -96,12 +95,12 @@ class RunFuture(Generic[Result]):
             self._error = DdpcheckError("The world was closed before its run had finished.")
             return
         try:
-            self._processes.pump(0)
+            self._processes.poll(0)
             while not self.complete:
                 wait = self._advance()
                 if not block or self.complete:
                     return
-                self._processes.pump(wait)
+                self._processes.poll(wait)
         except BaseException as error:  # Ctrl-C above all: nothing may go on behind our back
             self._error = error if isinstance(error, Exception) else DdpcheckError("The run was interrupted.")
             world.close()
@@ -115,11 +114,11 @@ class RunFuture(Generic[Result]):
             self._settle(ranks)
             return 0.0
         running = [rank for rank in ranks if rank.answer is None and rank.ended is None]
-        bad = self._processes.trouble or any(_has_failed(rank) for rank in ranks)
+        bad = self._processes.error or any(_has_failed(rank) for rank in ranks)
         if bad:
             if self._first_trouble is None:
                 self._first_trouble = now
-            if not running or self._processes.trouble or now >= self._first_trouble + _GRACE:
+            if not running or self._processes.error or now >= self._first_trouble + _GRACE:
                 self._fail(None)
                 return 0.0
             return self._first_trouble + _GRACE - now
@@ -149,7 +148,7 @@ class RunFuture(Generic[Result]):
 
     def _fail(self, headline: str | None) -> None:
         self._world.failed = True
-        self._error = verdict.end_of(self._processes, self._world.directory, headline)
+        self._error = run_failure.end_of(self._processes, self._world.directory, headline)
 
     def _allow(self, seconds: float) -> None:
         """Do not count time that `watch` has taken: it may have been a person at a debugger."""

@@ -1,7 +1,7 @@
-"""Starting ranks: through the fork server, or each by exec. The parent's side; light, never imports torch.
+"""Starting ranks through the fork server, in the parent; what it has in common with `spawning` and `launchers`.
 
-Both ways give the same thing, a `StartedRanks`: events to read, ranks to signal. Which way is taken makes no
-difference to anything else, except that a fork costs milliseconds and an exec costs an import of torch.
+Each way of starting gives a `StartedRanks`: events to read, ranks to signal. The way makes no difference to anything
+else, except that a fork costs milliseconds and an exec costs an import of torch. Light: never imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -54,11 +53,6 @@ _SERVER_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
     "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
 )
-_RANK_CODE = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
-    "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
-)
-
 Event = tuple[Any, ...]
 """`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
 
@@ -136,7 +130,8 @@ def hash_seeds(world_size: int, *, own: bool) -> list[str]:
     return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if own else 0] for rank in range(world_size)]
 
 
-def _interpreter() -> list[str]:
+def interpreter() -> list[str]:
+    """The command that starts Python as this process was started."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
@@ -161,7 +156,7 @@ class _ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *_interpreter(),
+                    *interpreter(),
                     "-c",
                     _SERVER_CODE,
                     str(theirs.fileno()),
@@ -332,7 +327,7 @@ class ForkedRanks:
             self._over = True
             if self._awaited:  # the ranks have died with it, but not what they had started
                 for pid in self._pids.values():
-                    _kill_group(pid)
+                    kill_group(pid)
                 log = self._server.log()
                 events.append(("error", "the fork server has died" + (f", saying {log!r}" if log else "")))
         return events
@@ -354,71 +349,8 @@ class ForkedRanks:
         self._socket.close()
 
 
-# --- By exec -------------------------------------------------------------------------------------------------------
-
-
-class SpawnedRanks:
-    """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
-
-    def __init__(
-        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
-    ) -> None:
-        self.channel: socket.socket | None = None
-        self.over = False
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._news: list[Event] = []
-        path = json.dumps(import_path())
-        for rank, fd in fds.items():
-            with open(os.path.join(directory, f"rank{rank}.out"), "ab") as output:
-                self._processes[rank] = subprocess.Popen(
-                    [*_interpreter(), "-c", _RANK_CODE, str(fd), str(os.getpid()), path],
-                    env={**inherited_environment(), "PYTHONHASHSEED": hash_seed},
-                    pass_fds=(fd,),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-        self._news.append(("forked", [(rank, process.pid) for rank, process in self._processes.items()]))
-
-    def events(self) -> list[Event]:
-        news, self._news = self._news, []
-        for rank, process in list(self._processes.items()):
-            if not _has_ended(process):
-                continue
-            _kill_group(process.pid)  # what the rank has started; the zombie keeps the number ours
-            code = process.wait()
-            del self._processes[rank]
-            news.append(("exit", rank, code, time.monotonic()))
-        return news
-
-    def signal(self, ranks: Sequence[int], number: int) -> None:
-        for rank in ranks:
-            process = self._processes.get(rank)
-            if process is None:
-                continue
-            if number == signal.SIGKILL:
-                _kill_group(process.pid)
-            process.send_signal(number)
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            _kill_group(process.pid)
-            process.kill()
-            process.wait()
-        self._processes.clear()
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    if hasattr(os, "waitid"):
-        try:
-            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            pass
-    return process.poll() is not None
-
-
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """Kill a process and all that it has started."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except OSError:

@@ -66,7 +66,7 @@ class RankConfig:
     directory: str
     process_group: bool
     threads: int
-    surroundings: ProcessContext
+    context: ProcessContext
     preload: tuple[str, ...] = ()
     local_rank: int | None = None  # among those of its machine; `None`: all are on one
     local_world_size: int | None = None

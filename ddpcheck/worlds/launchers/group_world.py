@@ -1,4 +1,4 @@
-"""Worlds on the ranks of a launcher: the face of `harness.World`, for tests that run on the ranks that exist.
+"""Worlds on the ranks of a launcher, used as a `harness.World`: for tests that run on ranks that exist already.
 
 This module is light: it never imports torch.
 """
@@ -14,12 +14,13 @@ from typing import Any, Self
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
 from ddpcheck.findings.wording import name_ranks
-from ddpcheck.worlds import failures, wire
+from ddpcheck.worlds import failures, validation, wire
 from ddpcheck.worlds import rank as ranks
-from ddpcheck.worlds import validation as allowed
 from ddpcheck.worlds.launchers.group_run import RankOutcome, Run, check_thread
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.launchers.store import StoreGoneError
+from ddpcheck.worlds.options import WorldOptions
+from ddpcheck.worlds.rank_setup import choose_device
 
 _AFTERWARDS = 1e6  # for `RankFailure.when`: ranks that are stuck are so after whatever has happened
 
@@ -41,32 +42,19 @@ class LaunchedWorld:
         failed: Whether the last run failed.
     """
 
-    def __init__(
-        self,
-        session: RankGroup,
-        world_size: int | None = None,
-        *,
-        backend: str = "gloo",
-        device: str = "cpu",
-        timeout: float = 30.0,
-        startup_timeout: float = 120.0,
-    ) -> None:
+    def __init__(self, session: RankGroup, options: WorldOptions) -> None:
         """Take the first ranks of a session.
 
         Args:
             session: This process's.
-            world_size: How many; default: all.
-            backend: `gloo` or `nccl`.
-            device: `cpu`, or `cuda`: a rank gets the GPU of its number on its machine.
-            timeout: Seconds that a run may take.
-            startup_timeout: Seconds that ranks wait for each other before a run.
+            options: Of a `World`; those that say how ranks start mean nothing here. On `cuda`, a rank gets the GPU of
+                its number on its machine.
 
         Raises:
-            UsageError: When an argument makes no sense, or there are not so many ranks.
+            UsageError: There are not so many ranks.
         """
         self.closed = True
-        size = session.world_size if world_size is None else world_size
-        allowed.check_world(size, backend, device, timeout, startup_timeout)
+        size, backend, device = options.world_size, options.backend, options.device
         if size > session.world_size:
             raise UsageError(
                 f"world_size={size}, but {session.launch.launcher} has started {session.world_size} ranks; "
@@ -77,13 +65,13 @@ class LaunchedWorld:
         self._takes_part = session.rank < size
         self._device = ("cpu", False)
         if self._takes_part:
-            self._device = ranks.choose_device(device, backend, session.local_rank, local_world_size)
+            self._device = choose_device(device, backend, session.local_rank, local_world_size)
         self.session = session
         self.world_size = size
         self.backend = backend
         self.device = device
-        self.timeout = timeout
-        self.startup_timeout = startup_timeout
+        self.timeout = options.timeout
+        self.startup_timeout = options.startup_timeout
         self.failed = False
         self.closed = False
         self.directory = session.directory / session.name_world()
@@ -118,7 +106,7 @@ class LaunchedWorld:
         if self.closed:
             raise DdpcheckError("This world is closed; make a new one.")
         if timeout is not None:
-            allowed.check_seconds("timeout", timeout)
+            validation.check_seconds("timeout", timeout)
         check_thread()
         session = self.session
         seconds = self.timeout if timeout is None else timeout

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Iterable
 
-from ddpcheck.worlds.rank import loopback
+from ddpcheck.worlds.rank_setup import loopback
 
 
 def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:

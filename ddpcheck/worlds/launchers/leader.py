@@ -25,8 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ddpcheck.worlds import starting as processes
-from ddpcheck.worlds import wire
+from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Hello, Joined, gather
 
@@ -62,7 +61,7 @@ def places(hellos: Sequence[Hello]) -> list[Place]:
 
 
 def _visible(hello: Hello) -> list[str | None]:
-    environment = hello.surroundings.environment
+    environment = hello.context.environment
     return [environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]
 
 
@@ -102,18 +101,18 @@ class Leader:
         self.close()
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """What a rank is told: its own process's surroundings, and where the ranks meet."""
+        """What a rank is told: its own process's context, and where the ranks meet."""
         store = None if self.one_machine else (self._launch.address, self._meeting_port(config.directory))
         config = replace(config, store=store, **asdict(self._places[config.rank]))
         if config.rank == 0:
             return config
-        follower, ours = self._followers[config.rank], config.surroundings
-        theirs = follower.hello.surroundings
+        follower, ours = self._followers[config.rank], config.context
+        theirs = follower.hello.context
         asked_for = {name: ours.environment[name] for name in ours.explicit}
         return replace(
             config,
             directory=follower.directory_for(config.directory),
-            surroundings=replace(theirs, environment={**theirs.environment, **asked_for}, explicit=ours.explicit),
+            context=replace(theirs, environment={**theirs.environment, **asked_for}, explicit=ours.explicit),
         )
 
     def _meeting_port(self, directory: str) -> int:
@@ -125,11 +124,11 @@ class Leader:
             self._stores = {directory: (store, store.port)}  # the one of the world before is not needed any more
         return self._stores[directory][1]
 
-    def starter(self, rank: int, own: processes.Starter) -> processes.Starter:
+    def starter(self, rank: int, own: starting.Starter) -> starting.Starter:
         """What starts a rank: here, or where it belongs."""
         if rank == 0:
             return own
-        return partial(RemoteRanks, self._followers[rank], own is processes.ForkedRanks)
+        return partial(RemoteRanks, self._followers[rank], own is starting.ForkedRanks)
 
     def close(self) -> None:
         """Let the other processes go, and wait until they have."""
@@ -213,13 +212,13 @@ class RemoteRanks:
         self._follower = follower
         self._directory = Path(directory)
         self._end = socket.socket(fileno=os.dup(descriptor))  # what the rank's would be
-        self._news: deque[processes.Event] = deque()
+        self._news: deque[starting.Event] = deque()
         self._ended = False
         self.over = False
-        self._bell, self._heard = socket.socketpair()
-        self._bell.setblocking(False)
-        self._heard.setblocking(False)
-        self.channel: socket.socket | None = self._heard
+        self._notify, self._notified = socket.socketpair()
+        self._notify.setblocking(False)
+        self._notified.setblocking(False)
+        self.channel: socket.socket | None = self._notified
         self._number = follower.add(self)
         self._sender = threading.Thread(target=self._send, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
         theirs, method = follower.directory_for(directory), "fork" if forked else "spawn"
@@ -272,17 +271,17 @@ class RemoteRanks:
                 file.write(data)
                 file.truncate()
 
-    def _tell(self, event: processes.Event) -> None:
+    def _tell(self, event: starting.Event) -> None:
         self._news.append(event)
         with contextlib.suppress(OSError):
-            self._bell.send(b"x")
+            self._notify.send(b"x")
 
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
-    def events(self) -> list[processes.Event]:
+    def events(self) -> list[starting.Event]:
         """What has happened since the last call."""
         with contextlib.suppress(OSError):
-            while self._heard.recv(1 << 10):
+            while self._notified.recv(1 << 10):
                 pass
         found = []
         while self._news:
@@ -298,5 +297,5 @@ class RemoteRanks:
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._sender.join(2.0)
-        for end in (self._end, self._bell, self._heard):
+        for end in (self._end, self._notify, self._notified):
             end.close()

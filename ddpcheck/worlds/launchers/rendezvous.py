@@ -23,9 +23,8 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import DdpcheckError, HangError
 from ddpcheck.findings.wording import name_ranks
-from ddpcheck.worlds import starting as processes
-from ddpcheck.worlds import wire
-from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds import starting, wire
+from ddpcheck.worlds.launchers import port_file
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.liveness import this_machine
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
@@ -50,7 +49,7 @@ class Hello:
         local_rank: Its number on its machine; `None` where the launcher does not say.
         local_world_size: How many there are; `None` where the launcher does not say.
         temporary: The folder for scratch directories.
-        surroundings: What its rank takes over.
+        context: What its rank takes over.
         clock: `time.monotonic()` when this was sent.
     """
 
@@ -60,17 +59,17 @@ class Hello:
     local_rank: int | None
     local_world_size: int | None
     temporary: str
-    surroundings: wire.ProcessContext
+    context: wire.ProcessContext
     clock: float
 
     @classmethod
     def of(cls, launch: LauncherEnv) -> Hello:
         """That of this process."""
         around = wire.ProcessContext(
-            environment=processes.inherited_environment(),
+            environment=starting.inherited_environment(),
             explicit=frozenset(),
             cwd=os.getcwd(),
-            path=processes.import_path(),
+            path=starting.import_path(),
             argv=tuple(sys.argv),
         )
         local = launch.local_rank, launch.local_world_size
@@ -119,7 +118,7 @@ def _file(launch: LauncherEnv) -> Path | None:
     """Where the processes of one machine meet; `None` where they may be on several, or nothing tells jobs apart."""
     if not launch.one_machine or not (launch.job or launch.address):
         return None
-    return loopback.meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
+    return port_file.meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
 
 
 # --- The leader's side -----------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[
     with contextlib.ExitStack() as stack:
         if path is not None:
             server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
-            loopback.publish(path, server.getsockname()[1], token)
+            port_file.publish(path, server.getsockname()[1], token)
             stack.callback(path.unlink, missing_ok=True)
         else:
             store, met = open_store(launch, timeout)
@@ -214,7 +213,7 @@ def join(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[socket.socket,
     """
     deadline = time.monotonic() + timeout
     path = _file(launch)
-    look = partial(loopback.look_up, path) if path is not None else _read_board(launch, timeout)
+    look = partial(port_file.look_up, path) if path is not None else _read_board(launch, timeout)
     address = "127.0.0.1" if path is not None else launch.address
     while time.monotonic() < deadline:
         port, token = look()

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
-from ddpcheck.worlds.launchers import port_file as loopback
-from ddpcheck.worlds.launchers import slurm
+from ddpcheck.worlds.launchers import port_file, slurm
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def open_store(
     met: Callable[[], None] = _nothing
     launch = _placed(launch, as_told)
     if launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told:
-        path = loopback.meeting_point(launch.job)
+        path = port_file.meeting_point(launch.job)
         if launch.rank == 0:
             store, reopen = _keep_on_loopback(path, timeout)
             met = lambda: path.unlink(missing_ok=True)  # noqa: E731
@@ -233,7 +232,7 @@ def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], S
     store = _connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
     token = secrets.token_hex(16)
     store.set("ddpcheck/token", token)
-    loopback.publish(path, port, token)
+    port_file.publish(path, port, token)
     return store, lambda: _connect("127.0.0.1", port, timeout)
 
 
@@ -241,9 +240,9 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple
     from torch.distributed import DistError
 
     while (left := deadline - time.monotonic()) > 0:
-        port, token = loopback.look_up(path)
+        port, token = port_file.look_up(path)
         # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
-        if port and token not in _joined and loopback.answers(port):
+        if port and token not in _joined and port_file.answers(port):
             with contextlib.suppress(DistError):  # it has ended between two of these lines
                 store = _connect("127.0.0.1", port, min(left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():

@@ -1,0 +1,130 @@
+"""The surroundings of a rank: its output, environment, generators of random numbers, device and process group.
+
+This module is light: it imports torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.worlds import compilation, wire
+
+
+def redirect_output(path: Path) -> None:
+    """Write stdout and stderr of this process to a file from now on."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+
+
+def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
+    """Take over the parent's environment, directory and import path, as a process that it started would."""
+    environment = dict(context.environment)
+    local_rank, local_world_size = place_on_machine(config)
+    environment.update(
+        RANK=str(config.rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+    )
+    environment[wire.NO_LAUNCH] = "0"
+    environment = {**compilation.ONE_THREAD, **environment}
+    if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    try:
+        os.chdir(context.cwd)
+    except OSError as error:
+        raise DdpcheckError(
+            f"The rank could not enter the working directory {context.cwd}: {error.strerror}."
+        ) from error
+    sys.path[:] = context.path
+    sys.argv[:] = context.argv
+    sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
+    tempfile.tempdir = None
+    seed()
+    if "TORCH_DISTRIBUTED_DEBUG" in context.explicit:
+        import torch.distributed as dist
+
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
+
+
+def place_on_machine(config: wire.RankConfig) -> tuple[int, int]:
+    """The number of a rank among those of its machine, and how many these are."""
+    here = config.rank if config.local_rank is None else config.local_rank
+    return here, config.local_world_size or config.world_size
+
+
+def seed() -> None:
+    """Seed every generator anew, or what a rank has from a fork, or torch's default, is the same on all of them."""
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    sys.modules["torch"].default_generator.seed()
+
+
+def loopback() -> str:
+    """Return the name of the interface that leads to this machine only, `""` where there is none."""
+    try:
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return ""
+    return next((name for name in names if name == "lo" or name == "lo0"), "")
+
+
+def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
+    """Return the device of a rank among those that see the same GPUs, and whether it is shared, and make it current.
+
+    Raises:
+        UsageError: There is no GPU, or not one a rank where the backend needs that.
+    """
+    if device == "cpu":
+        return "cpu", False
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError(
+            "device 'cuda' was asked for, but torch finds no GPU; use device='cpu', or see torch.cuda.is_available()."
+        )
+    if backend == "nccl" and world_size > count:
+        raise UsageError(
+            f"backend 'nccl' needs a GPU for every rank: {world_size} ranks, {count} GPU{'s' * (count > 1)}; "
+            "use backend='gloo' to share, or fewer ranks."
+        )
+    index = rank % count
+    torch.cuda.set_device(index)
+    return f"cuda:{index}", world_size > count
+
+
+def join_group(config: wire.RankConfig, store: str) -> None:
+    """Set up the default process group; the ranks meet in a file, or on several machines in a store, of this name."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+    meeting: Store
+    if config.store is None:
+        meeting = FileStore(os.path.join(config.directory, store), config.world_size)
+    else:
+        meeting = PrefixStore(store, TCPStore(*config.store, None, False, timedelta(minutes=2), False))
+    dist.init_process_group(
+        config.backend,
+        store=meeting,
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=timedelta(days=1),  # the parent's clock is the one that counts
+    )
