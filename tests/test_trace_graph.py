@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("graphviz", reason="the Python package graphviz, which writes dot source, is not installed")
-pytest.importorskip("torchviz", reason="torchviz, which draws operations, is not installed")
 
 from ddpcheck import cli
 from ddpcheck.findings.report import Report
@@ -159,6 +158,12 @@ def test_the_same_recipe_gives_the_same_file() -> None:
         first = Path("graph.dot").read_bytes()
         draw(ZOO / target, "--detail", detail, "--steps", "1")
         assert Path("graph.dot").read_bytes() == first
+
+
+def test_operations_inside_of_one_function_belong_to_the_module_that_called_it() -> None:
+    dot = draw(ZOO / "healthy" / "lstm.py", "--detail", "operations", "--steps", "1")
+    layers = [name for name, node in dot.nodes.items() if node["label"] in ("Cat", "MkldnnRnnLayer", "Transpose")]
+    assert len(layers) > 3 and all("lstm" in dot.clusters_of(name)[-1] for name in layers)
 
 
 def test_a_healthy_recipe_is_drawn_without_a_mark(capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,9 +365,9 @@ def test_without_the_packages_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchviz" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "graphviz" else find(name))
     assert cli.main(["graph", broken("parameters/unused"), "-o", "x.dot"]) == 2
-    said = "ddpcheck: error: drawing needs the Python package torchviz: pip install 'ddpcheck[graph]'\n"
+    said = "ddpcheck: error: drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'\n"
     assert capsys.readouterr().err == said
 
 

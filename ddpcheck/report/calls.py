@@ -35,6 +35,7 @@ MODULES = (
     "ddpcheck.gather.phases.single_process",
     "ddpcheck.report.graph.graph_phases",
     "ddpcheck.report.matrix.matrix_phases",
+    "ddpcheck.report.repro.probe",
 )
 """Imported once, before ranks are forked: in each of them that would be a third of the cost of a small check."""
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     )
     from ddpcheck.report.graph import graph_phases
     from ddpcheck.report.matrix import matrix_phases
+    from ddpcheck.report.repro import probe
 else:
 
     class _Module:
@@ -100,6 +102,7 @@ __all__ = [
     "model_build",
     "model_wrap",
     "matrix_phases",
+    "probe",
     "program_data",
     "random_draws",
     "rank_state",

@@ -24,7 +24,7 @@ from ddpcheck.gather.steps.training_step import compute_loss
 from ddpcheck.recipe.pytree import copied, to_device, tree_leaves, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.graph.drawing_data import Detail, Edge, GraphView, ModuleFact, Node, ParameterFact
-from ddpcheck.report.graph.operations import read_operations
+from ddpcheck.report.graph.operations import Operations, read_operations
 from ddpcheck.report.graph.tensor_flow import INPUT, FlowRecorder, Place
 from ddpcheck.worlds import rank as this_rank
 
@@ -76,7 +76,7 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     Args:
         detail: What the nodes of the picture are.
         size: What `run_step` counted on rank 0.
-        most: Operations beyond which modules will do, also where torchviz cannot draw them; `None`: they will not.
+        most: Operations beyond which modules will do; `None`: they will not.
 
     Returns:
         The picture, on rank 0.
@@ -106,16 +106,8 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     if state.rank != 0:
         return None
     found = _Found(state, recorder, losses, path_ends, ends, names)
-    if detail == "operations":
-        try:
-            picture = found.operations(size)
-            if most is None or sum(node.kind == "operation" for node in picture.nodes) <= most:
-                return picture
-        except UsageError:
-            if most is None:
-                raise
-        found = _Found(state, recorder, losses, path_ends, ends, names)
-    return found.flow(size)
+    picture = found.operations(size, most) if detail == "operations" else None
+    return picture or found.flow(size)
 
 
 def _named_losses(result: Any) -> dict[str, torch.Tensor]:
@@ -226,18 +218,22 @@ class _Found:
 
     # By operations
 
-    def operations(self, size: int | None) -> GraphView:
-        """The autograd graph as torchviz sees it, with the module in which each operation was made."""
+    def operations(self, size: int | None, most: int | None) -> GraphView | None:
+        """The autograd graph, with the module in which each operation was made; None where it has too many nodes."""
         recorder = self.recorder
         dead = [t for stop in recorder.stops.values() for t in stop.dead if t.grad_fn is not None]
         roots = [*self.losses.values(), *({id(t): t for t in dead}.values())]
         walk = walk_graph(roots) if recorder.keeps else None
         if walk is None or not walk.complete:
+            if most is not None:
+                return None
             raise UsageError("the graph has too many operations to draw them one by one; pass --detail modules")
-        graph = read_operations(roots, self.tensors, size=walk.size)
+        graph = read_operations(roots, self.tensors)
+        if most is not None and len(graph.names) > most:
+            return None
         keys = {node: f"operation {number}" for number, node in enumerate(graph.names)}
         parameters = {id(t) for t in self.tensors.values()}
-        owners = self._owners(graph.names, graph.edges)
+        owners = self._owners(graph)
         for name in self.losses:
             self._add(Node(_loss_key(name), "loss", name=name))
         for node, label in graph.names.items():
@@ -264,14 +260,14 @@ class _Found:
                     self._join(_stop_key(index), keys[id(tensor.grad_fn)], False)
         return self._picture("operations", read_by, size)
 
-    def _owners(self, names: Mapping[int, str], edges: Mapping[tuple[int, int], None]) -> dict[int, str | None]:
+    def _owners(self, graph: Operations) -> dict[int, str | None]:
         """The module of each node; one that no Python function returned belongs where all its readers belong."""
-        owners = {node: self.recorder.owners[node] for node in names if node in self.recorder.owners}
+        owners = {node: self.recorder.owners[node] for node in graph.names if node in self.recorder.owners}
         readers: dict[int, list[int]] = {}
-        for source, target in edges:
-            if target in names:
+        for source, target in graph.edges:
+            if target in graph.names:
                 readers.setdefault(source, []).append(target)
-        for node in names:  # from the losses backwards, so that readers come first
+        for node in map(id, reversed(graph.nodes)):  # so that readers come first
             if node not in owners:
                 theirs = {owners.get(reader) for reader in readers.get(node, ())}
                 owners[node] = theirs.pop() if len(theirs) == 1 else None

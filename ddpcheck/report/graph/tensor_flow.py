@@ -120,6 +120,9 @@ class FlowRecorder(TorchFunctionMode):
         self._made: Any = WeakIdKeyDictionary()
         self._revived: dict[Place, None] = {}
         self._hooks: list[Any] = []
+        self._alive: list[
+            Any
+        ] = []  # the nodes of `owners`: that of a node which is freed may be another one's identity
 
     # Modules
 
@@ -227,7 +230,7 @@ class FlowRecorder(TorchFunctionMode):
             if output._is_view() and output._base is not None and in_place:
                 self._made[output._base] = self._made[output]
             if self.keeps and output.grad_fn is not None:
-                self.owners.setdefault(id(output.grad_fn), frame.module)
+                self._own(output.grad_fn, frame.module)
                 self.keeps = len(self.owners) < WALK_LIMIT
                 for index in after:
                     self.stops[index].alive.append(output)
@@ -246,9 +249,7 @@ class FlowRecorder(TorchFunctionMode):
             if made is None:
                 continue
             if self.keeps and made.place is not None and tensor.grad_fn is not None:
-                self.owners.setdefault(
-                    id(tensor.grad_fn), made.place[0]
-                )  # of a custom Function, whose call is not seen
+                self._own(tensor.grad_fn, made.place[0])  # of a custom Function, whose call is not seen
             if made.stop is not None and made.stop != stop:
                 self.stops[made.stop].sources += [] if made.place is None else [made.place]
                 self.stop_edges[made.stop, place] = None
@@ -260,6 +261,11 @@ class FlowRecorder(TorchFunctionMode):
                 made.off and made.place is not None and tensor.requires_grad
             ):  # what a custom Function returned was made while autograd was off
                 self._revived[made.place] = None
+
+    def _own(self, node: Any, module: str | None) -> None:
+        if id(node) not in self.owners:
+            self.owners[id(node)] = module
+            self._alive.append(node)
 
     def maker_of(self, tensor: torch.Tensor) -> Place | None:
         """The place that made `tensor`, as far as it was seen."""

@@ -42,14 +42,10 @@ MARKED = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", 
 _ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
 
 
-def require_packages() -> None:
-    """Raise a `UsageError` where the packages that draw are not installed."""
-    missing = [name for name in ("graphviz", "torchviz") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"drawing needs the Python package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}: "
-            "pip install 'ddpcheck[graph]'"
-        )
+def require_graphviz() -> None:
+    """Raise a `UsageError` where the package that writes dot source is not installed."""
+    if importlib.util.find_spec("graphviz") is None:
+        raise UsageError("drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'")
 
 
 def trace_graph(
@@ -92,7 +88,7 @@ def trace_graph(
     """
     if detail not in DETAILS:
         raise UsageError(f"--detail must be {', '.join(DETAILS[:-1])} or {DETAILS[-1]}, not {detail!r}")
-    require_packages()
+    require_graphviz()
     report = check(
         target,
         world_size=world_size,

@@ -6,8 +6,8 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import ast
-import importlib
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
+from ddpcheck.report import calls
 from ddpcheck.report.repro.choice import Demonstration, demonstration_for, steps_for, world_size_for
 from ddpcheck.report.repro.projects import own_modules, without_ddpcheck
 from ddpcheck.report.repro.script import companions, script_for
@@ -143,18 +144,13 @@ def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) 
     for run in ("loss", "model", "")[finding.code.startswith("DDP4") :]:
         with World(1, device=str(world.get("device", "cpu")), timeout=float(world.get("timeout", 30))) as one:
             try:
-                found: TargetInfo = one.run(_look_on_rank, *arguments, run)[0]
-                return found
+                return one.run(partial(calls.probe.look, *arguments, run))[0]
             except RankError as error:
                 trouble = error
     first = trouble.first if trouble is not None else None
     if first is not None and isinstance(first.exception, DdpcheckError):
         raise first.exception
     raise TargetError(f"{relative_path(target)} cannot be loaded for a reproduction: {trouble}")
-
-
-def _look_on_rank(*arguments: Any) -> Any:
-    return importlib.import_module("ddpcheck.report.repro.probe").look(*arguments)
 
 
 __all__ = ["command_for", "demonstration_for", "prepare", "reproduction", "script_name", "write_reproduction"]
