@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.severity import Severity
+from ddpcheck.judge import root_causes
 from ddpcheck.render import FORMATS, renderer_for
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.cases import ROOT, Case, all_cases
@@ -113,15 +114,20 @@ def finding_in(case: Case) -> set[str]:
     return found
 
 
+def is_missed(case: Case) -> bool:
+    """Whether the fault is not found as expected."""
+    try:
+        return bool(faults_in(case, replay(case, "broken", read_evidence(case))))
+    except EvidenceError:  # without a finding the check goes on to other phases
+        return True
+
+
 def misses_one(name: str, cases: Iterable[Case]) -> bool:
     """Whether one of the faults is not found as expected when a judge finds nothing."""
     for case in cases:
         if name in finding_in(case):
             with finding_nothing(judges()[name]):
-                try:
-                    if faults_in(case, replay(case, "broken", read_evidence(case))):
-                        return True
-                except EvidenceError:  # without the finding the check goes on to other phases
+                if is_missed(case):
                     return True
     return False
 
@@ -132,6 +138,19 @@ def test_a_fault_is_missed_without_any_one_of_the_judges() -> None:
     idle = [name for name in judges() if name not in NO_FAULT_NEEDS and not misses_one(name, ONE_OF_EACH_CODE)]
     idle = [name for name in idle if not misses_one(name, others)]
     assert idle == [], "each needs a fault in examples/faults, or a test on evidence made by hand in NO_FAULT_NEEDS"
+
+
+@pytest.mark.slow
+def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = {"DDP111", "DDP112", "DDP406"}  # in test_parity.py
+    rows = root_causes._CONSEQUENCES
+    merging = [case for case in CASES if "root_causes.merged_with" in finding_in(case)]
+    idle = []
+    for number, (causes, _, _) in enumerate(rows):
+        monkeypatch.setattr(root_causes, "_CONSEQUENCES", rows[:number] + rows[number + 1 :])
+        if not any(is_missed(case) for case in merging):
+            idle.append(causes)
+    assert {code for causes in idle for code in causes} <= by_hand
 
 
 @pytest.mark.parametrize("name", NO_FAULT_NEEDS)

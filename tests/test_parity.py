@@ -525,6 +525,9 @@ def finding(code: str, *subjects: str, message: str = "m", tags: tuple[str, ...]
     [
         (finding("DDP104", "a"), finding("DDP301", "a", "b")),
         (finding("DDP223", "lr"), finding("DDP306", "a")),
+        (finding("DDP111", "a"), finding("DDP208", "a")),
+        (finding("DDP112", "a"), finding("DDP302", "a")),
+        (finding("DDP406", "a"), finding("DDP301", "a")),
         (finding("DDP503", "a"), finding("DDP301", "a")),
         (finding("DDP304", "norm", tags=(BY_NORMALISATION,)), finding("DDP215", "norm.running_mean")),
         (finding("DDP106", "late", tags=(MADE_IN_FORWARD,)), finding("DDP302", "a")),

@@ -59,7 +59,7 @@ def seeing(functions: dict[str, FunctionType]) -> Iterator[set[str]]:
     found: set[str] = set()
 
     def see(frame: FrameType, event: str, value: Any) -> None:
-        if event == "return" and id(frame.f_code) in names and value:
+        if event == "return" and id(frame.f_code) in names and (value[-1] if isinstance(value, tuple) else value):
             found.add(names[id(frame.f_code)])
 
     before = sys.getprofile()
