@@ -13,16 +13,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, OptionsDifferError, RankFailure, TargetError
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
 from ddpcheck.judge import root_causes
+from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.render import FORMATS, renderer_for
 from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.cases import ROOT, Case, all_cases
@@ -44,6 +48,9 @@ CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
 NO_FAULT_NEEDS = {
     "compiled_step.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
+    "gradient_arrival.judge_hidden_parameters": (
+        "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
+    ),
     "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),
     "loss_terms.judge_unexplained": ("test_parity::test_a_difference_that_nothing_explains_is_an_error_that_says_so"),
     "single_process._explain_by_factors_of_terms": (
@@ -172,6 +179,16 @@ def test_judges_are_found_and_broken_in_the_block_alone() -> None:
         assert judge_uninitialised([("a",)])
         assert not judge_uninitialised([()])
     assert found == {"parameters.judge_uninitialised"}
+
+
+def test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told() -> None:
+    step = StepEvidence(0, 0, {"head.weight": "contributes"}, hidden_from_ddp=("head.weight",))
+    for wrapper, codes in [
+        (WrapperFacts(find_unused_parameters=True), ["DDP406"]),
+        (WrapperFacts(), []),
+    ]:
+        found = judge_parameters([step, replace(step, rank=1)], wrapper, Names())
+        assert [(finding.code, finding.subjects) for finding in found] == [(code, ("head.weight",)) for code in codes]
 
 
 # --- Evidence that is not that of today ------------------------------------------------------------------------------
