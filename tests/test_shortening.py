@@ -55,7 +55,7 @@ def failure(rank: int, text: str = "no", kind: str = "raised", output: str = "")
 
 def test_ranks_that_agree_have_one_traceback_and_the_message_stands_in_it_once() -> None:
     detail = error_of([failure(0), failure(1), failure(2)]).detail
-    assert detail.count("Traceback") == detail.count("ValueError: no") == 1 and detail.startswith("[ranks 0, 1 and 2]")
+    assert detail.count("Traceback") == detail.count("ValueError: no") == 1 and detail.startswith("[ranks 0 to 2]")
     detail = error_of([failure(0), failure(1, "else"), failure(2)]).detail
     assert detail.count("Traceback") == 2 and "[ranks 0 and 2]\n" in detail and "[rank 1]\n" in detail
     detail = error_of([failure(0, output="same\n"), failure(1, output="same\n")]).detail

@@ -1,4 +1,4 @@
-"""How ddpcheck speaks of ranks, steps and names, and which ranks it calls the odd ones.
+"""Ranks, steps and names in words, and findings with the texts of their rules.
 
 This module is light: it never imports torch.
 """
@@ -16,25 +16,34 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 5"."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 5", "ranks 0 to 7 and 9"."""
+    return _format_numbers("rank", ranks)
+
+
+def format_steps(steps: Iterable[int]) -> str:
+    """Steps in words: "step 1", "steps 0 and 2"."""
+    return _format_numbers("step", steps)
+
+
+def _format_numbers(noun: str, numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    one = len(words) == 1 and len(runs[0]) == 1
+    return f"{noun}{'' if one else 's'} {join_names(words, most=len(words))}"
 
 
 def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
     """The ranks whose value is not the most common one (of equally common ones: not the one seen first)."""
     common = Counter(values).most_common(1)[0][0]
     return tuple(rank for rank, value in enumerate(values) if value != common)
-
-
-def format_steps(steps: Sequence[int]) -> str:
-    """Steps in words: "step 1", "steps 0 and 2"."""
-    return format_ranks(steps).replace("rank", "step")
 
 
 def join_names(names: Sequence[str], *, most: int = 3) -> str:
@@ -52,7 +61,7 @@ def group_by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> tu
     return tuple(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: object, noun: str) -> str:
     """A number of things in words: "1 step", "3 steps"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -74,7 +83,7 @@ def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How to speak of parameters: all names of tied ones, and the lines that made them."""
+    """The names of parameters in findings: with all aliases of tied ones, and the lines that made them."""
 
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     locations: Mapping[str, Location] = field(default_factory=dict)
@@ -117,7 +126,7 @@ def make_finding(
 
 
 def phrase(failure: RankFailure) -> str:
-    """What happened to a rank, without its name."""
+    """The message of a failure without the rank at its beginning."""
     return failure.message.removeprefix(f"rank {failure.rank} ")
 
 
@@ -125,18 +134,8 @@ _OF_SEVERAL = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
 
 
 def agreeing(phrase: str, ranks: Sequence[int]) -> str:
-    """What happened to each of `ranks`, said of all of them: "was killed by SIGSEGV" becomes "were killed by ..."."""
+    """`phrase` with its verb in the plural where there are several ranks: "was killed by" becomes "were killed by"."""
     if len(ranks) == 1:
         return phrase
-    plural_verb, space, rest = phrase.partition(" ")
-    return _OF_SEVERAL.get(plural_verb, plural_verb) + space + rest.replace("before its work", "before their work")
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 0`, `ranks 0 and 1`, `ranks 0, 2 and 3`, `ranks 0 to 7`."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 3 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    verb, space, rest = phrase.partition(" ")
+    return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")

@@ -11,7 +11,8 @@ from rich.console import RenderableType
 
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
-from ddpcheck.render.terminal import TerminalRenderer, _count, _indented, _labelled, _text
+from ddpcheck.findings.wording import counted
+from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
 
@@ -34,64 +35,64 @@ STYLES = {
 MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
 
 
-class MatrixTerminalRenderer(TerminalRenderer):
+class MatrixTerminalRenderer(TextRenderer):
     """Context, one line a combination of options, how the figures are meant, advice, notes, verdict."""
 
-    def render(self, matrix: Matrix) -> str:  # type: ignore[override]
+    def render(self, matrix: Matrix) -> str:
         """The matrix as text."""
         matrix = limited(matrix)
-        sections = (self._title, self._rows, self._legend, self._advice, self._notes, self._error)
-        return self._printed([section(matrix) for section in sections], self._verdict_on(matrix))
+        sections = (self._title, self._rows, self._legend, self._advice, self.notes, self.error)
+        return self.printed([section(matrix) for section in sections], self._verdict(matrix))
 
     def _title(self, matrix: Matrix) -> Iterable[RenderableType]:
-        return self._header(matrix, "matrix of DDP options")
+        return self.header(matrix, "matrix of DDP options")
 
     def _rows(self, matrix: Matrix) -> Iterable[RenderableType]:
         if not matrix.rows:
             return
         timed = any(row.step_time is not None for row in matrix.rows)
-        table = self._table()
+        table = self.table()
         table.show_header, table.header_style = True, "dim"
         table.add_column("", no_wrap=True)
-        table.add_column("options", overflow="fold", ratio=3 if self._medium.width else None)
+        table.add_column("options", overflow="fold", ratio=3 if self.medium.width else None)
         if timed:
             table.add_column("step time", no_wrap=True, min_width=19)  # of figures: the others do not move
-        table.add_column("verdict", overflow="fold", ratio=4 if self._medium.width else None)
+        table.add_column("verdict", overflow="fold", ratio=4 if self.medium.width else None)
         for row in _grouped(matrix.rows):
-            mark = MARKS[row.verdict][0 if self._medium.shows("✓≈✗") else 1]
+            mark = MARKS[row.verdict][0 if self.medium.shows("✓≈✗") else 1]
             title = (row.title, "bold") if row.own else (row.title, "dim" if row.verdict == "skipped" else "")
-            cells = [_text((mark, STYLES[row.verdict])), _text(title, " (the recipe's own)" if row.own else "")]
+            cells = [styled((mark, STYLES[row.verdict])), styled(title, " (the recipe's own)" if row.own else "")]
             if timed:
-                cells.append(_text(_step_time(row, matrix.noise or 0.0)))
-            table.add_row(*cells, _text(_verdict(row)))
-        yield _indented(table)
+                cells.append(styled(_step_time(row, matrix.noise or 0.0)))
+            table.add_row(*cells, styled(_verdict(row)))
+        yield indented(table)
 
     def _legend(self, matrix: Matrix) -> Iterable[RenderableType]:
         base = next((row for row in matrix.rows if row.baseline and row.step_time is not None), None)
         if base is None or base.step_time is None:
             return
         world = matrix.world
-        where = f"{world.get('backend')} on {world.get('device')}, {_count(world.get('world_size'), 'rank')}"
+        where = f"{world.get('backend')} on {world.get('device')}, {counted(world.get('world_size'), 'rank')}"
         text = (
             f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
             f"turns on this machine, {where}; '=' is no measurable difference"
         )
         if matrix.noise is not None:
             text += f" (the baseline differs from itself by up to {matrix.noise:.1%})"
-        yield _indented(_text((text, "dim")))
+        yield indented(styled((text, "dim")))
 
     def _advice(self, matrix: Matrix) -> Iterable[RenderableType]:
         for advice in matrix.advice:
-            yield _labelled(f"{'now' if advice.kind == 'own' else advice.kind}:".ljust(7), advice.message)
+            yield labelled(f"{'now' if advice.kind == 'own' else advice.kind}:".ljust(7), advice.message)
 
-    def _verdict_on(self, matrix: Matrix) -> RenderableType:
+    def _verdict(self, matrix: Matrix) -> RenderableType:
         own = matrix.own
         if matrix.error is not None:
-            return _text(("stopped: ", "bold red"), matrix.error.message)
+            return styled(("stopped: ", "bold red"), matrix.error.message)
         if own is None:
-            return _text("nothing was run")
+            return styled("nothing was run")
         style = f"bold {STYLES[own.verdict].removeprefix('bold ')}"
-        return _text((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
+        return styled((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
 
 
 def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
-from ddpcheck.findings.wording import name_ranks
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, silent_ranks
 from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
@@ -359,7 +359,7 @@ def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]])
         else (f"rank 0 has {len(tests)}, rank {ranks[0]} has {len(other_tests)}")
     )
     return (
-        f"{start}test {at + 1} is {first} on rank 0, and {second} on {name_ranks(ranks)} ({reason}). "
+        f"{start}test {at + 1} is {first} on rank 0, and {second} on {format_ranks(ranks)} ({reason}). "
         f"Every rank that {launcher} starts must be given the same options and see the same files."
     )
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure
-from ddpcheck.findings.wording import agreeing, name_ranks, phrase
+from ddpcheck.findings.wording import agreeing, format_ranks, phrase
 from ddpcheck.testing.rank_side import Ended
 
 
@@ -93,7 +93,7 @@ def _disagreement(ended: Mapping[int, Ended]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, one in sorted(ended.items(), key=lambda each: (each[1].how == "passed", each[0])):
         groups.setdefault(_said(one), []).append(rank)
-    return "ranks disagree: " + ", ".join(f"{name_ranks(ranks)} {said}" for said, ranks in groups.items())
+    return "ranks disagree: " + ", ".join(f"{format_ranks(ranks)} {said}" for said, ranks in groups.items())
 
 
 def _said(one: Ended) -> str:
@@ -112,6 +112,6 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
     for rank, each in sorted(ended.items()):
         groups.setdefault((_said(each), ""), []).append(rank)
     return tuple(
-        f"{name_ranks(ranks)} {agreeing(said, ranks)}" + (f"\n{stack}" if stack else "")
+        f"{format_ranks(ranks)} {agreeing(said, ranks)}" + (f"\n{stack}" if stack else "")
         for (said, stack), ranks in groups.items()
     )

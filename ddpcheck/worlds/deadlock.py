@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
-from ddpcheck.findings.wording import name_ranks
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds.rank_processes import Rank, RankProcesses
 
 INTERVAL = 0.5  # seconds between two looks
@@ -71,11 +71,11 @@ class DeadlockDetector:
         self._stacks = stacks
         if now - self._since < _SECONDS:
             return ""
-        late, gone = name_ranks([rank.number for rank in waiting]), [rank.number for rank in finished]
+        late, gone = format_ranks([rank.number for rank in waiting]), [rank.number for rank in finished]
         if not gone:
             return "every rank waits for another one, in collectives that do not match"
         return (
-            f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective, and {name_ranks(gone)} "
+            f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective, and {format_ranks(gone)} "
             f"{'has' if len(gone) == 1 else 'have'} finished without it, or joined it with another shape"
         )
 

@@ -19,7 +19,7 @@ from ddpcheck.findings.exception_origin import as_bug, is_ours
 from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
 from ddpcheck.findings.stacks import collective_of, format_stack, location_of, own_stack, place_of, region_of
-from ddpcheck.findings.wording import agreeing, name_ranks, phrase
+from ddpcheck.findings.wording import agreeing, format_ranks, phrase
 from ddpcheck.worlds import wire
 
 _FELL = re.compile(
@@ -191,7 +191,7 @@ def error(failures: Sequence[RankFailure]) -> RankError:
         ordered = sorted(same, key=lambda one: one.rank) + [one for one in ordered if one not in same]
     others = _summary(ordered[len(same) :])
     ranks = [one.rank for one in same]
-    message = f"{name_ranks(ranks)} {agreeing(headline, ranks)}" + (f" ({others})" if others else "")
+    message = f"{format_ranks(ranks)} {agreeing(headline, ranks)}" + (f" ({others})" if others else "")
     return RankError(message, ordered, detail=_detail(ordered))
 
 
@@ -221,7 +221,7 @@ def _group(said: Sequence[tuple[int, str]]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, what in said:
         groups.setdefault(what, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)} {agreeing(what, ranks)}" for what, ranks in groups.items())
+    return "; ".join(f"{format_ranks(ranks)} {agreeing(what, ranks)}" for what, ranks in groups.items())
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
@@ -233,7 +233,7 @@ def _detail(failures: Sequence[RankFailure]) -> str:
     for (said, traceback, stack), group in groups.items():
         ranks = [one.rank for one in group]
         told = bool(traceback) and group[0].kind == "raised"  # in the last line of the traceback
-        lines.append(f"[{name_ranks(ranks)}]" if told else f"[{name_ranks(ranks)}] {agreeing(said, ranks)}")
+        lines.append(f"[{format_ranks(ranks)}]" if told else f"[{format_ranks(ranks)}] {agreeing(said, ranks)}")
         lines += [block.rstrip("\n") for block in (traceback, stack and f"{_STACK}\n{stack}") if block]
         outputs = {one.output.rstrip("\n") for one in group}
         for one in group[:1] if len(outputs) == 1 else group:

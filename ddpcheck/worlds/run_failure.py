@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpcheck.findings.errors import RankError, UsageError
-from ddpcheck.findings.wording import name_ranks
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.rank import read_slots
 from ddpcheck.worlds.rank_processes import RankProcesses
@@ -59,7 +59,7 @@ def _described(processes: RankProcesses, directory: Path, headline: str | None) 
         found.append(replace(failure, output=output))
     if headline is not None:
         late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]
-        return failures.hang(found, headline.replace("{ranks}", name_ranks(late)))
+        return failures.hang(found, headline.replace("{ranks}", format_ranks(late)))
     if not found or (processes.error and all(one.kind == "stuck" for one in found)):
         return RankError(
             f"The ranks could not go on: {processes.error or 'they ended while they were being asked'}.", found

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.wording import agreeing, name_ranks
+from ddpcheck.findings.wording import agreeing, format_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ def choose_backend(seats: Sequence[RankDevices]) -> str:
     if "nccl" in backend:
         if without:
             raise UsageError(
-                f"Backend {backend!r} needs a GPU for every rank, and {name_ranks(without)} {agreeing('has', without)} "
-                "none; pass backend='gloo', or see torch.cuda.is_available()."
+                f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(without)} "
+                f"{agreeing('has', without)} none; pass backend='gloo', or see torch.cuda.is_available()."
             )
         if shared:
             raise UsageError(
-                f"Backend {backend!r} needs a GPU for every rank, and {name_ranks(shared)} would share; "
+                f"Backend {backend!r} needs a GPU for every rank, and {format_ranks(shared)} would share; "
                 "pass backend='gloo', or start no more ranks on a machine than it has GPUs."
             )
     return backend or ("gloo" if without or shared else "nccl")

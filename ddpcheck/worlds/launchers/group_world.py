@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
-from ddpcheck.findings.wording import name_ranks
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, validation, wire
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers.group_run import RankOutcome, Run, check_thread
@@ -195,7 +195,7 @@ def _settle(outcomes: dict[int, RankOutcome], seconds: float) -> list[Any]:
     late = [one.rank for one in found if one.kind == "stuck"]
     trouble: RankError
     if len(late) == len(found):
-        trouble = failures.hang(found, f"{name_ranks(late)} did not finish within {seconds:g} s")
+        trouble = failures.hang(found, f"{format_ranks(late)} did not finish within {seconds:g} s")
     else:
         trouble = failures.error(found)
     trouble.results = results

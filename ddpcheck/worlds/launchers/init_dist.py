@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
-from ddpcheck.findings.wording import name_ranks
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds.launchers.detection import LAUNCHERS, LauncherEnv, require
 from ddpcheck.worlds.launchers.devices import RankDevices, choose_backend, choose_gpus, local_ranks
 from ddpcheck.worlds.launchers.interface import gloo_interface, route
@@ -287,7 +287,7 @@ class _Meeting:
         if self._linger(*names):
             return
         missing = [rank for rank, name in enumerate(own) if not self._store.has(name)] or [0]
-        who = name_ranks(missing)
+        who = format_ranks(missing)
         said = (
             f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
             f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."

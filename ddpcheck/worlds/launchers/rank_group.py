@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
-from ddpcheck.findings.wording import agreeing, name_ranks
+from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.interface import gloo_interface, route
 from ddpcheck.worlds.launchers.liveness import BEAT, Peer, Peers, how_it_ended, this_machine
@@ -425,7 +425,7 @@ class _Name(str):
     """Ranks at the beginning of a sentence."""
 
     def __new__(cls, ranks: Sequence[int]) -> _Name:
-        text = name_ranks(ranks)
+        text = format_ranks(ranks)
         return super().__new__(cls, text[0].upper() + text[1:])
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from ddpcheck.findings.errors import DdpcheckError, HangError
-from ddpcheck.findings.wording import name_ranks
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers import port_file
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
@@ -169,8 +169,8 @@ def _accept(
             except TimeoutError:
                 missing = [rank for rank in range(1, launch.world_size) if rank not in found]
                 raise HangError(
-                    f"{name_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} s, "
-                    f"although {_said_by(launch)}; start every rank with the same command, or use --launcher off."
+                    f"{format_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} "
+                    f"s, although {_said_by(launch)}; start every rank with the same command, or use --launcher off."
                 ) from None
             joined = _admitted(sock, token, mine)
             if joined is None or joined.hello.rank in found or not 0 < joined.hello.rank < launch.world_size:

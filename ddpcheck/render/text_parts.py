@@ -1,0 +1,124 @@
+"""The parts that the texts of reports and of matrices have in common: context, notes, errors, styled lines.
+
+Names and messages are data: markup is off, and control characters in them are shown, not obeyed.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.wording import counted
+from ddpcheck.render import Medium
+from ddpcheck.report.matrix.matrix import Matrix
+
+MOST_DETAIL = 40
+UNBROKEN = 10_000  # columns; a log keeps every sentence on one line
+
+
+class TextRenderer:
+    """A renderer's medium, and the sections that are the same for a report and for a matrix."""
+
+    def __init__(self, medium: Medium) -> None:
+        self.medium = medium
+        self.unicode = medium.shows("✓✗·")
+
+    def printed(self, sections: Iterable[Iterable[RenderableType]], verdict: RenderableType) -> str:
+        """Sections with an empty line after each that is not empty, and the last line."""
+        out = io.StringIO()
+        console = Console(
+            file=out,
+            width=self.medium.width or UNBROKEN,
+            force_terminal=self.medium.colour,
+            color_system="standard" if self.medium.colour else None,
+            no_color=not self.medium.colour,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            legacy_windows=False,
+            _environ={},  # the medium has been asked already
+        )
+        for section in sections:
+            parts = list(section)
+            for part in parts:
+                console.print(part, soft_wrap=False)
+            if parts:
+                console.print()
+        console.print(verdict)
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        text = "\n".join(lines) + "\n"
+        return text if self.medium.shows(text) else text.encode(self.medium.encoding, "backslashreplace").decode()
+
+    def header(self, report: Report | Matrix, what: str = "report") -> Iterable[RenderableType]:
+        """The target, and how and on what it was checked."""
+        tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
+        yield styled((tool, "bold"), f" {what} on ", (report.target, "bold"))
+        world = {key: value for key, value in report.world.items() if key != "notes" and value is not None}
+        phrases: dict[str, Callable[[Any], str]] = {
+            "world_size": lambda value: counted(value, "rank"),
+            "backend": str,
+            "device": str,
+            "steps": lambda value: counted(value, "step"),
+            "seed": lambda value: f"seed {value}",
+            "timeout": lambda value: f"timeout {value:g} s" if isinstance(value, int | float) else f"timeout {value}",
+        }
+        facts = [phrase(world.pop(key)) for key, phrase in phrases.items() if key in world]
+        facts += [f"{key} {value}" for key, value in sorted(world.items())]
+        versions = [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
+        separator = " · " if self.unicode else ", "
+        for line in (facts, versions):
+            if line:
+                yield indented(styled((separator.join(line), "dim")))
+
+    def notes(self, report: Report | Matrix) -> Iterable[RenderableType]:
+        """Sentences on how the check was run."""
+        notes = report.world.get("notes") or ()
+        for note in [notes] if isinstance(notes, str) else notes:
+            yield labelled("note: ", str(note))
+
+    def error(self, report: Report | Matrix) -> Iterable[RenderableType]:
+        """The traceback or output of what stopped the check."""
+        if report.error is None or not report.error.detail.strip():
+            return
+        yield styled(("what stopped the checks", "bold"))
+        lines = report.error.detail.rstrip().splitlines()
+        if len(lines) > MOST_DETAIL:
+            yield indented(styled((f"{counted(len(lines) - MOST_DETAIL, 'line')} before these", "dim")))
+        for line in lines[-MOST_DETAIL:]:
+            yield indented(styled(line)) if line.strip() else ""
+
+    def table(self) -> Table:
+        """An empty table without lines."""
+        return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """Text without markup, from strings and (string, style) pairs, with control characters made visible."""
+    text = Text(overflow="fold")
+    for part in parts:
+        content, style = (part, "") if isinstance(part, str) else part
+        text.append("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in content), style or None)
+    return text
+
+
+def indented(content: RenderableType, columns: int = 2) -> Padding:
+    """`content`, so many columns to the right."""
+    return Padding(content, (0, 0, 0, columns), expand=False)
+
+
+def labelled(label: str, content: str) -> RenderableType:
+    """`content` in a column of its own beside a label."""
+    table = Table.grid(padding=0)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(styled((label, "bold")), styled(content))
+    return table
