@@ -17,10 +17,9 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.judge.collective_order import (
     judge_collectives,
-    judge_empty_shards,
-    judge_failure,
     judge_packing,
 )
+from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures

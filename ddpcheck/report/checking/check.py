@@ -31,10 +31,7 @@ from ddpcheck.findings.report import Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.harness import RankHosts
-from ddpcheck.judge.collective_order import (
-    judge_collectives,
-    judge_packing,
-)
+from ddpcheck.judge.collective_order import judge_collectives, judge_packing
 from ddpcheck.judge.parameters import judge_uninitialised
 from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
 from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping

@@ -29,7 +29,7 @@ from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.harness import RankHosts, Watch, World
-from ddpcheck.judge.collective_order import judge_empty_shards, judge_failure
+from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
