@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -62,7 +62,43 @@ def _tensors_in(nest: Any) -> Iterator[torch.Tensor]:
             pending.extend(reversed(list(value.values())))
 
 
-class PathRecorder(TorchFunctionMode):
+class TensorRecorder(TorchFunctionMode):
+    """While active, `_enter_module` and `_leave_module` are called around every forward of a module.
+
+    What calls torch's Python functions is met in `__torch_function__`; what is known of a tensor is kept in `_known`
+    for as long as the tensor lives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: Any = WeakIdKeyDictionary()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        from torch.nn.modules import module as hooks
+
+        for handle in (
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
+        ):
+            self._stack.callback(handle.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        raise NotImplementedError
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        raise NotImplementedError
+
+
+class PathRecorder(TensorRecorder):
     """While active, follows what the `suspects` make through the forward pass, by value and not only by graph.
 
     It sees torch's Python functions (so `.data`, which no dispatcher sees, but not the inside of one function), and
@@ -75,37 +111,22 @@ class PathRecorder(TorchFunctionMode):
         self._alive = list(suspects)
         self._module_names = {id(submodule): name for name, submodule in module.named_modules()}
         self._modules: list[str] = [""]
-        self._taints: Any = WeakIdKeyDictionary()  # tensor -> (taint, whether it required grad then)
+        # `_known`: taint of a tensor, and whether it required grad then
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
         self._last_use: dict[int, _Event] = {}
         self._left_torch: dict[int, _Event] = {}
         self._region: Location | None = None  # where gradients were switched off last
-        self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> PathRecorder:
-        from torch.nn.modules import module as hooks
-
-        def enter(module: nn.Module, _inputs: Any) -> None:
-            self._modules.append(self._module_names.get(id(module), self._modules[-1]))
-
-        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            self._modules.pop()
-
-        for handle in (
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        ):
-            self._stack.callback(handle.remove)
+    def __enter__(self) -> Self:
         self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
         self._stack.enter_context(_after(torch.inference_mode, "__enter__", lambda *_: self._note_region()))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-        self._stack.close()
+    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        self._modules.append(self._module_names.get(id(module), self._modules[-1]))
+
+    def _leave_module(self, _module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        self._modules.pop()
 
     def _note_region(self) -> None:
         self._region = user_location(sys._getframe(1))
@@ -133,7 +154,7 @@ class PathRecorder(TorchFunctionMode):
 
     def _taint_of(self, tensor: torch.Tensor) -> _Taint:
         taint: _Taint = {}
-        entry = self._taints.get(tensor)
+        entry = self._known.get(tensor)
         if entry is not None:
             known, required_grad = entry
             revived = not tensor.is_leaf and not required_grad  # the output of a custom Function
@@ -188,7 +209,7 @@ class PathRecorder(TorchFunctionMode):
             self._last_use[index] = use
         for output in outputs:
             taint = {index: known if known is not None else cut for index, known in before.items()}
-            self._taints[output] = (taint, output.requires_grad)
+            self._known[output] = (taint, output.requires_grad)
 
     def _event(self, reason: str) -> _Event:
         region = self._region if reason in (_NO_GRAD, _INFERENCE) else None

@@ -262,7 +262,7 @@ class _Found:
 
     def _owners(self, graph: Operations) -> dict[int, str | None]:
         """The module of each node; one that no Python function returned belongs where all its readers belong."""
-        owners = {node: self.recorder.owners[node] for node in graph.names if node in self.recorder.owners}
+        owners = {node: self.recorder.owners[node][1] for node in graph.names if node in self.recorder.owners}
         readers: dict[int, list[int]] = {}
         for source, target in graph.edges:
             if target in graph.names:

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT
-from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, cut_reason, function_name
+from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
 from ddpcheck.recipe.pytree import tree_tensors
 
 Place = tuple[str | None, int]
@@ -68,7 +66,7 @@ class _Frame:
     part: int = 0
 
 
-class FlowRecorder(TorchFunctionMode):
+class FlowRecorder(TensorRecorder):
     """While active, follows every tensor from the module that made it to those that read it.
 
     Attributes:
@@ -79,7 +77,8 @@ class FlowRecorder(TorchFunctionMode):
         stops: What was met of the `ends` it was given, by their index.
         stop_edges: From a stop to the places that read what comes out of it.
         calls: How often each module's forward ran.
-        owners: The module in which each node of the autograd graph was made (filled only while `keeps`).
+        owners: By identity, each node of the autograd graph, and the module in which it was made (filled only while
+            `keeps`); while a node is kept, nothing else gets its identity.
         keeps: Whether tensors are kept and their nodes looked at; ends when there are too many to be looked at.
     """
 
@@ -109,39 +108,21 @@ class FlowRecorder(TorchFunctionMode):
         self.stops: dict[int, Stop] = {}
         self.stop_edges: dict[tuple[int, Place], None] = {}
         self.calls: Counter[str] = Counter()
-        self.owners: dict[int, str | None] = {}
+        self.owners: dict[int, tuple[Any, str | None]] = {}
         self.keeps = keep
         self._names = names
         self._registered = registered
-        self._inputs = {id(tensor): tensor for tensor in inputs}
+        self._known.update({tensor: _Made(INPUT) for tensor in inputs})
         self._ends = list(ends)
-        self._ending_names = {end.reason for end in ends if end.cause == "unreachable"}
         self._frames = [_Frame(None)]
-        self._made: Any = WeakIdKeyDictionary()
         self._revived: dict[Place, None] = {}
-        self._hooks: list[Any] = []
-        self._alive: list[
-            Any
-        ] = []  # the nodes of `owners`: that of a node which is freed may be another one's identity
 
     # Modules
-
-    def __enter__(self) -> FlowRecorder:
-        from torch.nn.modules import module as hooks
-
-        self._hooks = [
-            hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
-        ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        super().__exit__(kind, value, trace)
         self._revive()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -155,16 +136,13 @@ class FlowRecorder(TorchFunctionMode):
 
     def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         frame = self._frames.pop()
-        unseen = [
-            tensor for tensor in tree_tensors(output) if tensor not in self._made and id(tensor) not in self.leaves
-        ]
-        unseen = [tensor for tensor in unseen if id(tensor) not in self._inputs]
+        unseen = [t for t in tree_tensors(output) if t not in self._known and id(t) not in self.leaves]
         if unseen:  # made by what no Python function shows, as in a scripted module
             place = (frame.module, frame.part)
             self.places.setdefault(place, Counter())
             self._read(place, list(tree_tensors((args, kwargs))), None)
             for tensor in unseen:
-                self._made[tensor] = _Made(place)
+                self._known[tensor] = _Made(place)
         self._frames[-1].part += id(module) in self._names
 
     # Functions
@@ -201,7 +179,7 @@ class FlowRecorder(TorchFunctionMode):
         lost = any(required) and not any(output.requires_grad for output in outputs)
         stop = self._stop_here(name, lost, outputs)
         cut = stop if stop is not None and self._ends[stop].cause == "cut" else None
-        before = [self._made.get(tensor) for tensor in inputs]
+        before = [self._known.get(tensor) for tensor in inputs]
         after = frozenset(s for made in before if made is not None for s in made.after)
         if stop is not None:
             met = self.stops.setdefault(stop, Stop(frame.module))
@@ -212,9 +190,9 @@ class FlowRecorder(TorchFunctionMode):
                 if self.keeps:
                     met.dead += [t for t, grad in zip(inputs, required, strict=True) if grad]
         if cut is not None and self._ends[cut].reason.startswith((f"{name.strip('_')}()", f".{name}")):
-            met.sources += [made.place for made in before if made is not None and made.place is not None]
+            met.sources += [made.place for made in before if made is not None and made.place not in (None, INPUT)]
             for output in outputs:  # the stop stands for the operation
-                self._made[output] = _Made(None, stop=cut, after=after)
+                self._known[output] = _Made(None, stop=cut, after=after)
             frame.part += 1
             return
         if outputs:
@@ -225,12 +203,14 @@ class FlowRecorder(TorchFunctionMode):
         off = not torch.is_grad_enabled() and (any(required) or any(made is not None and made.off for made in before))
         for output in outputs:
             grad = output.requires_grad
-            self._made[output] = _Made(place, stop=None if grad else cut, off=off, after=frozenset() if grad else after)
+            self._known[output] = _Made(
+                place, stop=None if grad else cut, off=off, after=frozenset() if grad else after
+            )
             in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))  # no __getitem__
             if output._is_view() and output._base is not None and in_place:
-                self._made[output._base] = self._made[output]
+                self._known[output._base] = self._known[output]
             if self.keeps and output.grad_fn is not None:
-                self._own(output.grad_fn, frame.module)
+                self.owners.setdefault(id(output.grad_fn), (output.grad_fn, frame.module))
                 self.keeps = len(self.owners) < WALK_LIMIT
                 for index in after:
                     self.stops[index].alive.append(output)
@@ -238,18 +218,18 @@ class FlowRecorder(TorchFunctionMode):
 
     def _read(self, place: Place, tensors: Iterable[torch.Tensor], stop: int | None) -> None:
         for tensor in tensors:
-            made = self._made.get(tensor)
+            made = self._known.get(tensor)
             if tensor.is_leaf and tensor.requires_grad:
                 self.leaves[id(tensor)] = tensor
                 self.reads.setdefault(id(tensor), {})[place] = None
                 if made is None:
                     continue
-            if made is None and id(tensor) in self._inputs:
-                made = _Made(INPUT)
             if made is None:
                 continue
             if self.keeps and made.place is not None and tensor.grad_fn is not None:
-                self._own(tensor.grad_fn, made.place[0])  # of a custom Function, whose call is not seen
+                self.owners.setdefault(
+                    id(tensor.grad_fn), (tensor.grad_fn, made.place[0])
+                )  # of a custom Function, whose call is not seen
             if made.stop is not None and made.stop != stop:
                 self.stops[made.stop].sources += [] if made.place is None else [made.place]
                 self.stop_edges[made.stop, place] = None
@@ -262,14 +242,9 @@ class FlowRecorder(TorchFunctionMode):
             ):  # what a custom Function returned was made while autograd was off
                 self._revived[made.place] = None
 
-    def _own(self, node: Any, module: str | None) -> None:
-        if id(node) not in self.owners:
-            self.owners[id(node)] = module
-            self._alive.append(node)
-
     def maker_of(self, tensor: torch.Tensor) -> Place | None:
         """The place that made `tensor`, as far as it was seen."""
-        made = self._made.get(tensor)
+        made = self._known.get(tensor)
         return made.place if made is not None else None
 
     def _revive(self) -> None:
@@ -282,7 +257,8 @@ class FlowRecorder(TorchFunctionMode):
                     pending.append(source)
 
     def _stop_here(self, name: str, lost: bool, outputs: Sequence[torch.Tensor]) -> int | None:
-        if not self._ends or not (lost or outputs == [] or f"{name.strip('_')}()" in self._ending_names):
+        ending = any(end.cause == "unreachable" and end.reason == f"{name.strip('_')}()" for end in self._ends)
+        if not self._ends or not (lost or outputs == [] or ending):
             return None
         where, module = user_location(sys._getframe(2)), self._frames[-1].registered
         reason = f"{name.strip('_')}()"
