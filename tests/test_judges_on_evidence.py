@@ -222,16 +222,21 @@ def test_fewer_or_more_phases_or_worlds_than_were_recorded_are_told() -> None:
         replay(CASE, "broken", {"broken": evidence["broken"][:1]})
 
 
+def test_a_file_that_has_changed_since_is_told(tmp_path: Path) -> None:
+    text = evidence_path(CASE).read_text(encoding="utf-8").replace(read_evidence(CASE)["source"], "0" * 16)
+    write_evidence(CASE, text, tmp_path)
+    with pytest.raises(EvidenceError, match="the file has changed"):
+        read_evidence(CASE, tmp_path)
+
+
 def test_classes_with_other_fields_than_were_recorded_are_told(tmp_path: Path) -> None:
-    path = evidence_path(CASE, tmp_path)
-    path.parent.mkdir()
     for before, after, told in [
         ('"Location": "path line"', '"Location": "path line column"', r"the fields of Location .*\(column\)"),
         ('"Location": "path line"', '"Place": "path line"', "no class Place"),
     ]:
         text = evidence_path(CASE).read_text(encoding="utf-8")
         assert before in text
-        path.write_text(text.replace(before, after), encoding="utf-8")
+        write_evidence(CASE, text.replace(before, after), tmp_path)
         with pytest.raises(EvidenceError, match=told):
             read_evidence(CASE, tmp_path)
     with pytest.raises(EvidenceError, match="other fields"):
@@ -314,7 +319,7 @@ def test_nothing_of_this_machine_is_recorded() -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     phases = [Phase("build()", [Location("a.py", 1)] * 2), Phase("wrap()", [None, None])]
-    write_evidence(CASE, evidence_text({"broken": [phases]}), tmp_path)
+    write_evidence(CASE, evidence_text(CASE, {"broken": [phases]}), tmp_path)
     assert read_evidence(CASE, tmp_path)["broken"] == [
         [
             {"asked": "build()", "each": {"is": "Location", "path": "a.py", "line": 1}},

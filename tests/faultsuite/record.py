@@ -22,7 +22,7 @@ WORKERS = 2  # cases at a time, as in `make faults`
 def record_case(case: Case) -> list[str]:
     """Write the evidence of a case; returns where a report was not what is expected."""
     told = {twin: record(case, twin) for twin in TWINS}
-    write_evidence(case, evidence_text({twin: phases for twin, (_, phases) in told.items()}))
+    write_evidence(case, evidence_text(case, {twin: phases for twin, (_, phases) in told.items()}))
     faults = [f"broken: {fault}" for fault in faults_in(case, told["broken"][0])]
     return faults + [f"fixed: {fault}" for fault in faults_in_twin(told["fixed"][0])]
 

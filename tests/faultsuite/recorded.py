@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,15 +116,22 @@ def record(case: Case, twin: str) -> tuple[Report, list[list[Phase]]]:
     return run_check(case, twin, make_world=make_world), [world.phases for world in worlds]
 
 
-def evidence_text(recorded: Mapping[str, list[list[Phase]]]) -> str:
-    """What `record` has given for both recipes of a case, as JSON, with the fields that the classes in it have now."""
+def evidence_text(case: Case, recorded: Mapping[str, list[list[Phase]]]) -> str:
+    """What `record` has given for both recipes of a case, as JSON, and what it was recorded of.
+
+    That is the file of the case, as a digest, and the fields of each class of evidence.
+    """
     encoder = Encoder()
     twins = {
         twin: [[_phase_data(encoder, phase) for phase in world] for world in worlds]
         for twin, worlds in recorded.items()
     }
     classes = {name: " ".join(fields_of(name)) for name in sorted(encoder.used)}
-    return dumped({"classes": classes, **twins}) + "\n"
+    return dumped({"source": _digest(case), "classes": classes, **twins}) + "\n"
+
+
+def _digest(case: Case) -> str:
+    return hashlib.blake2b(case.path.read_bytes(), digest_size=8).hexdigest()
 
 
 def _phase_data(encoder: Encoder, phase: Phase) -> dict[str, Any]:
@@ -166,12 +174,15 @@ def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
     """What was recorded of a case, by recipe; not decoded.
 
     Raises:
-        EvidenceError: There is nothing, or it was recorded when the classes of evidence had other fields.
+        EvidenceError: There is nothing, or the file of the case was another when it was recorded, or the classes of
+            evidence had other fields.
     """
     try:
         data: dict[str, Any] = json.loads(evidence_path(case, folder).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvidenceError(f"no evidence of {case} is recorded; run {COMMAND} {case}") from None
+    if data["source"] != _digest(case):
+        raise EvidenceError(f"{case}: the file has changed since its evidence was recorded; run {COMMAND} {case}")
     for name, fields in data["classes"].items():
         if fields.split() != fields_of(name):
             other = sorted(set(fields.split()) ^ set(fields_of(name))) or ["their order"]

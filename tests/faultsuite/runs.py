@@ -98,7 +98,7 @@ def run_case(case: Case, tools: tuple[str, ...] = ("plain", "debug", "mmengine")
     report, broken = record(case, "broken")
     seconds = time.perf_counter() - begun
     twin, fixed = record(case, "fixed")
-    return Row(case, heard, twins, report, twin, seconds, evidence_text({"broken": broken, "fixed": fixed}))
+    return Row(case, heard, twins, report, twin, seconds, evidence_text(case, {"broken": broken, "fixed": fixed}))
 
 
 def report_on(case: Case, twin: str, *, world_size: int | None = None) -> Report:
