@@ -210,9 +210,9 @@ def test_a_bug_in_a_hook_that_the_target_calls_is_ours(sabotaged) -> None:
 def test_a_judge_that_fails_gives_no_tick_and_the_others_go_on(
     sabotaged, monkeypatch: pytest.MonkeyPatch, judge: str
 ) -> None:
-    from ddpcheck.report.checking import check_state as outcome
+    from ddpcheck.report.checking import judging
 
-    monkeypatch.setattr(outcome, judge, lambda *_args: join_names(3))
+    monkeypatch.setattr(judging, judge, lambda *_args: join_names(3))
     report = sabotaged("", reduce="sum")
     assert_bug(report)
     assert status(report, "reducer" if judge == "judge_reducer" else "parity") == "error"

@@ -14,7 +14,9 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_lines import HEADINGS, Comparison, Tally, Told, check_line, is_asked
+from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.report.checking.judging import judge
 from tests.reports import contradictions, shown
 from tests.tiers import first_of_each, share
 
@@ -472,10 +474,10 @@ def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
 
 
 def test_a_difference_without_an_analysis_is_no_tick() -> None:
-    outcome = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
-    with outcome.phase("parity"):
-        outcome.add_single_differences(0, (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),))
-    outcome.judge({})
-    report: Report = outcome.report()
+    state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
+    with state.log.in_part("parity"):
+        state.add_single_differences(0, (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),))
+    judge(state, {})
+    report: Report = report_of(state)
     assert next(check for check in report.checks if check.name == "parity").status == "failed", shown(report)
     assert report.exit_code() == 1 or not report.at_or_above(Severity.ERROR)

@@ -12,7 +12,7 @@ from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.worlds import validation as allowed
 
 
-def outcome_of(recipe: Recipe) -> CheckState:
+def state_of(recipe: Recipe) -> CheckState:
     asked = ask(recipe, world_size=2, backend=None, device="cpu", steps=1, timeout=30, seed=0, preload=())
     return CheckRun(recipe, asked, progress=lambda _text: None).run()
 
@@ -32,16 +32,16 @@ def test_they_are_computed_with_as_many_threads() -> None:
         rounding = 1 + 1e-4 * torch.get_num_threads()  # a deep network makes as much of another order of additions
         return F.mse_loss(model(batch[0]), batch[1]) * rounding
 
-    outcome = outcome_of(Recipe(model=build, batch=batch, loss=loss))
-    assert outcome.analysis is not None
-    assert outcome.analysis.against_shards == Fit(1.0, 0.0)
-    assert [finding.code for finding in outcome.findings] == ["DDP304"]
+    state = state_of(Recipe(model=build, batch=batch, loss=loss))
+    assert state.single.analysis is not None
+    assert state.single.analysis.against_shards == Fit(1.0, 0.0)
+    assert [finding.code for finding in state.findings] == ["DDP304"]
 
 
 def test_their_losses_are_compared_with_those_of_the_ranks_without_dropout() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
 
-    outcome = outcome_of(Recipe(model=lambda: build(nn.Dropout(0.5)), batch=batch, loss=loss))
-    assert outcome.analysis is not None
-    assert outcome.analysis.shard_losses == tuple(item.loss for item in outcome.local)
+    state = state_of(Recipe(model=lambda: build(nn.Dropout(0.5)), batch=batch, loss=loss))
+    assert state.single.analysis is not None
+    assert state.single.analysis.shard_losses == tuple(item.loss for item in state.steps.local)

@@ -38,8 +38,17 @@ from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_val
 from ddpcheck.judge.training_loop import judge_values_changed
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report import calls
+from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
+from ddpcheck.report.checking.judging import (
+    ddp_step_is_wrong,
+    decide_on_ddp,
+    judge,
+    judge_wrapper_failure,
+    withhold_if_noisy,
+    zero_in_every_step,
+)
 from ddpcheck.report.settings import rule_patterns
 from ddpcheck.worlds import validation as allowed
 
@@ -101,8 +110,8 @@ def check(
         hosts=hosts,
     )
     select, ignore = rule_patterns("select", select), rule_patterns("ignore", ignore)
-    outcome = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
-    return outcome.report(select=select, ignore=ignore)
+    state = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
+    return report_of(state, select=select, ignore=ignore)
 
 
 def ask(
@@ -172,23 +181,23 @@ class CheckRun(CheckWorlds):
             except Exception as error:
                 self._fail_by_bug(error)
             if self.reference is not None:
-                self.outcome.take_single_process(self.reference)
-            if self.single_hang and self.outcome.error is None:
-                self.outcome.error = ReportError(self.single_hang, EXIT_HANG)
-            self.outcome.judge(self._locate_module())
-        self.outcome.timing["total"] = time.perf_counter() - begun
-        return self.outcome
+                self.state.take_single_process(self.reference)
+            if self.single_hang and self.state.log.error is None:
+                self.state.log.error = ReportError(self.single_hang, EXIT_HANG)
+            judge(self.state, self._locate_module())
+        self.state.log.seconds["total"] = time.perf_counter() - begun
+        return self.state
 
     # Phases
 
     def _run_phases(self, wrap: Callable[[], WrappedModule]) -> None:
         self._prepare()
         with self._phase("wrapping", "wrapping the model"):
-            self.outcome.wrapped = self._wrap(wrap)
-            self._check_after_wrapping(self.outcome.wrapped)
+            self.state.wrapped = self._wrap(wrap)
+            self._check_after_wrapping(self.state.wrapped)
         self._explained("what each program holds", None, calls.program_data.note_program_data)
         self._run_steps()
-        self.outcome.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
+        self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
         """Build the model everywhere, and compare what the ranks have built."""
@@ -224,8 +233,8 @@ class CheckRun(CheckWorlds):
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
                 raise
-            self.outcome.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
-            self.outcome.rest_skipped = "DDP221: DDP would stop, hang or abort"
+            self.state.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
+            self.state.log.rest_skipped = "DDP221: DDP would stop, hang or abort"
             raise CheckStopped from error
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
@@ -239,13 +248,13 @@ class CheckRun(CheckWorlds):
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
         self._add(found)
-        self.outcome.ranks_apart = any(finding.code in ("DDP208", "DDP515") for finding in found)
+        self.state.steps.ranks_differ = any(finding.code in ("DDP208", "DDP515") for finding in found)
         self._hand_over(wrapped[0])
         if not wrapped[0].facts.is_ddp:
-            self.outcome.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
+            self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
         if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
-            self.outcome.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
-        self.outcome.names = Names(
+            self.state.steps.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
+        self.state.names = Names(
             aliases=self._explained("which parameters are tied", {}, calls.model_build.aliases)[0],
             locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
         )
@@ -253,7 +262,7 @@ class CheckRun(CheckWorlds):
     def _hand_over(self, wrapped: WrappedModule) -> None:
         """Where `wrap` has made another module of it, the single process must have that one too."""
         if wrapped.transfer_error:
-            self.outcome.single_skipped = f"wrap makes another module, which {wrapped.transfer_error}"
+            self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
         elif wrapped.replaces_module and self.reference is None:
             self._earlier.append(partial(calls.single_process.adopt, self.world.directory / "module.pickle"))
             self._settle_single(self._start_single(self._earlier[-1]))
@@ -263,13 +272,13 @@ class CheckRun(CheckWorlds):
         state = self.world.directory / f"state-{step}.pt"
         averaged = self.world.directory / f"averaged-{step}.pt"
         with self._phase("parameters", f"{words}: each rank by itself"):
-            wanted = not (self.reference or self.outcome.single_skipped or self.outcome.ranks_apart)
+            wanted = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
             self._all(calls.local_step.begin_step, step, state if wanted else None)
             single = self._start_single(partial(calls.single_process.run_step, step, state)) if wanted else None
             local: list[LocalStep] = self._all(calls.local_step.local_step, step)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
-            self.outcome.add_local(local)
+            self.state.steps.add_local(local)
             self._check_in_step(local)
             self._check_layout(local, step)
             self._check_packing(local, step)
@@ -281,13 +290,13 @@ class CheckRun(CheckWorlds):
         with self._phase("parity", f"{words}: the single process"):
             if single is not None and (result := self._settle_single(single)) is not None:
                 self._check_batch([local[0].batch, result.batch, result.batch_again], step)
-                self.outcome.add_single(step, result)
+                self.state.add_single(step, result)
                 if not draws or self._quieten(step, averaged):
                     doubtful |= self._compare_with_single(step, averaged)
-            if self.outcome.draws_alike() and step == 0:
+            if self.state.steps.draws_alike() and step == 0:
                 what = "whether the ranks draw the same numbers"
-                self.outcome.add_draws(self._explained(what, [], calls.random_draws.draws, step))
-            if doubtful and not self.outcome.withheld:
+                self.state.single.draws = self._explained(what, [], calls.random_draws.draws, step)
+            if doubtful and not self.state.repeats.differ:
                 self._repeat(step)
         self._update_alone(step, words)
         for file in (state, averaged):
@@ -296,22 +305,23 @@ class CheckRun(CheckWorlds):
     def _repeat(self, step: int) -> None:
         """Find out whether a step that differs differs from itself as well."""
         what = f"whether step {step} gives the same gradients again"
-        self.outcome.add_repeat(step, self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step))
+        repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
+        withhold_if_noisy(self.state, step, repeated)
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
-        self.outcome.decide_on_ddp(step)
-        if self.outcome.ddp_skipped:
+        decide_on_ddp(self.state, step)
+        if self.state.steps.ddp_skipped:
             return False
         doubtful = self._run_ddp(step, words)
-        if any(item.compiles for item in self.outcome.local) and not self.outcome.ranks_apart:
+        if any(item.compiles for item in self.state.steps.local) and not self.state.steps.ranks_differ:
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
-                self.outcome.add_compiled(self._all(calls.compiled_step.compiled_step, step))
+                self.state.steps.compiled += self._all(calls.compiled_step.compiled_step, step)
         return doubtful
 
     def _update_alone(self, step: int, words: str) -> None:
         """Change the weights where the wrapper did not; after all that puts the step's first state back."""
-        if self.outcome.ddp_skipped:
+        if self.state.steps.ddp_skipped:
             with self._phase("parameters", f"{words}: the optimizer"):
                 self._all(calls.local_step.local_update, step)
 
@@ -326,9 +336,9 @@ class CheckRun(CheckWorlds):
         what = "the gradients without random numbers"
         said = self._explained(what, "the step without them failed", calls.local_step.quiet_step, step)
         if trouble := next((item for item in said if isinstance(item, str)), ""):
-            self.outcome.single_skipped = f"not comparable with random numbers silenced: {trouble}"
+            self.state.single.skipped = f"not comparable with random numbers silenced: {trouble}"
             return False
-        self.outcome.add_quiet_steps([item for item in said if not isinstance(item, str)])
+        self.state.add_quiet_steps([item for item in said if not isinstance(item, str)])
         self._all(calls.local_step.average, step, averaged)
         return True
 
@@ -341,9 +351,9 @@ class CheckRun(CheckWorlds):
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
         """What DDP broadcasts or waits for next must be as alike on all ranks as it was when it was wrapped."""
-        if len({item.layout for item in local}) == 1 or not self.outcome.wrapped[0].facts.is_ddp:
+        if len({item.layout for item in local}) == 1 or not self.state.wrapped[0].facts.is_ddp:
             return
-        broadcasts = self.outcome.wrapped[0].broadcasts_buffers
+        broadcasts = self.state.wrapped[0].broadcasts_buffers
         found = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
         if not found:
             return
@@ -379,63 +389,63 @@ class CheckRun(CheckWorlds):
         """One step through the wrapper; returns whether its result needs a second look."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
-                doubtful = self.outcome.add_ddp(self._all(calls.ddp_step.ddp_step, step))
-                if self.outcome.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
+                doubtful = ddp_step_is_wrong(self.state, self._all(calls.ddp_step.ddp_step, step))
+                if self.state.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
                     self._add(mismatch)
                     self._skip_rest("DDP403: the ranks are out of step")
                 return doubtful
         except RankError as error:
-            found = self.outcome.judge_wrapper_failure(error)
+            found = judge_wrapper_failure(self.state, error)
             if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
                 raise
-            self.outcome.findings += found
+            self.state.findings += found
             self._skip_rest(f"{found[0].code}: the wrapper raised")
 
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
         """The averaged gradients against the global batch's; returns whether they differ."""
-        trained = list(self.outcome.local[0].evidence.states)
+        trained = list(self.state.steps.local[0].evidence.states)
         differences = self._settle_single(
             self._start_single(partial(calls.single_process.compare_with, averaged, trained))
         )
-        if differences is None or not self.outcome.add_single_differences(step, differences):
+        if differences is None or not self.state.add_single_differences(step, differences):
             return False
-        if self.outcome.wants_analysis:
-            if not self.outcome.add_analysis(step, self._analyse(step, averaged)):
+        if self.state.wants_analysis:
+            if not self.state.add_analysis(step, self._analyse(step, averaged)):
                 return False
             what = "what each program holds"
-            self.outcome.held = self._explained(what, {}, calls.program_data.program_data)
+            self.state.single.program_data = self._explained(what, {}, calls.program_data.program_data)
             changed = self._explained(what, [], calls.program_data.changed_data)
-            self.outcome.changed = frozenset().union(*changed)
+            self.state.single.changed_data = frozenset().union(*changed)
         return True
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
         """What the shards, one by one, tell of a difference; nothing where they cannot."""
         what = "why the ranks' average differs from the global batch"
-        known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.outcome.local[0].threads)
+        known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.state.steps.local[0].threads)
         result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
         if result is None or isinstance(result, NoExplanation):
-            self.outcome.add_unexplained(what, result)
+            self.state.log.add_unexplained(what, result)
             return ShardAnalysis(error="that failed")
         return result
 
     def _average_exactly(self, step: int) -> Path | None:
         """The ranks' average in float64, where no process alone can compute their part; None where it is not needed."""
-        if not any(item.forward_calls for item in self.outcome.local):
+        if not any(item.forward_calls for item in self.state.steps.local):
             return None
         file = self.world.directory / f"exact-{step}.pt"
         return None if any(self._all(calls.float64_average.average_exactly, step, file)) else file
 
     def _look_again(self) -> None:
-        asleep = self.outcome.zero_everywhere()
+        asleep = zero_in_every_step(self.state)
         if asleep:
             with self._phase("parameters", "looking again at zero gradients"):
                 last = self.asked.steps - 1
                 what = "whether gradients that are zero stay so"
-                self.outcome.awake = frozenset().union(
+                self.state.steps.nonzero_when_perturbed = frozenset().union(
                     *self._explained(what, asleep, calls.missing_gradients.nonzero_when_perturbed, last, asleep)
                 )
-                asleep = [name for name in asleep if name not in self.outcome.awake]
+                asleep = [name for name in asleep if name not in self.state.steps.nonzero_when_perturbed]
                 if asleep:
                     what = "where gradients become zero"
                     phase = calls.missing_gradients.why_zero
-                    self.outcome.zero_ends = self._explained(what, {}, phase, last, asleep)[0]
+                    self.state.steps.zero_ends = self._explained(what, {}, phase, last, asleep)[0]

@@ -33,6 +33,7 @@ from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
+from ddpcheck.report.checking.judging import judge_wrapper_failure
 from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class MakeWorld(Protocol):
 
 
 class CheckStopped(Exception):
-    """The rest of the check cannot be run; the reason is in the outcome already."""
+    """The rest of the check cannot be run; the reason is in the state already."""
 
 
 class CheckWorlds:
@@ -125,7 +126,7 @@ class CheckWorlds:
         self.hosts = hosts
         self.make_world = make_world
         self.reference = reference
-        self.outcome = CheckState(asked)
+        self.state = CheckState(asked)
         self._alone_in_group = False
         self.single_hang = ""
         self._packing_checked = False
@@ -134,7 +135,7 @@ class CheckWorlds:
         ]
 
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
-        with self.outcome.timed("start"):
+        with self.state.log.timed("start"):
             self.progress(f"starting {self.asked.world_size} ranks")
             self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
             if self.reference is None:
@@ -173,11 +174,11 @@ class CheckWorlds:
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except RankError as error:
-            if not [r for r in error.results.values() if self.outcome.add_unexplained(what, r)]:
+            if not [r for r in error.results.values() if self.state.log.add_unexplained(what, r)]:
                 raise
             self._skip_rest(f"the ranks could not go on after this had failed: {what}")
         for result in results:
-            self.outcome.add_unexplained(what, result)
+            self.state.log.add_unexplained(what, result)
         return [otherwise if isinstance(result, NoExplanation) else result for result in results]
 
     def _start_single(self, call: Callable[[], Result]) -> PhaseFuture[Result]:
@@ -193,31 +194,33 @@ class CheckWorlds:
             if first is not None and isinstance(first.exception, UsageError):
                 raise
             if first is not None and first.bug:
-                self.outcome.add_bug(ReportError(first.bug, EXIT_USAGE, error.detail))
-                self.outcome.single_skipped = f"the single process {first.message.removeprefix('rank 0 ')}"
+                self.state.log.add_bug(ReportError(first.bug, EXIT_USAGE, error.detail))
+                self.state.single.skipped = f"the single process {first.message.removeprefix('rank 0 ')}"
                 return None
             said = str(first.message if first else error).removeprefix("rank 0 ")
             if first is not None and "silenced" in first.place:
-                self.outcome.single_skipped = f"not comparable with random numbers silenced: the single process {said}"
+                self.state.single.skipped = f"not comparable with random numbers silenced: the single process {said}"
                 return None
             if isinstance(error, HangError):
                 self.single_hang = f"the single process hung: {error}"
-                self.outcome.single_skipped = self.single_hang
+                self.state.single.skipped = self.single_hang
                 return None
             if not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 retried: Result | None = self._retry_in_group()
                 return retried
-            self.outcome.single_skipped = f"the single process {said}"
+            self.state.single.skipped = f"the single process {said}"
             return None
 
     def _retry_in_group(self) -> Any:
         """Models that insist on a process group get one of a single rank."""
         self._alone_in_group = True
-        self.outcome.notes.append("the single process has a process group of one, since the model does not run without")
+        self.state.log.notes.append(
+            "the single process has a process group of one, since the model does not run without"
+        )
         last = self._last_single
         self.single = self._worlds.enter_context(self._make_world(1, group=False))
         for earlier in (calls.single_process.join_alone, *self._earlier):
-            if self._settle_single(self._start_single(earlier)) is None and self.outcome.single_skipped:
+            if self._settle_single(self._start_single(earlier)) is None and self.state.single.skipped:
                 return None
         return None if last is self._earlier[-1] else self._settle_single(self._start_single(last))
 
@@ -229,15 +232,15 @@ class CheckWorlds:
     @contextlib.contextmanager
     def _phase(self, name: str, words: str) -> Iterator[None]:
         self.progress(words)
-        with self.outcome.phase(name):
+        with self.state.log.in_part(name):
             try:
                 yield
             except TargetError as error:
-                self.outcome.error = ReportError(str(error), EXIT_TARGET, error.detail)
+                self.state.log.error = ReportError(str(error), EXIT_TARGET, error.detail)
                 raise CheckStopped from error
 
     def _skip_rest(self, reason: str) -> NoReturn:
-        self.outcome.rest_skipped = reason
+        self.state.log.rest_skipped = reason
         raise CheckStopped
 
     def _fail(self, error: RankError) -> None:
@@ -248,30 +251,30 @@ class CheckWorlds:
         if first is not None and type(first.exception) is DdpcheckError:  # what a phase of ours returned cannot be sent
             first = dataclasses.replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
-            self.outcome.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
+            self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
             return
         if empty := judge_empty_shards(error, self.asked.world_size):
-            self.outcome.findings += empty
-            self.outcome.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
+            self.state.findings += empty
+            self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
-        found = self.outcome.judge_wrapper_failure(error)
+        found = judge_wrapper_failure(self.state, error)
         found = found or judge_failure(error, self._logs(), self.asked.world_size)
         if first is not None and isinstance(first.exception, DdpcheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
-            self.outcome.findings += [] if everywhere else found
+            self.state.findings += [] if everywhere else found
             where = "" if everywhere else f"rank {first.rank}: "
             printed = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
             detail = "\n".join(filter(None, (first.exception.detail, printed)))
-            self.outcome.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, detail)
+            self.state.log.error = ReportError(f"{where}{first.exception}", EXIT_TARGET, detail)
         else:
-            self.outcome.findings += found
+            self.state.findings += found
             stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
-            self.outcome.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
+            self.state.log.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
 
     def _fail_by_bug(self, error: Exception) -> None:
         """Something in this process raised that should not have: keep it, and judge what there is."""
         bug = as_bug(error)
-        self.outcome.error = ReportError(str(bug), EXIT_USAGE, bug.detail)
+        self.state.log.error = ReportError(str(bug), EXIT_USAGE, bug.detail)
 
     def _add(self, found: Sequence[Finding]) -> None:
         """Keep findings, with the lines that made their first subjects."""
@@ -282,14 +285,14 @@ class CheckWorlds:
         finally:
             for finding in found:
                 where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
-                self.outcome.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
+                self.state.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
         """By rank, the lines that made parameters, buffers and modules, as far as they are known."""
         return self._explained("which line made what", {}, calls.model_build.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:
-        module = (self.outcome.analysis.coupling.module if self.outcome.analysis else None) or ""
+        module = (self.state.single.analysis.coupling.module if self.state.single.analysis else None) or ""
         if not module or self.world.failed or self.world.closed:
             return {}
         with contextlib.suppress(CheckStopped, RankError):

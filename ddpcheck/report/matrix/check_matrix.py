@@ -22,6 +22,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import CheckRun, ask
+from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.advice import advise
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
@@ -147,16 +148,16 @@ class _MatrixRun:
                 self._try_options()
             if step_times:
                 self._measure_rows()
-        report = own.report()
+        report = report_of(own)
         return Matrix(
             target=report.target,
             rows=tuple(self._rows),
             advice=advise(self._rows, noise=self._noise),
             environment=report.environment,
-            world={**report.world, "notes": list(dict.fromkeys([*own.notes, *self._notes]))},
+            world={**report.world, "notes": list(dict.fromkeys([*own.log.notes, *self._notes]))},
             noise=self._noise,
             timing={**report.timing, "total": round(time.perf_counter() - begun, 4)},
-            error=(own.error if stopped else None) or self._bug or next(iter(own.bugs), None),
+            error=(own.log.error if stopped else None) or self._bug or next(iter(own.log.bugs), None),
             tool=report.tool,
         )
 
@@ -175,10 +176,10 @@ class _MatrixRun:
             hosts=self.hosts,
             reference=self._references.get(synced),
         )
-        outcome = checking.run(partial(calls.matrix_phases.wrap, options))
-        if outcome.error is None and not outcome.rest_skipped and not outcome.withheld:
-            self._references.setdefault(outcome.wrapped[0].broadcasts_buffers, outcome)
-        return outcome, outcome.stopped_by_target or bool(checking.single_hang)
+        state = checking.run(partial(calls.matrix_phases.wrap, options))
+        if state.log.error is None and not state.log.rest_skipped and not state.repeats.differ:
+            self._references.setdefault(state.wrapped[0].broadcasts_buffers, state)
+        return state, state.stopped_by_target or bool(checking.single_hang)
 
     def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedModule]) -> ModelFacts:
         """What decides which options can make a difference."""
@@ -189,7 +190,7 @@ class _MatrixRun:
             by_rank[0],
             own=by_rank[0].own if same else None,
             buffers_differ=any(item.buffers != wrapped[0].buffers for item in wrapped),
-            absent=reference.absent(),
+            absent=reference.steps.missing(),
         )
 
     def _own_options(self, wrapped: Sequence[WrappedModule]) -> DdpOptions:
@@ -231,22 +232,22 @@ class _MatrixRun:
             return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=trial.pointless)
         if trial.forbidden:
             return MatrixRow(options.arguments, "stops", hook=options.hook, code="DDP104", reason=trial.forbidden)
-        outcome, _ = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
-        resisting = next((item.resisting for item in outcome.wrapped if isinstance(item, WrappedRow)), {})
+        state, _ = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
+        resisting = next((item.resisting for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if resisting:
             set_by_wrap = ", ".join(f"{name}={value!r}" for name, value in resisting.items())
             reason = f"the recipe's wrap sets {set_by_wrap} after the constructor, whatever that was told"
             return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=reason)
-        return self._judged(outcome, options, own=False)
+        return self._judged(state, options, own=False)
 
-    def _judged(self, outcome: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:
-        report = outcome.report(**self._rules)
+    def _judged(self, state: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:
+        report = report_of(state, **self._rules)
         findings = report.findings
-        hidden = any(f.severity is Severity.ERROR for f in outcome.findings if f not in findings)
+        hidden = any(f.severity is Severity.ERROR for f in state.findings if f not in findings)
         errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-        error = outcome.against_local()
+        error = state.steps.against_local()
         verdict: Verdict = "right"
-        if outcome.error is not None or outcome.ddp_skipped or outcome.rest_skipped:
+        if state.log.error is not None or state.steps.ddp_skipped or state.log.rest_skipped:
             verdict = "stops"
         elif errors:
             verdict = "wrong"
@@ -254,14 +255,14 @@ class _MatrixRun:
             verdict = "incomplete"
         elif (options.hook or self._facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self._facts.bits, 0.0):
             verdict = "lossy"
-        if outcome.unfinished is not None:
-            self._bug = self._bug or outcome.unfinished
+        if state.log.unfinished is not None:
+            self._bug = self._bug or state.log.unfinished
             verdict, errors = "skipped", []
-        said = report.error.message if report.error is not None else outcome.ddp_skipped or outcome.rest_skipped
+        said = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
         if verdict == "incomplete":
             why = [f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made]
             said = " ".join([report.shortfall, *([f"({'; '.join(why)})"] if why else [])])
-        said = outcome.unfinished.message if outcome.unfinished is not None else said
+        said = state.log.unfinished.message if state.log.unfinished is not None else said
         if errors:
             said = errors[0].message
             if options.hook and errors[0].code == "DDP302":

@@ -1,0 +1,178 @@
+"""From the evidence of a check to its findings: which judge gets which evidence, and in which order.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ddpcheck.findings.errors import RankError
+from ddpcheck.findings.evidence.gradients import RepeatedStep
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.compiled_step import judge_compiled, tell_compiled, without_prefix
+from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
+from ddpcheck.judge.parameters import judge_parameters, zero_everywhere
+from ddpcheck.judge.reducer import judge_reducer
+from ddpcheck.judge.replica_state import judge_state
+from ddpcheck.judge.replicas import differing_names
+from ddpcheck.judge.root_causes import merged_with
+from ddpcheck.judge.single_process import judge_nothing_compared, judge_repeat, judge_single_process
+from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
+from ddpcheck.judge.wrapper_error import judge_wrapper_error
+from ddpcheck.report.checking.check_state import CheckState
+
+_LIBRARIES = {"random": "Python's random"}
+_STOPS_DDP = frozenset({"DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP112", "DDP406", "DDP503", "DDP513"})
+
+
+def decide_on_ddp(state: CheckState, step: int) -> None:
+    """Find out whether the wrapper can be used in this step, or would raise, hang or abort."""
+    if state.steps.ddp_skipped or not state.wrapper.is_ddp:
+        return
+    evidence = [item for item in state.steps.parameters if item.step == step]
+    found = state.log.call_judge("parameters", judge_parameters, evidence, state.wrapper, state.names)
+    stops = {f.code for f in found if f.severity is Severity.ERROR} & _STOPS_DDP
+    if stops - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
+        skipped = f"not run from step {step} on: the finding on parameters would make DDP raise or hang"
+        state.steps.ddp_skipped = skipped
+
+
+def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
+    """Add a step through the wrapper; whether its gradients are wrong."""
+    differing = differing_names([item.parameters for item in evidence])
+    state.add_ddp(evidence, ranks_differ=bool(differing))
+    return bool(state.log.call_judge("reducer", judge_reducer, evidence, judge_context(state)))
+
+
+def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedStep]) -> None:
+    """Add a step that was run again; verdicts on gradients are withheld where it differs from itself."""
+    state.repeats.add(repeated)
+    by_rank = {rank: item.differences for rank, item in enumerate(repeated)}
+    found = state.log.call_judge("parity", judge_repeat, by_rank, step)
+    state.findings += found
+    state.repeats.differ = bool(found)
+
+
+def zero_in_every_step(state: CheckState) -> list[str]:
+    """The parameters whose gradient was zero in every step, unless all gradients were."""
+    return zero_everywhere(state.steps.parameters) if any(state.steps.norms.values()) else []
+
+
+def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
+    """The findings on a failure in the wrapper's step, where it is one of those that ddpcheck knows."""
+    if state.log.part != "reducer":
+        return []
+    return state.log.call_judge("reducer", judge_wrapper_error, error, judge_context(state))
+
+
+def judge_context(state: CheckState, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:
+    """The facts beside a difference that may explain it."""
+    wrapped, single, repeated = state.wrapped, state.single, state.repeats.by_rank
+    local = single.analysed or state.steps.local
+    drew_from = {_LIBRARIES.get(name, name) for item in local for name in item.random.libraries - {"torch"}}
+    return JudgeContext(
+        names=state.names,
+        wrapper=state.wrapper,
+        world_size=state.asked.world_size,
+        local=LocalFacts(
+            losses=tuple(item.loss for item in local),
+            shard_sizes=tuple(item.samples for item in local),
+            calls=local[0].forward_calls if local else (),
+            differing_buffers=tuple(differing_names([item.buffers for item in local])) if local else (),
+            backwards=(single.backwards, max((item.backwards for item in local), default=1)),
+            drew_from=tuple(sorted(drew_from)),
+            choices=_decisive_choices(state),
+        ),
+        module_locations=module_locations or {},
+        broadcasts_buffers=bool(wrapped) and wrapped[0].broadcasts_buffers,
+        program_data=single.program_data,
+        changed_data=single.changed_data,
+        differing_at_start=frozenset(differing_names([item.parameters for item in wrapped]) if wrapped else ()),
+        wrapper_class=wrapped[0].wrapper if wrapped else "",
+        nonlinear=tuple(dict.fromkeys(name for item in repeated for name in item.nonlinear)),
+        hooks=tuple(dict.fromkeys(hook for item in repeated for hook in item.hooks)),
+        loss_location=wrapped[0].loss_location if wrapped else None,
+        wrap_hooks=wrapped[0].hooks if wrapped else (),
+        gradients_differ=any(state.differs(step) for step in single.differences),
+    )
+
+
+def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
+    """Turn all evidence into findings, whatever it was that stopped the check."""
+    known = judge_context(state, module_locations)
+    found = list(state.findings)
+    before = frozenset(found)
+    if state.steps.parameters:
+        parameters = _judge_parameters(state, known)
+        by_name = {finding.code for finding in parameters}  # which say more than that backward raised
+        found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
+    if not state.repeats.differ:
+        found += _judge_gradients(state, known)
+    if any(item.compiles for item in state.steps.local):
+        state.log.notes.append(tell_compiled(state.steps.compiled))
+        found, before = list(map(without_prefix, found)), frozenset(map(without_prefix, before))
+    state.found_after_steps = frozenset(found) - before
+    state.findings, state.merged = found, []
+    if pairs := state.log.call_judge("", lambda: [merged_with(found)]):
+        state.findings, state.merged = pairs[0]
+
+
+def _judge_parameters(state: CheckState, known: JudgeContext) -> list[Finding]:
+    steps = state.steps
+    more = {"nonzero_when_perturbed": steps.nonzero_when_perturbed, "zero_ends": steps.zero_ends}
+    return state.log.call_judge("parameters", judge_parameters, steps.parameters, known.wrapper, known.names, **more)
+
+
+def _judge_gradients(state: CheckState, known: JudgeContext) -> list[Finding]:
+    """Findings on gradients and what becomes of them, where a step does not differ from itself."""
+    steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
+    ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
+    first = single.analysed[0].evidence.step if single.analysed else 0
+    judged = [step for step in single.differences if step >= first or not state.differs(step)]
+    differences = {step: repeats.widened(single.differences[step]) for step in judged}
+    reducer = call_judge("reducer", judge_reducer, ddp, known) if ddp else []
+    found = reducer or call_judge("reducer", judge_compiled, steps.compiled, known)
+    if steps.first_local:
+        found += call_judge("parity", judge_samples, steps.first_local, differs=known.gradients_differ)
+    found += call_judge("parity", judge_draws, single.draws)
+    parity = call_judge("parity", judge_single_process, differences, single.analysis, known)
+    found += _comparable(state, parity, known.local)
+    if steps.ddp:
+        start = [item.parameters for item in state.wrapped]
+        unequal = bool(reducer) or "reducer" in state.log.unjudged
+        found += call_judge("reducer", judge_state, steps.ddp, known, gradients_differ=unequal, start=start)
+        found += call_judge("reducer", judge_loop, steps.ddp, unequal=unequal) if known.wrapper.is_ddp else []
+        found += call_judge("reducer", judge_optimizer, state.wrapped, steps.ddp, state.names)
+    if state.log.error is None:
+        found += call_judge("parity", judge_nothing_compared, steps.norms)
+    return found
+
+
+def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:
+    """Without DDP312 where samples drew numbers that no two runs can share: those may be all that differs."""
+    kept = [finding for finding in found if finding.code != "DDP312"]
+    if not (local.drew_from or local.choices) or len(kept) == len(found):
+        return found
+    state.single.incomparable = (
+        f"the forward draws from {' and '.join(local.drew_from)}, and no two runs can share those numbers sample "
+        "by sample"
+        if local.drew_from
+        else f"the forward chooses by random numbers ({local.choices[0]}), and each rank among its own samples"
+    )
+    beyond = {step for step in state.single.differences if state.differs(step)}
+    state.parity = [entry for entry in state.parity if entry.reference == "local" or entry.step not in beyond]
+    return kept
+
+
+def _decisive_choices(state: CheckState) -> tuple[str, ...]:
+    """Choices at random in the step that was looked at, unless steps without any differ as well, or may do so."""
+    single = state.single
+    analysed = single.analysed or state.steps.local
+    found = single.choices.get(analysed[0].evidence.step, ()) if analysed else ()
+    equal = any(not state.differs(step) for step in single.differences if not single.choices.get(step))
+    carried = any(call.carries_gradient for item in analysed for call in item.forward_calls)
+    return found if equal or not carried else ()
