@@ -1,8 +1,8 @@
-"""Evidence as JSON: the dataclasses, errors and plain values that ranks answer with, written so that they can be read.
+"""Evidence as JSON: dataclasses, errors and plain values that ranks send, in a form that a person can read.
 
-A class is known by its name in `ddpcheck.findings`, wherever it stands there, and a field that has its default is left
-out. What differs from one run or machine to the next, and no judge asks for, is put into one form: paths, addresses,
-ports, times, and fingerprints of tensors, of which only equality counts.
+A class is known by its name in `ddpcheck.findings`, in any module there; a field that has its default is left out.
+Paths, addresses, ports, times, and fingerprints of tensors, which differ between runs or machines although no judge
+asks for more than whether they are equal, are written in one form.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Record what the ranks answer in the checks of the suite, for `tests/test_judges_on_evidence.py`.
+"""Record the answers of the ranks in the checks of the suite, for `tests/test_judges_on_evidence.py`.
 
-python -m tests.faultsuite.record                        all faults and their twins; two minutes
+python -m tests.faultsuite.record                        all faults and their twins; five minutes
 python -m tests.faultsuite.record gradients/batchnorm    the cases whose name begins like this
 """
 

@@ -1,4 +1,4 @@
-"""What the worlds of a check answer, recorded while it runs, and given again without ranks and without torch."""
+"""Recorded worlds: the answers of a check's ranks, kept while it runs, and given again without ranks and torch."""
 
 from __future__ import annotations
 
@@ -118,9 +118,11 @@ def record(case: Case, twin: str) -> tuple[Report, list[list[Phase]]]:
 
 
 def evidence_text(case: Case, recorded: Mapping[str, list[list[Phase]]]) -> str:
-    """What `record` has given for both recipes of a case, as JSON, and what it was recorded of.
+    """The evidence of a case as JSON, with the digest of its file and the fields of each class of evidence.
 
-    That is the file of the case, as a digest, and the fields of each class of evidence.
+    Args:
+        case: The case.
+        recorded: By recipe, the phases that `record` has returned.
     """
     encoder = Encoder()
     twins = {
@@ -172,7 +174,7 @@ def forget_others(cases: Iterable[Case]) -> None:
 
 
 def read_evidence(case: Case, folder: Path = FOLDER) -> dict[str, Any]:
-    """What was recorded of a case, by recipe; not decoded.
+    """The recorded evidence of a case, by recipe; not decoded.
 
     Raises:
         EvidenceError: There is nothing, or the file of the case was another when it was recorded, or the classes of

@@ -22,7 +22,7 @@ HANG = 6.0  # seconds after which a plain run counts as one that hangs; a run ta
 
 @dataclass(frozen=True)
 class Heard:
-    """What a person sees of a plain run.
+    """The end of a plain run as a person sees it.
 
     Attributes:
         ending: How it ended.

@@ -1,6 +1,6 @@
-"""Which faults `make test` runs on ranks: the fastest of each code, and of the twins the fastest of each family.
+"""The faults that `make test` runs on ranks: the fastest of each code, and of the twins the fastest of each family.
 
-What is judged of all the others is tested on recorded evidence, in `tests/test_judges_on_evidence.py`.
+`tests/test_judges_on_evidence.py` runs the judges on recorded evidence of all of them.
 """
 
 from __future__ import annotations
