@@ -20,8 +20,8 @@ from ddpcheck.report.matrix.option_sets import (
     STATIC_GRAPH,
     DdpOptions,
     ModelFacts,
-    first_trials,
-    further_trials,
+    first_option_sets,
+    further_option_sets,
 )
 
 SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
@@ -75,12 +75,14 @@ def said(advice: tuple[Advice, ...], kind: str) -> str:
 
 
 def titles(facts: ModelFacts, base: DdpOptions = DEFAULTS, graphs: tuple[DdpOptions, ...] = ()) -> list[str]:
-    return [str(trial.options) for trial in further_trials(facts, base, graphs) if not trial.pointless]
+    return [
+        str(option_set.options) for option_set in further_option_sets(facts, base, graphs) if not option_set.skip_reason
+    ]
 
 
 def test_only_options_of_the_installed_torch_are_tried() -> None:
     old = ModelFacts(known=("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"))
-    assert first_trials(old) == [DEFAULTS, FIND_UNUSED, STATIC_GRAPH]
+    assert first_option_sets(old) == [DEFAULTS, FIND_UNUSED, STATIC_GRAPH]
     assert titles(replace(old, buffers=1), graphs=(FIND_UNUSED,)) == [
         "gradient_as_bucket_view=True",
         "find_unused_parameters=True, gradient_as_bucket_view=True",
@@ -109,15 +111,19 @@ def test_options_are_added_to_what_the_model_needs_and_none_is_tried_twice() -> 
     ],
 )
 def test_what_cannot_make_a_difference_is_not_run_and_says_why(facts: ModelFacts, option: str, reason: str) -> None:
-    [trial] = [trial for trial in further_trials(facts, DEFAULTS, ()) if str(trial.options) == option]
-    assert reason in trial.pointless
+    [option_set] = [
+        option_set for option_set in further_option_sets(facts, DEFAULTS, ()) if str(option_set.options) == option
+    ]
+    assert reason in option_set.skip_reason
 
 
 def test_skipping_all_reduces_is_not_tried_where_ranks_leave_out_different_parameters() -> None:
     def skipping(absent: dict) -> str:
-        [trial] = [t for t in further_trials(ModelFacts(absent=absent), DEFAULTS, ()) if "skip" in str(t.options)]
-        assert not trial.pointless
-        return trial.forbidden
+        [option_set] = [
+            t for t in further_option_sets(ModelFacts(absent=absent), DEFAULTS, ()) if "skip" in str(t.options)
+        ]
+        assert not option_set.skip_reason
+        return option_set.unsafe_reason
 
     same = {(0, 0): frozenset("a"), (0, 1): frozenset("a"), (1, 0): frozenset("b"), (1, 1): frozenset("b")}
     assert skipping(same) == ""

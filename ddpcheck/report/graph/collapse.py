@@ -170,7 +170,7 @@ def _fold_alike(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
     ways = {node.key: alike.way(node.module) for node in picture.nodes if node.module is not None}
 
     def goes_on(edge: Edge) -> bool:
-        """Whether an edge leads from one copy of a pattern to another, which the count says already."""
+        """An edge leads from one copy of a pattern to another; the count says that already."""
         for one, other in zip(ways.get(edge.source, ()), ways.get(edge.target, ()), strict=False):
             if one != other:
                 return one.run == other.run and one.copy != other.copy
@@ -181,7 +181,7 @@ def _fold_alike(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
 
 
 def _loops(picture: GraphView) -> dict[str, str]:
-    """What a module itself computes over and over between its calls of others ("x = x + block(x)"), by the first."""
+    """Nodes that repeat between a module's calls of others ("x = x + block(x)"), and the first of each group."""
     groups: dict[Hashable, list[str]] = {}
     for node in picture.nodes:
         if node.kind == "module":

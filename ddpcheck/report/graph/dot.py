@@ -140,11 +140,7 @@ class _Drawing:
         if node.kind == "input":
             attributes = {"shape": "cds", "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
         elif node.kind == "loss":
-            attributes = {
-                "shape": "doubleoctagon",
-                "fillcolor": "#F4F4F4",
-                "label": label([(node.name, "b")]),
-            }
+            attributes = {"shape": "doubleoctagon", "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
         elif node.kind == "stop":
             attributes = self._stop(node)
         elif node.kind == "operation":
@@ -190,7 +186,7 @@ class _Drawing:
         return " · ".join(words)
 
     def _is_container(self, module: str) -> bool:
-        """Whether a module that was not called holds one that was, as an `nn.ModuleList` does."""
+        """A module that was not called holds one that was, as an `nn.ModuleList` does."""
         prefix = f"{module}." if module else ""
         return any(node.module is not None and node.module.startswith(prefix) for node in self.picture.nodes)
 

@@ -1,4 +1,4 @@
-"""What `ddpcheck graph` draws, as plain data: the graph of a loss, by operations or by modules.
+"""The graph of a loss as plain data, by operations or by modules, for `ddpcheck graph` to draw.
 
 This module is light: it never imports torch.
 """

@@ -111,7 +111,7 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
 
 
 def _named_losses(result: Any) -> dict[str, torch.Tensor]:
-    """What is minimised, by its key or its position; the tensors that are only there to be logged are left out."""
+    """The losses that are minimised, by key or position; tensors that are only logged are left out."""
     pairs = result.items() if isinstance(result, Mapping) else [("", result)]
     found: dict[str, torch.Tensor] = {}
     for key, value in pairs:
@@ -146,7 +146,7 @@ def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Found:
-    """What one forward pass told, made into a picture."""
+    """The record of one forward pass, from which a `GraphView` is made."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Found:
     # By modules
 
     def flow(self, size: int | None) -> GraphView:
-        """What each module computes, and what flows between them."""
+        """The graph by modules, and the data that flows between them."""
         recorder = self.recorder
         used = {place for pair in recorder.flows for place in pair}
         if INPUT in used:

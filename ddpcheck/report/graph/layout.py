@@ -12,7 +12,7 @@ from pathlib import PurePath
 from ddpcheck.findings.errors import UsageError
 
 FORMATS = ("dot", "svg", "png")
-"""What a picture can be written as; each is the extension of a file too."""
+"""The formats of a picture; each is the extension of a file too."""
 
 
 def picture_format(path: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What flows from module to module in a forward pass: who made a tensor, who reads it, and where gradient is lost."""
+"""Data flow between modules in a forward pass: who makes a tensor, who reads it, and where gradient is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INPUT: Place = ("input", -1)
 
 @dataclass(slots=True)
 class _Made:
-    """Who made a tensor.
+    """The origin of a tensor.
 
     Attributes:
         place: Where; `None` for what a stop made of a leaf.

@@ -17,7 +17,7 @@ _NEVER_TRAINED = ("DDP101", "DDP102")
 
 
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
-    """What follows from the rows, the most important first.
+    """Advice that follows from the rows, the most important first.
 
     Args:
         rows: Of one matrix.
@@ -102,7 +102,7 @@ def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> list[Adv
 
 
 def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
-    """Whether `less` has some of the options of `more`, and no others."""
+    """Whether the options of `less` are a part of those of `more`."""
     within = all(more.arguments.get(name) == value for name, value in less.arguments.items())
     return within and less.hook in ("", more.hook) and less.options != more.options
 
@@ -140,7 +140,7 @@ def _on_gains(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
 
 
 def _on_safe(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
-    """What makes no difference that anybody could see, and what differs in a warning only."""
+    """Advice on options that make no measurable difference, and on those that differ in a warning only."""
     expected = _warnings(fine[0])
     same, found = [], []
     for row in fine:

@@ -32,8 +32,8 @@ from ddpcheck.report.matrix.option_sets import (
     ModelFacts,
     OptionSet,
     WrappedRow,
-    first_trials,
-    further_trials,
+    first_option_sets,
+    further_option_sets,
 )
 from ddpcheck.report.settings import rule_patterns
 from ddpcheck.worlds import preloading
@@ -182,7 +182,7 @@ class _MatrixRun:
         return state, state.stopped_by_target or bool(checking.single_hang)
 
     def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedModule]) -> ModelFacts:
-        """What decides which options can make a difference."""
+        """Facts of the model that decide which options can make a difference."""
         by_rank = [item.model for item in wrapped if isinstance(item, WrappedRow)]
         same = all(facts.own == by_rank[0].own for facts in by_rank)
         reference = next(iter(self._references.values()), own)
@@ -194,9 +194,9 @@ class _MatrixRun:
         )
 
     def _own_options(self, wrapped: Sequence[WrappedModule]) -> DdpOptions:
-        """Those of the recipe that are not torch's defaults."""
-        resisting = wrapped[0].resisting if isinstance(wrapped[0], WrappedRow) else {}
-        own = {**(self._facts.own or {}), **resisting}
+        """The recipe's own options that are not torch's defaults."""
+        set_by_wrap = wrapped[0].set_by_wrap if isinstance(wrapped[0], WrappedRow) else {}
+        own = {**(self._facts.own or {}), **set_by_wrap}
         return DdpOptions(
             {
                 name: value
@@ -207,9 +207,9 @@ class _MatrixRun:
 
     def _try_options(self) -> None:
         own, rows = self._rows[0], self._rows
-        first = first_trials(self._facts)
+        first = first_option_sets(self._facts)
         queue = [options for options in first if own.label or options != own.options]
-        expected = 1 + len(queue) + len(further_trials(self._facts, DEFAULTS, []))
+        expected = 1 + len(queue) + len(further_option_sets(self._facts, DEFAULTS, []))
         for options in queue:
             rows.append(self._row(OptionSet(options), expected))
         right = [row.options for row in rows if row.fine and not row.label]
@@ -221,22 +221,24 @@ class _MatrixRun:
             return
         base = next((options for options in first if options in right), next(iter(right), DEFAULTS))
         graphs = [options for options in first if options in right and options != DEFAULTS]
-        for trial in further_trials(self._facts, base, graphs):
-            if own.label or trial.options != own.options:
-                rows.append(self._row(trial, expected))
+        for option_set in further_option_sets(self._facts, base, graphs):
+            if own.label or option_set.options != own.options:
+                rows.append(self._row(option_set, expected))
 
-    def _row(self, trial: OptionSet, expected: int) -> MatrixRow:
+    def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
         """One row, whatever happens in it."""
-        options = trial.options
-        if trial.pointless:
-            return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=trial.pointless)
-        if trial.forbidden:
-            return MatrixRow(options.arguments, "stops", hook=options.hook, code="DDP104", reason=trial.forbidden)
+        options = option_set.options
+        if option_set.skip_reason:
+            return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=option_set.skip_reason)
+        if option_set.unsafe_reason:
+            return MatrixRow(
+                options.arguments, "stops", hook=options.hook, code="DDP104", reason=option_set.unsafe_reason
+            )
         state, _ = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
-        resisting = next((item.resisting for item in state.wrapped if isinstance(item, WrappedRow)), {})
-        if resisting:
-            set_by_wrap = ", ".join(f"{name}={value!r}" for name, value in resisting.items())
-            reason = f"the recipe's wrap sets {set_by_wrap} after the constructor, whatever that was told"
+        set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
+        if set_by_wrap:
+            values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
+            reason = f"the recipe's wrap sets {values} after the constructor, whatever that was told"
             return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=reason)
         return self._judged(state, options, own=False)
 

@@ -1,4 +1,4 @@
-"""What `check_matrix` returns: one row a combination of DDP options, and advice; goes to JSON and comes back the same.
+"""The result of `check_matrix`: one row a combination of DDP options, and advice; can be saved as JSON and read again.
 
 This module is light: it never imports torch.
 """
@@ -55,7 +55,7 @@ class StepTime:
     pairs: int
 
     def differs(self, noise: float) -> bool:
-        """Whether the difference from the baseline is more than `noise` and than chance."""
+        """The difference from the baseline is more than `noise`, and more than chance."""
         return abs(self.ratio - 1) > max(noise, LEAST_DIFFERENCE) and not self.low <= 1 <= self.high
 
 
@@ -99,22 +99,22 @@ class MatrixRow:
 
     @property
     def title(self) -> str:
-        """What to call the row."""
+        """Name of the row."""
         return self.label or str(self.options)
 
     @property
     def fine(self) -> bool:
-        """Whether a model can be trained like this, as far as that is known."""
+        """A model can be trained like this, as far as that is known."""
         return self.verdict in ("right", "lossy", "incomplete")
 
     @property
     def what_to_do(self) -> str:
-        """What to do about the finding that decides the verdict; empty where none does."""
+        """Fix of the finding that decides the verdict; empty where none does."""
         own = next((finding.what_to_do for finding in self.findings if finding.code == self.code), "")
         return own or (RULES[self.code].fix if self.code in RULES else "")
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """What a check under these options exits with."""
+        """Exit code of a check under these options."""
         if self.failure is not None:
             return self.failure.exit_code
         bad = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.findings)
@@ -168,7 +168,7 @@ class Matrix:
 
     @property
     def ok(self) -> bool:
-        """Whether the model is right under the recipe's own options."""
+        """The model is right under the recipe's own options."""
         return self.exit_code() == EXIT_CLEAN
 
     @property
@@ -226,7 +226,7 @@ class Matrix:
 
 
 def is_matrix(text: str) -> bool:
-    """Whether `text` is what `Matrix.to_json` wrote, and not a report, say."""
+    """Return whether `Matrix.to_json` wrote `text`; `Report.to_json` writes JSON as well."""
     try:
         data = parse(text)
     except ValueError:

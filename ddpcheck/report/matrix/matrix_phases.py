@@ -46,13 +46,13 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
         wrapper.register_comm_hook(None, hook)  # type: ignore[operator]
     model = _model_facts(given)
     told = (model.own or {}) if options is None else options.arguments
-    resisting = {}
+    set_by_wrap = {}
     for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
         got = getattr(wrapper, name, None)
         if got is not None and bool(got) != bool(told.get(name, False)):
-            resisting[name] = got
+            set_by_wrap[name] = got
     said = {each.name: getattr(wrapped, each.name) for each in fields(wrapped)}
-    return WrappedRow(**said, model=model, resisting=resisting)
+    return WrappedRow(**said, model=model, set_by_wrap=set_by_wrap)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) 
 
 
 def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
-    """What decides which options can make a difference, as far as one rank knows.
+    """Facts of the model that decide which options can make a difference, as far as one rank knows.
 
     Args:
         given: What the recipe gave to each `DistributedDataParallel` that it made.
@@ -127,7 +127,7 @@ class Timed:
 
 @dataclass(slots=True)
 class Timing:
-    """What is timed on this rank: the baseline and the row, the batches of the steps, and the recipe's own state."""
+    """The baseline and the row that are timed on this rank, the batches of the steps, and the recipe's own state."""
 
     two: list[Timed]
     batches: list[Any]

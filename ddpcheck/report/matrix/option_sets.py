@@ -60,7 +60,7 @@ STATIC_GRAPH = DdpOptions({"static_graph": True})
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What decides which options can make a difference.
+    """Facts of a model that decide which options can make a difference.
 
     Attributes:
         known: Those of `VARIED` that the installed torch has.
@@ -87,15 +87,15 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class WrappedRow(WrappedModule):
-    """What a rank says after wrapping with the options of a row.
+    """Evidence from one rank after wrapping with the options of a row.
 
     Attributes:
         model: What this rank knows of the model.
-        resisting: What the recipe's `wrap` sets after the constructor, in spite of the options.
+        set_by_wrap: What the recipe's `wrap` sets after the constructor, in spite of the options.
     """
 
     model: ModelFacts = field(default_factory=ModelFacts)
-    resisting: Mapping[str, Any] = field(default_factory=dict)
+    set_by_wrap: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +104,21 @@ class OptionSet:
 
     Attributes:
         options: The combination.
-        pointless: Why it cannot make a difference; empty where it can.
-        forbidden: Why the model must not be run under it, since DDP may hang; empty where it may.
+        skip_reason: Why it cannot make a difference; empty where it can.
+        unsafe_reason: Why the model must not be run under it, since DDP may hang; empty where it may be.
     """
 
     options: DdpOptions
-    pointless: str = ""
-    forbidden: str = ""
+    skip_reason: str = ""
+    unsafe_reason: str = ""
 
 
-def first_trials(facts: ModelFacts) -> list[DdpOptions]:
-    """What decides on the base of all others: the defaults and the two ways in which DDP can treat the graph."""
+def first_option_sets(facts: ModelFacts) -> list[DdpOptions]:
+    """The option sets that decide on the base of all others: defaults, and the two ways to treat the graph."""
     return [options for options in (DEFAULTS, FIND_UNUSED, STATIC_GRAPH) if set(options.arguments) <= set(facts.known)]
 
 
-def further_trials(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> list[OptionSet]:
+def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> list[OptionSet]:
     """The rest, on top of options under which the model is right.
 
     Args:
@@ -126,49 +126,49 @@ def further_trials(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOpti
         base: The options to which others are added: those of the plainest row that is right.
         graphs: The ways of treating the graph that are right, `base` among them where it is one.
     """
-    trials: list[OptionSet] = []
-    done = {*map(str, first_trials(facts))}
-    for trial in _all_trials(facts, base, graphs):
-        if set(trial.options.arguments) <= set(facts.known) and str(trial.options) not in done:
-            done.add(str(trial.options))
-            trials.append(trial)
-    return trials
+    option_sets: list[OptionSet] = []
+    done = {*map(str, first_option_sets(facts))}
+    for option_set in _all_option_sets(facts, base, graphs):
+        if set(option_set.options.arguments) <= set(facts.known) and str(option_set.options) not in done:
+            done.add(str(option_set.options))
+            option_sets.append(option_set)
+    return option_sets
 
 
-def _all_trials(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> Iterator[OptionSet]:
+def _all_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> Iterator[OptionSet]:
     for graph in (base, *graphs):
         yield OptionSet(graph.plus(gradient_as_bucket_view=True))
-    yield from _buffer_trials(facts, base)
-    yield from _bucket_trials(facts, base)
+    yield from _buffer_option_sets(facts, base)
+    yield from _bucket_option_sets(facts, base)
     yield OptionSet(base.plus(batched_grad_copy=True))
-    yield _skip_trial(facts, base)
-    yield from _hook_trials(facts, base)
+    yield _skip_option_set(facts, base)
+    yield from _hook_option_sets(facts, base)
 
 
-def _buffer_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
+def _buffer_option_sets(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
     if {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         return
     none = "" if facts.buffers else "the model has no buffers"
     same = "" if facts.buffers_differ else "all ranks build the same buffers, so it does what forward_sync_buffers does"
     if "forward_sync_buffers" in facts.known:
-        yield OptionSet(base.plus(forward_sync_buffers=False), pointless=none)
-        yield OptionSet(base.plus(broadcast_buffers=False), pointless=none or same)
+        yield OptionSet(base.plus(forward_sync_buffers=False), skip_reason=none)
+        yield OptionSet(base.plus(broadcast_buffers=False), skip_reason=none or same)
     else:
-        yield OptionSet(base.plus(broadcast_buffers=False), pointless=none)
+        yield OptionSet(base.plus(broadcast_buffers=False), skip_reason=none)
 
 
-def _bucket_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
+def _bucket_option_sets(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
     size = facts.gradient_bytes
     small = "" if size > _MIB else f"all gradients ({_spelled_bytes(size)}) fit into one bucket of 1 MiB"
-    yield OptionSet(base.plus(bucket_cap_mb=1), pointless=small)
-    yield OptionSet(base.plus(bucket_cap_mb=100), pointless=small)
-    yield OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), pointless=small)
+    yield OptionSet(base.plus(bucket_cap_mb=1), skip_reason=small)
+    yield OptionSet(base.plus(bucket_cap_mb=100), skip_reason=small)
+    yield OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), skip_reason=small)
 
 
-def _skip_trial(facts: ModelFacts, base: DdpOptions) -> OptionSet:
+def _skip_option_set(facts: ModelFacts, base: DdpOptions) -> OptionSet:
     options = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
     if not any(facts.absent.values()):
-        return OptionSet(options, pointless="every parameter takes part in every step, so there is nothing to skip")
+        return OptionSet(options, skip_reason="every parameter takes part in every step, so there is nothing to skip")
     for step in sorted({step for step, _ in facts.absent}):
         by_rank = {rank: names for (other, rank), names in facts.absent.items() if other == step}
         first = by_rank[min(by_rank)]
@@ -179,12 +179,12 @@ def _skip_trial(facts: ModelFacts, base: DdpOptions) -> OptionSet:
             )
             return OptionSet(
                 options,
-                forbidden=f"{why}; one skips an all-reduce that the other waits in, once a bucket holds nothing else",
+                unsafe_reason=f"{why}; one skips an all-reduce in which the other waits, once a bucket holds no others",
             )
     return OptionSet(options)
 
 
-def _hook_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
+def _hook_option_sets(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
     for hook in COMPRESSION_HOOKS:
         why = ""
         if facts.own_hook:
@@ -193,7 +193,7 @@ def _hook_trials(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
             why = "the gradients have no more than 16 bits as they are"
         elif hook.startswith("bf16") and not facts.nccl:
             why = "torch takes this hook only with nccl, and this process group is none of it"
-        yield OptionSet(base.plus(hook=hook), pointless=why)
+        yield OptionSet(base.plus(hook=hook), skip_reason=why)
 
 
 def _spelled_bytes(size: int) -> str:

@@ -145,7 +145,7 @@ DEMONSTRATIONS = {
 
 
 def demonstration_for(finding: Finding) -> Demonstration | None:
-    """What shows `finding`; None where no script does."""
+    """The demonstration that shows `finding`; None where no script does."""
     return DEMONSTRATIONS.get(finding.code)
 
 
@@ -166,7 +166,7 @@ def world_size_for(finding: Finding, report: Report) -> int:
 
 
 def tolerance_for(report: Report, chosen: Demonstration) -> float:
-    """What a relative error may be: well above what the report allowed, well below the worst that it found."""
+    """The relative error to allow: well above the tolerance of the report, well below its worst error."""
     if chosen.name == "repeat":
         return 1e-5  # what a sum in another order may change
     reference = "local" if chosen.name == "local_average" else "single-process"

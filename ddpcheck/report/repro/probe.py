@@ -22,7 +22,7 @@ from ddpcheck.worlds import rank as this_rank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What was seen of a target.
+    """Facts of a target that a script is made from.
 
     Attributes:
         file: Where it is.

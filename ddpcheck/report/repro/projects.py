@@ -239,7 +239,7 @@ def _is_main_guard(node: ast.stmt) -> bool:
 
 
 def _need_of_ddpcheck(node: ast.stmt, ours: Mapping[str, Import]) -> tuple[str, int] | None:
-    """What of ddpcheck a statement mentions beside `Recipe`, and in which line."""
+    """The part of ddpcheck beside `Recipe` that a statement mentions, and the line."""
     recipes = {id(item.value) for item in ast.walk(node) if isinstance(item, ast.Attribute) and item.attr == "Recipe"}
     for item in ast.walk(node):
         if isinstance(item, ast.Import | ast.ImportFrom) and any(i.root == "ddpcheck" for i in imports_of(item)):

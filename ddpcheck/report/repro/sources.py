@@ -19,7 +19,7 @@ COMPANIONS = {
     "quiet_modules": "quiet_random",
     "synchronised_on_cpu": "cpu_sync_batchnorm",
 }
-"""What of ddpcheck is too long for a script, and the file beside it that has a copy."""
+"""Code of ddpcheck that is too long for a script, and the file beside the script that has a copy."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,13 +37,13 @@ class Import:
 
     @property
     def path(self) -> str:
-        """What is bound, whichever way it was imported."""
+        """Full name of the thing that is bound, whichever way it was imported."""
         whole = f"{self.module}.{self.name}" if self.name else self.module
         return self.root if not self.name and self.bound == self.root else whole
 
 
 def imports_of(node: ast.AST) -> list[Import]:
-    """What an import statement binds; nothing for other nodes. Relative modules begin with their dots."""
+    """The names that an import statement binds; none for other nodes. Relative modules begin with their dots."""
     if isinstance(node, ast.Import):
         return [Import(a.name, "", a.asname or a.name.partition(".")[0]) for a in node.names]
     if isinstance(node, ast.ImportFrom):

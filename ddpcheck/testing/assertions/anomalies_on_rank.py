@@ -1,4 +1,4 @@
-"""Which parameters take part in a loss, as one rank sees it: for `assert_no_anomalous_params`."""
+"""Parameters that take no part in a loss, on one rank: for `assert_no_anomalous_params`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpcheck.testing.assertions.messages import Anomaly
 
 
 def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Callable[[], Any] | None) -> list[Anomaly]:
-    """What is wrong with the parameters of `model`, without what is ignored and what a re-entrant checkpoint hides.
+    """The anomalous parameters of `model`, but for ignored ones and those that a re-entrant checkpoint hides.
 
     Raises:
         UsageError: `loss` needs no gradient, no parameter requires one, or a pattern in `ignore` matches nothing.

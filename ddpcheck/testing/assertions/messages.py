@@ -97,7 +97,7 @@ def _allowed(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float
 
 
 def _is_on_gradients(finding: Finding) -> bool:
-    """Whether a finding is a difference of gradients, has one as its consequence, or is an error."""
+    """A finding is a difference of gradients, has one as its consequence, or is an error."""
     carries = any(fact.startswith("with it comes DDP3") for fact in finding.evidence)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or carries
 
@@ -107,7 +107,7 @@ def _is_kept(code: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def _was_not_made(check: str, report: Report) -> bool:
-    """Whether a comparison was not made at all, or not in every step."""
+    """A comparison was not made at all, or not in every step."""
     reference = _VERDICTS[check][0]
     in_part = any(result.name == check and result.status == "skipped" for result in report.checks)
     return in_part or not any(entry.reference == reference for entry in report.parity)

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same values: from each rank's list of its items to the message of an assertion.
+"""Comparison of the values that ranks hold: from each rank's list of items to the message of an assertion.
 
 Pure functions on plain data that `replica_values_on_rank` gathers. The words are those of `torch.testing.assert_close`.
 
@@ -33,7 +33,7 @@ class CompareOptions:
 
     @property
     def exact(self) -> bool:
-        """Whether there is no tolerance."""
+        """There is no tolerance."""
         return self.rtol == 0.0 and self.atol == 0.0
 
 
@@ -129,7 +129,7 @@ def first_error(errors: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def holds_nothing(values: RankValues) -> bool:
-    """Whether there is no tensor, number or text at all, so that a comparison would always pass."""
+    """There is no tensor, number or text at all, so that a comparison would always pass."""
     return all(entry.value == "None" for entry in values.entries if entry.kind in _LEAVES)
 
 
@@ -154,7 +154,7 @@ def differences(by_rank: Sequence[RankValues]) -> list[Mismatch]:
 
 
 def _numbers_are_close(entries: Sequence[Entry | None], reference: int, options: CompareOptions) -> bool:
-    """Whether the items are numbers of one type, within the tolerance of one of them."""
+    """The items are numbers of one type, within the tolerance of one of them."""
     values = [entry.value for entry in entries if entry and entry.kind == "number"]
     if len(values) < len(entries) or len(set(map(type, values))) > 1 or isinstance(values[0], bool):
         return False

@@ -79,7 +79,7 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
 
 
 def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
-    """What is in a container, with the way there, and what kind of container it is; a mapping has no order."""
+    """The items of a container, each with its key or index, and the kind of container; a mapping has no order."""
     if isinstance(value, Mapping):
         strange = next((key for key in value if not isinstance(key, _KEYS) and not _is_plain_tuple(key)), None)
         if strange is not None:

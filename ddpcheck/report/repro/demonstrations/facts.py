@@ -1,4 +1,4 @@
-"""What may differ between ranks: one function for each kind of fact, name to value."""
+"""Facts that may differ between ranks, by name: one function for each kind."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from ddpcheck.report.repro.demonstrations.settings import (
     MODEL_SEED,
     RANK,
     STEP_SEEDS,
+    STEPS,
     TIMEOUT,
     WORLD_SIZE,
 )
@@ -71,7 +72,7 @@ def global_batch(recipe: Any, step: int) -> Any:
 
 
 def local_batch(recipe: Any, step: int) -> Any:
-    """What this rank trains on: its part of the global batch."""
+    """The batch of this rank: its part of the global batch."""
     seed_all(BATCH_SEEDS[step])
     return recipe.shard(recipe.batch(step), RANK, WORLD_SIZE)
 
@@ -81,6 +82,15 @@ def local_loss(recipe: Any, module: nn.Module, step: int) -> Any:
     data = local_batch(recipe, step)
     seed_all(STEP_SEEDS[step][RANK])
     return recipe.loss(module, data)
+
+
+def training_steps(recipe: Any, ddp: Any, optim: Any) -> Iterator[int]:
+    """Train; the caller's turn comes after backward, before the optimizer's step."""
+    for step in range(STEPS):
+        optim.zero_grad()
+        local_loss(recipe, ddp, step).backward()
+        yield step
+        optim.step()
 
 
 # What a recipe's functions become, where they need more
@@ -176,7 +186,7 @@ def mapped(function: Any, nest: Any) -> Any:
 
 
 def is_words(value: Any) -> bool:
-    """Whether a list holds nothing but words."""
+    """A list holds nothing but words."""
     return bool(value) and all(isinstance(x, str) for x in value)
 
 
@@ -222,7 +232,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def differences(facts: dict[str, Any], group: Any = None) -> dict[str, list[Any]]:
-    """What is not the same on every rank, and what each rank has there."""
+    """Facts that are not the same on every rank, and the value on each rank."""
     names = [name for names in gathered(list(facts), group) for name in names]
     found = {}
     for name in dict.fromkeys(names):
@@ -233,7 +243,7 @@ def differences(facts: dict[str, Any], group: Any = None) -> dict[str, list[Any]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; tensors bit by bit."""
+    """Two values are equal; tensors bit by bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

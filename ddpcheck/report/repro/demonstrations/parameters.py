@@ -21,6 +21,7 @@ from ddpcheck.report.repro.demonstrations.harness import (
     say,
     seed_all,
     side_group,
+    training_steps,
     without_gradient,
     wrapped,
 )
@@ -38,12 +39,9 @@ def what_ddp_says(recipe: Any) -> int:
     said = "nothing"
     try:
         ddp, optim = wrapped(recipe, net)
-        for step in range(STEPS):
-            optim.zero_grad()
-            local_loss(recipe, ddp, step).backward()
+        for step in training_steps(recipe, ddp, optim):
             none = set(without_gradient(ddp))
             missing = missing & none if step else none
-            optim.step()
     except Exception as error:
         said = in_short(error)
     say(f"no gradient: {listed(sorted(missing))}; DDP says: {said}")
@@ -68,10 +66,8 @@ def sometimes_used(recipe: Any) -> int:
     said = "nothing"
     try:
         ddp, optim = wrapped(recipe, built(recipe))
-        for step in range(STEPS):
-            optim.zero_grad()
-            local_loss(recipe, ddp, step).backward()
-            optim.step()
+        for _ in training_steps(recipe, ddp, optim):
+            pass
         tolerated = ddp.find_unused_parameters and not ddp.static_graph
     except Exception as error:
         said = in_short(error)
@@ -98,25 +94,19 @@ def missing_gradient(recipe: Any) -> int:
 def zero_gradient(recipe: Any) -> int:
     """Train, and tell which parameters never get a gradient other than zero."""
     ddp, optim = wrapped(recipe, built(recipe))
-    asleep = {name for name, p in parameters_of(ddp).items() if p.requires_grad}
-    for step in range(STEPS):
-        optim.zero_grad()
-        local_loss(recipe, ddp, step).backward()
-        asleep -= moving(ddp)
-        optim.step()
-    say(f"always zero: {listed(sorted(asleep))}")
-    return 1 if asleep else 0
+    always_zero = {name for name, p in parameters_of(ddp).items() if p.requires_grad}
+    for _ in training_steps(recipe, ddp, optim):
+        always_zero -= moving(ddp)
+    say(f"always zero: {listed(sorted(always_zero))}")
+    return 1 if always_zero else 0
 
 
 def needless_search(recipe: Any) -> int:
     """Train, and count the parameters that DDP searches for and does not find."""
     ddp, optim = wrapped(recipe, built(recipe))
     unused = 0
-    for step in range(STEPS):
-        optim.zero_grad()
-        local_loss(recipe, ddp, step).backward()
+    for _ in training_steps(recipe, ddp, optim):
         unused += len(without_gradient(ddp))
-        optim.step()
     searched = ddp.find_unused_parameters
     say(f"find_unused_parameters={searched}, unused: {unused}")
     return 1 if searched and not unused else 0
@@ -127,11 +117,8 @@ def untrained(recipe: Any) -> int:
     ddp, optim = wrapped(recipe, built(recipe))
     before = {name: p.detach().clone() for name, p in parameters_of(ddp).items()}
     reached = set(before)
-    for step in range(STEPS):
-        optim.zero_grad()
-        local_loss(recipe, ddp, step).backward()
+    for _ in training_steps(recipe, ddp, optim):
         reached &= moving(ddp)
-        optim.step()
     held = {id(p) for group in optim.param_groups for p in group["params"]}
     now = parameters_of(ddp)
     still = [n for n, p in now.items() if n in reached and p.equal(before[n])]

@@ -1,4 +1,4 @@
-"""What is not the same on every rank, or the same and should not be."""
+"""Ranks differ where they should be equal, or are equal where they should differ."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ddpcheck.report.repro.demonstrations.harness import (
     seed_all,
     side_group,
     tell,
+    training_steps,
     wrapped,
 )
 from ddpcheck.report.repro.demonstrations.settings import (
@@ -76,12 +77,9 @@ def gradients_apart(recipe: Any) -> int:
     faults = 0
     try:
         ddp, optim = wrapped(recipe, built(recipe))
-        for step in range(STEPS):
-            optim.zero_grad()
-            local_loss(recipe, ddp, step).backward()
+        for step in training_steps(recipe, ddp, optim):
             apart = differences(every_gradient(ddp), group)
             faults += tell(apart, f"gradients in step {step}")
-            optim.step()
     except RuntimeError as error:
         say(f"DDP says: {in_short(error)}")
         faults += 1
@@ -107,13 +105,9 @@ def no_sync(recipe: Any) -> int:
         lambda module, given: synchronised.append(module.require_backward_grad_sync)
     )
     faults = 0
-    for step in range(STEPS):
-        optim.zero_grad()
-        local_loss(recipe, ddp, step).backward()
-        faults += tell(
-            differences(every_gradient(ddp), group), f"gradients in step {step}"
-        )
-        optim.step()
+    for step in training_steps(recipe, ddp, optim):
+        apart = differences(every_gradient(ddp), group)
+        faults += tell(apart, f"gradients in step {step}")
     say(
         f"no_sync called {calls} times, {synchronised.count(False)} of"
         f" {len(synchronised)} forward passes under it"
@@ -175,7 +169,7 @@ class Recorder(TorchDispatchMode):
 
 
 def recorded(recipe: Any, seed: int) -> Recorder:
-    """What this rank draws and sends in a forward pass with the samples of rank 0."""
+    """Record the draws and reductions of a forward pass with the samples of rank 0."""
     net = built(recipe)
     data = gathered(local_batch(recipe, 0))[0]
     seed_all(seed)

@@ -72,7 +72,7 @@ def single_process(
 
 
 def sizes_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What the error of each gradient is relative to.
+    """The size to which the error of each gradient is relative.
 
     Its norm, or what it would be if its elements were as large as those of the others
     in its module: a gradient that is zero but for rounding has no size of its own.
