@@ -151,7 +151,7 @@ def test_a_fault_is_missed_without_any_one_of_the_judges() -> None:
 def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = {"DDP111", "DDP112", "DDP406"}  # in test_parity.py
     rows = root_causes._CONSEQUENCES
-    merging = [case for case in CASES if "root_causes.merged_with" in finding_in(case)]
+    merging = [case for case in CASES if "root_causes.split_consequences" in finding_in(case)]
     idle = []
     for number, (causes, _, _) in enumerate(rows):
         monkeypatch.setattr(root_causes, "_CONSEQUENCES", rows[:number] + rows[number + 1 :])

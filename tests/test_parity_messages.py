@@ -52,11 +52,11 @@ def test_findings_on_gradients_are_not_accepted_whatever_their_severity(code: st
 
 def test_other_errors_and_causes_of_other_gradients_are_not_accepted_and_other_warnings_are() -> None:
     assert "DDP501" in parity_failure_message(report(finding("DDP501")))
-    cause = finding("DDP214", Severity.WARNING, evidence=("with it comes DDP304: Samples are coupled.",))
-    assert "DDP214" in parity_failure_message(report(cause))
-    assert (
-        parity_failure_message(report(finding("DDP215", Severity.WARNING, evidence=("with it comes DDP506: x",)))) == ""
+    cause = finding(
+        "DDP214", Severity.WARNING, evidence=("with it comes DDP304: Samples are coupled.",), tags=("DDP304",)
     )
+    assert "DDP214" in parity_failure_message(report(cause))
+    assert parity_failure_message(report(finding("DDP215", Severity.WARNING, tags=("DDP506",)))) == ""
     assert parity_failure_message(report(finding("DDP109", Severity.NOTE))) == ""
 
 

@@ -103,28 +103,30 @@ def local(rank: int, rows: tuple[int, ...], *, norm: float | None = None) -> Loc
 
 
 def test_shards_that_cover_the_batch_are_clean_also_where_samples_are_equal() -> None:
-    assert judge_samples([local(0, (0, 1, 2)), local(1, (3, 4, 5))], differs=True) == []
+    assert judge_samples([local(0, (0, 1, 2)), local(1, (3, 4, 5))], gradients_differ=True) == []
     twins = [replace(local(rank, (7, 7)), global_sample_fingerprints=(7, 7, 7, 7)) for rank in (0, 1)]
-    assert judge_samples(twins, differs=True) == []
-    assert judge_samples([local(0, ()), local(1, ())], differs=True) == []
+    assert judge_samples(twins, gradients_differ=True) == []
+    assert judge_samples([local(0, ()), local(1, ())], gradients_differ=True) == []
 
 
 def test_samples_on_several_ranks() -> None:
-    finding = only(judge_samples([local(0, (0, 1, 2)), local(1, (2, 3, 4))], differs=True))
+    finding = only(judge_samples([local(0, (0, 1, 2)), local(1, (2, 3, 4))], gradients_differ=True))
     assert finding.code == "DDP505" and "1 sample on rank 1 is on rank 0 too" in finding.evidence
     assert "1 of 6 samples of the global batch are on no rank" in finding.evidence
     everything = tuple(range(6))
-    assert judge_samples([local(0, everything), local(1, everything)], differs=False) == []  # each may use its own part
+    assert (
+        judge_samples([local(0, everything), local(1, everything)], gradients_differ=False) == []
+    )  # each may use its own part
     same = [local(rank, everything, norm=1.0) for rank in (0, 1)]
-    assert only(judge_samples(same, differs=False)).code == "DDP505"
+    assert only(judge_samples(same, gradients_differ=False)).code == "DDP505"
 
 
 def test_samples_on_no_rank() -> None:
     shards = [local(0, (0, 1)), local(1, (2, 3))]
-    finding = only(judge_samples(shards, differs=True))
+    finding = only(judge_samples(shards, gradients_differ=True))
     assert (finding.code, finding.severity) == ("DDP519", Severity.WARNING) and "2 of 6" in finding.message
-    assert judge_samples(shards, differs=False) == []
-    assert judge_samples([local(0, (10, 11)), local(1, (12, 13))], differs=True) == []  # augmented on the way
+    assert judge_samples(shards, gradients_differ=False) == []
+    assert judge_samples([local(0, (10, 11)), local(1, (12, 13))], gradients_differ=True) == []  # augmented on the way
 
 
 def test_ranks_that_draw_the_same_numbers() -> None:

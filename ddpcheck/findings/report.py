@@ -38,7 +38,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One root cause, told once.
+    """One defect: a root cause, with its consequences as evidence.
 
     Attributes:
         code: Key into the rule table, for example "DDP101".
@@ -50,7 +50,8 @@ class Finding:
         location: The line that made the subject, when known.
         evidence: One fact a line: numbers, places, consequences.
         fix: What to do, in this case; the rule's advice when empty.
-        tags: What a detector knows beyond the code, for what decides which finding causes which; not in the JSON.
+        tags: Beyond the code, for code that decides which finding causes which: words of a detector, and the codes of
+            findings that came with this one. Not in the JSON.
     """
 
     code: str

@@ -13,42 +13,48 @@ from ddpcheck.judge.replica_state import RUNNING_STATISTICS
 
 
 def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding a root cause: consequences become evidence of what brought them about."""
-    return merged_with(findings)[0]
+    """One finding a root cause: its consequences become evidence."""
+    return split_consequences(findings)[0]
 
 
-def merged_with(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
-    """The same, and each consequence with the finding that tells it now."""
+def split_consequences(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
+    """One finding a root cause, and each consequence with the finding that it is evidence of now."""
     merged: list[Finding] = []
-    came_with: list[tuple[Finding, Finding]] = []
+    consequences: list[tuple[Finding, Finding]] = []
     for finding in findings:
         if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
             merged.append(finding)
-    for cause, consequence, says in _CONSEQUENCES:
-        causes = [f for f in merged if f.code in cause]
-        for found in [f for f in merged if f.code in consequence and causes and f not in causes and says(causes[0], f)]:
+    for cause_codes, codes, applies in _CONSEQUENCES:
+        causes = [f for f in merged if f.code in cause_codes]
+        if not causes:
+            continue
+        for found in [f for f in merged if f.code in codes and f not in causes and applies(causes[0], f)]:
             merged.remove(found)
-            came_with.append((found, causes[0]))
+            consequences.append((found, causes[0]))
             if found.code in ("DDP304", "DDP312", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
                 continue  # where ranks run different programs, it goes without saying that their losses are others
             place = merged.index(causes[0])
-            causes[0] = replace(
-                causes[0],
-                evidence=(*causes[0].evidence, f"with it comes {found.code}: {found.message}"),
-                severity=_worse(causes[0], found) if causes[0].code == "DDP215" else causes[0].severity,
-            )
-            merged[place] = causes[0]
-    return merged, [(found, _now(cause, merged, came_with)) for found, cause in came_with]
+            merged[place] = causes[0] = _with_consequence(causes[0], found)
+    return merged, [(found, _final(cause, merged, consequences)) for found, cause in consequences]
 
 
-def _now(finding: Finding, merged: Sequence[Finding], came_with: Sequence[tuple[Finding, Finding]]) -> Finding:
-    """What tells `finding` after all: itself, with more evidence, or what it is a consequence of in turn."""
+def _with_consequence(cause: Finding, found: Finding) -> Finding:
+    return replace(
+        cause,
+        evidence=(*cause.evidence, f"with it comes {found.code}: {found.message}"),
+        severity=_worse(cause, found) if cause.code == "DDP215" else cause.severity,
+        tags=(*cause.tags, found.code),
+    )
+
+
+def _final(finding: Finding, merged: Sequence[Finding], consequences: Sequence[tuple[Finding, Finding]]) -> Finding:
+    """`finding` with all its evidence, or the cause that it is a consequence of in turn."""
 
     def is_it(other: Finding) -> bool:
         return replace(other, evidence=(), severity=finding.severity) == replace(finding, evidence=())
 
-    told = next((other for other in merged if is_it(other)), None)
-    return told or next(_now(cause, merged, came_with) for other, cause in came_with if is_it(other))
+    found = next((other for other in merged if is_it(other)), None)
+    return found or next(_final(cause, merged, consequences) for other, cause in consequences if is_it(other))
 
 
 def _worse(one: Finding, other: Finding) -> Severity:
@@ -66,13 +72,13 @@ def _are_statistics(cause: Finding, consequence: Finding) -> bool:
     )
 
 
-def _knew_nothing(cause: Finding, _consequence: Finding) -> bool:
-    """Whether DDP could not know of the parameters, so that every rank began with others."""
+def _created_in_forward(cause: Finding, _consequence: Finding) -> bool:
+    """Whether the parameters were created after DDP had looked, so that every rank began with other values."""
     return MADE_IN_FORWARD in cause.tags
 
 
 def _of_the_loss(_cause: Finding, consequence: Finding) -> bool:
-    """Whether it is only known that another loss comes out on a rank, not what that is computed from."""
+    """Whether only the loss is known to differ on a rank, and not the data that it is computed from."""
     return consequence.subjects == ("loss",)
 
 
@@ -112,7 +118,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
         ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
         _always,
     ),
-    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _knew_nothing),
+    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _created_in_forward),
     (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
     (("DDP216",), ("DDP304", "DDP312", "DDP303", "DDP216"), _always),
     (("DDP214",), ("DDP304", "DDP312"), _always),

@@ -1,18 +1,19 @@
-"""DDP5xx that a recipe can show: what the loop around the wrapper does, and the data and optimizer that it is given.
+"""DDP502 to 519: the loop around the wrapper, and its data and optimizer, as far as a recipe can show them.
 
-Pure functions from evidence to findings. This module is light: it never imports torch.
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases` and `gather.ddp.loop_events`) to findings.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, format_ranks, join_names, make_finding, unless_all
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, make_finding, plural_verb, unless_all
 
 # Values and data
 
@@ -45,55 +46,102 @@ def judge_values_changed(wrapped: Sequence[WrappedModule]) -> list[Finding]:
     ]
 
 
-def judge_samples(local: Sequence[LocalStep], *, differs: bool) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """The facts on the samples of one step.
+
+    Attributes:
+        step: Counted from 0.
+        by_rank: Fingerprint of each sample of each rank.
+        batch: How often each sample is in the global batch.
+        gradients_alike: Whether the gradients of all ranks have the same norm, which is not 0.
+        gradients_differ: Whether the ranks' average is another gradient than the global batch's.
+    """
+
+    step: int
+    by_rank: Sequence[Sequence[int]]
+    batch: Counter[int]
+    gradients_alike: bool
+    gradients_differ: bool
+
+    @property
+    def on_ranks(self) -> Counter[int]:
+        """How often each sample is on a rank."""
+        return Counter(sample for samples in self.by_rank for sample in samples)
+
+    @property
+    def repeated(self) -> set[int]:
+        """The samples that are on more ranks than they are in the batch."""
+        return {sample for sample, count in self.on_ranks.items() if 0 < self.batch[sample] < count}
+
+    @property
+    def left_out(self) -> str:
+        """How many samples of the batch are on no rank, in words; empty where none, or where ranks make others."""
+        missing = sum((self.batch - self.on_ranks).values())
+        if not missing or not all(sample in self.batch for sample in self.on_ranks):
+            return ""
+        return f"{missing} of {self.batch.total()} samples of the global batch are on no rank"
+
+
+def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
     """DDP505 and 519: samples that several ranks train on, and samples that none does, in one step.
 
     Args:
-        local: What the ranks saw.
-        differs: Whether the ranks' average is another gradient than the global batch's. Where it is not, ranks that
-            hold the same samples may well do different things with them.
+        local: The step of each rank.
+        gradients_differ: Whether the ranks' average is another gradient than the global batch's.
     """
-    rows = [item.sample_fingerprints for item in local]
-    whole = Counter(local[0].global_sample_fingerprints)
-    if len(local) < 2 or not whole or not all(rows):
+    facts = SampleFacts(
+        local[0].evidence.step,
+        [item.sample_fingerprints for item in local],
+        Counter(local[0].global_sample_fingerprints),
+        len({item.norm for item in local}) == 1 and local[0].norm > 0,
+        gradients_differ,
+    )
+    if len(local) < 2 or not facts.batch or not all(facts.by_rank):
         return []
-    held = Counter(row for of_rank in rows for row in of_rank)
-    again = {row for row, count in held.items() if row in whole and count > whole[row]}
-    alike = len({item.norm for item in local}) == 1 and local[0].norm > 0
-    missing = sum((whole - held).values())
-    known = all(row in whole for row in held)
-    step = local[0].evidence.step
-    size = sum(whole.values())
-    left_out = f"{missing} of {size} samples of the global batch are on no rank"
-    if again and (differs or alike):
-        facts = []
-        for rank, of_rank in enumerate(rows):
-            for before in range(rank):
-                common = len(again & set(of_rank) & set(rows[before]))
-                if common:
-                    noun, verb = ("samples", "are") if common > 1 else ("sample", "is")
-                    facts.append(f"{common} {noun} on rank {rank} {verb} on rank {before} too")
-        return [
-            make_finding(
-                "DDP505",
-                ("shard",),
-                f"{len(again)} of the {size} samples of step {step} are on more than one rank, and count more than "
-                "once in the average."
-                if len(again) < len(set(rows[0]))
-                else f"The ranks train on the same samples in step {step}, so together they do the work of fewer.",
-                evidence=[*facts[:3], *([left_out] if missing and known else [])],
-            )
-        ]
-    if missing and known and differs:
-        return [
-            make_finding(
-                "DDP519",
-                ("shard",),
-                f"The shards leave samples out: {left_out} in step {step}.",
-                evidence=[f"samples a rank: {', '.join(str(len(of_rank)) for of_rank in rows)}"],
-            )
-        ]
-    return []
+    return judge_repeated_samples(facts) or judge_samples_left_out(facts)
+
+
+def judge_repeated_samples(facts: SampleFacts) -> list[Finding]:
+    """DDP505: samples that several ranks train on.
+
+    Only where gradients show it, since ranks may well do different things with the same samples. Before samples that
+    are left out, which is the other side of the same shards.
+    """
+    repeated, rows = facts.repeated, facts.by_rank
+    if not repeated or not (facts.gradients_differ or facts.gradients_alike):
+        return []
+    shared = []
+    for rank, of_rank in enumerate(rows):
+        for before in range(rank):
+            if common := len(repeated & set(of_rank) & set(rows[before])):
+                is_are = "is" if common == 1 else "are"
+                shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {before} too")
+    return [
+        make_finding(
+            "DDP505",
+            ("shard",),
+            f"{len(repeated)} of the {facts.batch.total()} samples of step {facts.step} are on more than one rank, and "
+            "count more than once in the average."
+            if len(repeated) < len(set(rows[0]))
+            else f"The ranks train on the same samples in step {facts.step}, so together they do the work of fewer.",
+            evidence=[*shared[:3], *filter(None, [facts.left_out])],
+        )
+    ]
+
+
+def judge_samples_left_out(facts: SampleFacts) -> list[Finding]:
+    """DDP519: samples that no rank trains on, where the gradients are not those of the global batch."""
+    if not facts.left_out or not facts.gradients_differ:
+        return []
+    return [
+        make_finding(
+            "DDP519",
+            ("shard",),
+            f"The shards leave samples out: {facts.left_out} in step {facts.step}.",
+            evidence=[f"samples a rank: {', '.join(str(len(of_rank)) for of_rank in facts.by_rank)}"],
+        )
+    ]
 
 
 def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
@@ -130,40 +178,35 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
         evidence: Of every rank and step.
         unequal: Whether gradients differ between ranks, or are not their average.
     """
-    findings = []
-    for judge in (_judge_discarded, _judge_unsynchronised, _judge_pairing) if unequal else (_judge_discarded,):
-        found = judge(evidence)
-        if found is not None:
-            findings.append(found)
-    if not findings and (found := _judge_useless_no_sync(evidence)) is not None:
-        findings.append(found)
-    return findings
+    found = [_judge_discarded(evidence)]
+    if unequal:
+        found += [_judge_never_synchronised(evidence) or _judge_last_unsynchronised(evidence), _judge_pairing(evidence)]
+    if not any(found):
+        found = [_judge_useless_no_sync(evidence)]
+    return [finding for finding in found if finding is not None]
 
 
 def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
-    thrown = [(item, event) for item in evidence for event in item.events if event.discarded]
-    if not thrown:
+    """DDP517: gradients that are zeroed before an optimizer has used them."""
+    discards = [(item, event) for item in evidence for event in item.events if event.discarded]
+    if not discards:
         return None
-    item, event = thrown[0]
-    steps = sorted({item.step for item, _ in thrown})
-    made = _last([e for e in item.events[: item.events.index(event)] if e.kind == "backward"])
+    item, event = discards[0]
+    backwards = [e for e in item.events[: item.events.index(event)] if e.kind == "backward"]
+    made = backwards[-1].location if backwards else ""
     return make_finding(
         "DDP517",
         ("zero_grad",),
         f"zero_grad throws away the gradients of {join_names(event.discarded)} before any step has used them.",
-        ranks=_some(sorted({item.rank for item, _ in thrown}), evidence),
-        steps=unless_all(steps, len({item.step for item in evidence})),
+        ranks=_ranks([item for item, _ in discards], evidence),
+        steps=_steps([item for item, _ in discards], evidence),
         location=Location.parse(event.location),
-        evidence=[f"they come from the backward at {made.location}"] if made is not None and made.location else [],
+        evidence=[f"they come from the backward at {made}"] if made else [],
     )
 
 
-def _judge_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
-    return _judge_never_synchronised(evidence) or _judge_last_unsynchronised(evidence)
-
-
 def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
-    """A step on what backward passes have added after the reduction, or without any."""
+    """DDP502: a step on what backward passes have added after the reduction, or without any."""
     found = [(item, *place) for item in evidence if (place := _unreduced_at_step(item.events)) is not None]
     if not found:
         return None
@@ -177,7 +220,7 @@ def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding |
         "steps on its own."
         if reduced
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
-        ranks=_some(sorted({item.rank for item, *_ in found}), evidence),
+        ranks=_ranks([item for item, *_ in found], evidence),
         location=Location.parse(step.location) or Location.parse(item.events[item.events.index(step) - 1].location),
         evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"],
         fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
@@ -206,28 +249,28 @@ def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEven
 
 
 def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
-    mute = [
+    """DDP502: a step of which every forward runs under `no_sync`."""
+    unsynchronised = [
         item
         for item in evidence
         if any(event.kind == "enter no_sync" for event in item.events)
         and not any(event.synchronises for event in item.events if event.kind == "forward")
     ]
-    if not mute:
+    if not unsynchronised:
         return None
-    steps = sorted({item.step for item in mute})
-    entered = next(event for event in mute[0].events if event.kind == "enter no_sync")
+    entered = next(event for event in unsynchronised[0].events if event.kind == "enter no_sync")
     return make_finding(
         "DDP502",
         ("no_sync",),
         "Every forward of the step runs under no_sync, so its gradients are never averaged.",
-        ranks=_some(sorted({item.rank for item in mute}), evidence),
-        steps=unless_all(steps, len({item.step for item in evidence})),
+        ranks=_ranks(unsynchronised, evidence),
+        steps=_steps(unsynchronised, evidence),
         location=Location.parse(entered.location),
     )
 
 
 def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
-    """A backward pass of the wrapper's output after the one that ended the reduction."""
+    """DDP509: a backward pass of the wrapper's output after the one that ended the reduction."""
     for item in evidence:
         ready, waiting, done = False, False, None
         for index, event in enumerate(item.events):
@@ -254,6 +297,7 @@ def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
 
 
 def _judge_useless_no_sync(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+    """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
     for item in evidence:
         called = [event for event in item.events if event.kind == "no_sync"]
         entered = sum(event.kind == "enter no_sync" for event in item.events)
@@ -292,37 +336,33 @@ def judge_optimizer(
 ) -> list[Finding]:
     """DDP504: parameters that get gradients in every step, and that no optimizer holds nor moves.
 
-    An optimizer may keep copies of its own and write them back: what moves is not told.
+    A parameter that moves is none of them: an optimizer may keep copies of its own and write them back.
     """
-    lacking = [
-        name
-        for name in wrapped[0].not_in_optimizer
-        if evidence
-        and all(
-            name in item.parameters_after_backward and item.parameters_after_backward[name] == item.parameters.get(name)
-            for item in evidence
-        )
-        and all(item.gradients.get(name, 0) for item in evidence)
-    ]
-    if not lacking:
+
+    def stays(name: str, item: DdpStepEvidence) -> bool:
+        before, after = item.parameters_after_backward.get(name), item.parameters.get(name)
+        return before is not None and before == after and bool(item.gradients.get(name, 0))
+
+    found = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
+    if not found:
         return []
-    strange = wrapped[0].foreign_tensors
-    some = f"{join_names(names.subjects(lacking))} {'are' if len(lacking) > 1 else 'is'} in no group of the optimizer"
+    foreign = wrapped[0].foreign_tensors
+    is_in, moves = plural_verb("is in", "are in", found), plural_verb("moves", "move", found)
     return [
         make_finding(
             "DDP504",
-            names.subjects(lacking),
-            f"{some} and never moves." if len(lacking) == 1 else f"{some} and never move.",
-            location=names.location(lacking),
-            evidence=[f"the optimizer holds {strange} tensors that are no parameters of the module"] if strange else [],
-            severity=Severity.ERROR if strange else Severity.WARNING,
+            names.subjects(found),
+            f"{join_names(names.subjects(found))} {is_in} no group of the optimizer and never {moves}.",
+            location=names.location(found),
+            evidence=[f"the optimizer holds {foreign} tensors that are no parameters of the module"] if foreign else [],
+            severity=Severity.ERROR if foreign else Severity.WARNING,
         )
     ]
 
 
-def _last(events: Sequence[LoopEvent]) -> LoopEvent | None:
-    return events[-1] if events else None
+def _ranks(items: Sequence[DdpStepEvidence], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:
+    return unless_all(sorted({item.rank for item in items}), len({item.rank for item in evidence}))
 
 
-def _some(ranks: Sequence[int], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:
-    return unless_all(ranks, len({item.rank for item in evidence}))
+def _steps(items: Sequence[DdpStepEvidence], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:
+    return unless_all(sorted({item.step for item in items}), len({item.step for item in evidence}))

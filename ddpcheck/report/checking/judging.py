@@ -19,7 +19,7 @@ from ddpcheck.judge.parameters import judge_parameters, zero_everywhere
 from ddpcheck.judge.reducer import judge_reducer
 from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.replicas import differing_names
-from ddpcheck.judge.root_causes import merged_with
+from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.judge.wrapper_error import judge_wrapper_error
@@ -117,7 +117,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
         found, before = list(map(without_prefix, found)), frozenset(map(without_prefix, before))
     state.found_after_steps = frozenset(found) - before
     state.findings, state.merged = found, []
-    if pairs := state.log.call_judge("", lambda: [merged_with(found)]):
+    if pairs := state.log.call_judge("", lambda: [split_consequences(found)]):
         state.findings, state.merged = pairs[0]
 
 
@@ -137,7 +137,7 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> list[Finding]:
     reducer = call_judge("reducer", judge_reducer, ddp, known) if ddp else []
     found = reducer or call_judge("reducer", judge_compiled, steps.compiled, known)
     if steps.first_local:
-        found += call_judge("parity", judge_samples, steps.first_local, differs=known.gradients_differ)
+        found += call_judge("parity", judge_samples, steps.first_local, gradients_differ=known.gradients_differ)
     found += call_judge("parity", judge_draws, single.draws)
     parity = call_judge("parity", judge_single_process, differences, single.analysis, known)
     found += _comparable(state, parity, known.local)

@@ -98,7 +98,7 @@ def _allowed(entry: ParityEntry, tolerance: tuple[float, float] | None) -> float
 
 def _is_on_gradients(finding: Finding) -> bool:
     """A finding is a difference of gradients, has one as its consequence, or is an error."""
-    carries = any(fact.startswith("with it comes DDP3") for fact in finding.evidence)
+    carries = any(tag.startswith("DDP3") for tag in finding.tags)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or carries
 
 
