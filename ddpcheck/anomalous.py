@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnomalousParameters:
-    """What `detect_anomalous_params` found.
+    """The result of `detect_anomalous_params`.
 
     Attributes:
         missing: Parameters that require grad and that the backward pass of the loss will not reach.

@@ -1,1 +1,1 @@
-"""What is said: findings, reports, rules, evidence, errors and wording. Imports nothing else of ddpcheck."""
+"""Findings, reports, rules, evidence, errors and wording. Imports nothing else of ddpcheck."""

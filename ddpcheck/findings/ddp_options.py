@@ -11,7 +11,7 @@ MAY_DIFFER = frozenset({"module", "device_ids", "output_device"})
 """Arguments of the DDP constructor that belong to the rank."""
 
 WHEN_NONE: Mapping[str, object] = {"broadcast_buffers": True, "forward_sync_buffers": True, "bucket_cap_mb": 25}
-"""What the constructor takes None for."""
+"""Values that DDP's constructor uses for None."""
 
 _LOCAL = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction", "dim"})
 _OF_BUCKETS = "bucket_cap_mb"
@@ -20,7 +20,7 @@ _OF_BUCKETS = "bucket_cap_mb"
 def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
     """Whether the ranks still compute the right gradients and updates although these options differ.
 
-    Measured on torch 2.13 with gloo: how a rank stores its gradients is its own affair. Rank 0's bucket sizes are told
+    Measured on torch 2.13 with gloo: ranks may store their gradients in different ways. Rank 0 sends its bucket sizes
     to all ranks when buckets are rebuilt after the first step, which is not done under `find_unused_parameters`; the
     first step has one bucket, unless `bucket_cap_mb_list` says otherwise.
 

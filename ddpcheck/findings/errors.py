@@ -121,7 +121,7 @@ FailureKind = Literal["raised", "died", "stuck", "fell", "exited"]
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """What happened to one rank of a world that failed.
+    """The failure of one rank of a world.
 
     Attributes:
         rank: The rank.

@@ -1,4 +1,4 @@
-"""Whose an exception is: the target's, or a bug of ddpcheck.
+"""The origin of an exception: the target, or a bug of ddpcheck.
 
 What counts is the innermost frame of the traceback that belongs to neither torch nor Python. In a hook or a mode of
 ddpcheck it is ours, although the target's code called; in the target's code, or in ours while it calls the target or

@@ -1,4 +1,4 @@
-"""What a check returns: `Finding` values in a `Report`, which goes to JSON and comes back the same.
+"""The result of a check: `Finding` values in a `Report`, which goes to JSON and comes back the same.
 
 This module is light: it never imports torch.
 """
@@ -103,7 +103,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityEntry:
-    """How far one gradient was from one reference in one step.
+    """The difference of one gradient from one reference in one step.
 
     Attributes:
         step: Counted from 0.
@@ -146,8 +146,40 @@ Status = Literal["clean", "findings", "incomplete", "ignored", "error", "hang"]
 `ignored`: no findings but those of rules that are ignored or not selected."""
 
 
+class Document:
+    """Base of results that go to JSON and come back the same."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `to_json` writes it."""
+        return {"schema_version": SCHEMA_VERSION, **_plain(self)}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The result as JSON; only the values under `seconds` and `timing` differ between two equal runs."""
+        return json.dumps(
+            self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; a finding with the name of its rule and what to do."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value.value if isinstance(value, Severity) else value
+    data = {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, Finding):
+        rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
+        del data["tags"]
+        data.update(name=rule.name if rule is not None else "", fix=value.what_to_do)
+    return data
+
+
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Document):
     """The result of checking one target. A renderer needs nothing else.
 
     Attributes:
@@ -208,7 +240,7 @@ class Report:
 
     @property
     def shortfall(self) -> str:
-        """What keeps a report without findings from being clean: checks that were not made, and findings ignored."""
+        """The reasons why a report without findings is not clean: checks that were not made, and findings ignored."""
         words = []
         if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
             asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
@@ -223,7 +255,7 @@ class Report:
         return tuple(finding for finding in self.findings if finding.severity.reaches(threshold))
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """What a command that made this report exits with; `fail_on=None` never fails for findings."""
+        """The exit code of a command that made this report; `fail_on=None` never fails for findings."""
         if self.error is not None:
             return self.error.exit_code
         return EXIT_FINDINGS if fail_on is not None and self.at_or_above(fail_on) else EXIT_CLEAN
@@ -244,26 +276,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `to_json` writes it."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "tool": dict(self.tool),
-            "target": self.target,
-            "environment": dict(self.environment),
-            "world": dict(self.world),
-            "status": self.status,
-            "checks": [dataclasses.asdict(check) for check in self.checks],
-            "findings": [finding_to_dict(value) for value in self.findings],
-            "ignored": list(self.ignored),
-            "parity": [dataclasses.asdict(entry) for entry in self.parity],
-            "timing": dict(self.timing),
-            "error": None if self.error is None else dataclasses.asdict(self.error),
-        }
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The report as JSON; only the values under `seconds` and `timing` differ between two equal runs."""
-        return json.dumps(
-            self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
-        )
+        return {**Document.to_dict(self), "status": self.status}
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -293,15 +306,6 @@ def checked_version(data: Any, what: str) -> dict[str, Any]:
         raise ValueError("world.notes must be a list of strings")
     made: dict[str, Any] = data
     return made
-
-
-def finding_to_dict(value: Finding) -> dict[str, Any]:
-    """A finding as plain data, with the name of its rule."""
-    rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
-    data = dataclasses.asdict(value)
-    del data["tags"]
-    data.update(name=rule.name if rule is not None else "", severity=value.severity.value, fix=value.what_to_do)
-    return data
 
 
 def without_rules_fix(value: Finding) -> Finding:

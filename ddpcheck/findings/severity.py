@@ -1,4 +1,4 @@
-"""How bad a finding is.
+"""Severities of findings.
 
 This module is light: it never imports torch.
 """
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Severity(Enum):
-    """How bad a finding is.
+    """The severity of a finding.
 
     `ERROR`: training is wrong, or will stop. `WARNING`: fragile, slow, or probably not meant. `NOTE`: worth knowing.
     """

@@ -43,7 +43,7 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def has_other_threads(dump: str) -> bool:
-    """Whether there is another Python thread than the one of ddpcheck's loop; a timer stands in library code alone."""
+    """Whether there is another Python thread than the one of ddpcheck's loop. A timer has library code alone."""
     return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))
 
 

@@ -1,4 +1,7 @@
-"""What becomes of the wrapper's step under `torch.compile`, where a recipe asks for it. Pure; never imports torch."""
+"""DDP301 and 302: gradients of the wrapper's step under `torch.compile`, where a recipe asks for it.
+
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases.compiled_step`) to findings.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
 
 
 def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
-    """A sentence on what was run under `torch.compile`, and what was not."""
+    """A sentence on the steps that were run under `torch.compile`."""
     if not evidence:
         return "torch.compile was not run: everything is checked as the code is written"
     errors = [difference.error for item in evidence for difference in item.differences]

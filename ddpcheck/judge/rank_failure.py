@@ -45,7 +45,7 @@ class FailureFacts:
 
     @property
     def evidence(self) -> list[str]:
-        """What happened to each rank; the same to several ranks once, unless they are stuck."""
+        """Each rank's failure; the same of several ranks once, unless they are stuck."""
         groups: dict[tuple[str, int | None], list[int]] = {}
         for failure in self.error.failures:
             alone = failure.rank if failure.kind == "stuck" else None

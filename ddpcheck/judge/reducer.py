@@ -49,7 +49,7 @@ class ReducerFacts:
 
     @property
     def step_count(self) -> int:
-        """How many steps were run."""
+        """The number of steps."""
         return len({item.step for item in self.evidence})
 
     @property
@@ -73,7 +73,7 @@ class ReducerFacts:
         return [by_step[min(by_step)] for by_step in self.mismatched.values()]
 
     def reduction(self, names: Sequence[str]) -> list[str]:
-        """What replaces or delays DDP's own reduction, and so may be the cause of wrong gradients of `names`."""
+        """Options that replace or delay DDP's own reduction, and so may cause wrong gradients of `names`."""
         wrapper, facts = self.known.wrapper, []
         if wrapper.comm_hook:
             facts.append(f"gradients are reduced by the communication hook {wrapper.comm_hook}")

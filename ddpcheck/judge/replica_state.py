@@ -131,7 +131,7 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
 def judge_departure(
     items: Sequence[DdpStepEvidence], previous: Mapping[int, Mapping[str, int]], names: Sequence[str]
 ) -> tuple[str, tuple[int, ...], str]:
-    """How parameters came to differ between ranks in a step: the code, the ranks that stand out, and a sentence.
+    """The cause of parameters that come to differ between ranks in a step: its code, ranks, and a sentence.
 
     Args:
         items: Of every rank, in the first step after which they differ.
@@ -189,7 +189,7 @@ def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
 
 
 def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
-    """What the wrapper does about buffers, and which of them are statistics of a rank's own samples."""
+    """Evidence on buffers: the wrapper's option for them, and statistics of a rank's own samples."""
     facts = []
     if known.wrapper.is_ddp and not known.broadcasts_buffers:
         facts.append(f"{known.wrapper_class or 'DistributedDataParallel'}.broadcast_buffers is False")

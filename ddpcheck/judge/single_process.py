@@ -1,4 +1,4 @@
-"""DDP303 to 312: what data parallelism itself changed, and the pattern that names the cause.
+"""DDP303 to 312: averaged gradients that are not those of the global batch, and the pattern that names the cause.
 
 Pure functions from differences that `ddpcheck.gather.phases.single_process` has measured to findings.
 """
@@ -28,14 +28,14 @@ from ddpcheck.judge.rank_configuration import judge_program_data, judge_programs
 def judge_single_process(
     differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: JudgeContext
 ) -> list[Finding]:
-    """DDP303, 304, 305, 309, 310, 312, 514 and 516: what data parallelism itself changed.
+    """DDP303, 304, 305, 309, 310, 312, 514 and 516: averaged gradients that are not those of the global batch.
 
-    The first of `EXPLANATIONS` that knows the pattern speaks; a difference that none of them knows is DDP312.
+    The first of `EXPLANATIONS` that knows the pattern counts; a difference that none of them knows is DDP312.
 
     Args:
         differences: By step: the ranks' averaged gradients against the global batch's.
         analysis: Of the first step that differs.
-        known: What else is known.
+        known: The facts beside the differences.
     """
     bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
     bad = {step: items for step, items in bad.items() if items}
@@ -192,7 +192,7 @@ _WITH_GRADIENT = (
 
 
 def fix_without_gradient(calls: Sequence[Call]) -> str:
-    """What to call instead of collectives through which no gradient flows; empty where torch has no such function."""
+    """Advice on collectives through which no gradient flows; empty where torch has no function instead."""
     names = dict.fromkeys(call.operation for call in calls)
     instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
     if not all(instead):

@@ -66,7 +66,7 @@ class SampleFacts:
 
     @property
     def on_ranks(self) -> Counter[int]:
-        """How often each sample is on a rank."""
+        """The number of ranks that hold each sample."""
         return Counter(sample for samples in self.by_rank for sample in samples)
 
     @property
@@ -76,7 +76,7 @@ class SampleFacts:
 
     @property
     def left_out(self) -> str:
-        """How many samples of the batch are on no rank, in words; empty where none, or where ranks make others."""
+        """A sentence on samples of the batch that are on no rank; empty where none, or where ranks make others."""
         missing = sum((self.batch - self.on_ranks).values())
         if not missing or not all(sample in self.batch for sample in self.on_ranks):
             return ""

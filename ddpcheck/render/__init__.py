@@ -32,7 +32,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """What the place where the text goes can show. The defaults are those of a file or a log.
+    """The abilities of the place where text goes. The defaults are those of a file or a log.
 
     Attributes:
         width: Columns; `None` where lines need not be broken.
@@ -107,7 +107,7 @@ MATRIX_FORMATS: Mapping[str, Format] = MappingProxyType(
         )
     }
 )
-"""What a `Matrix` is shown as."""
+"""The formats of a `Matrix`."""
 
 
 def renderer_for(

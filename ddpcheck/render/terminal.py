@@ -151,7 +151,7 @@ def _listed(words: Sequence[str], most: int) -> str:
 
 
 def _excess(entry: ParityEntry) -> float:
-    """How far beyond its tolerance an entry is; what is not a number is beyond everything."""
+    """The error of an entry as a multiple of its tolerance; infinite for NaN."""
     if entry.relative_error != entry.relative_error:
         return float("inf")
     return entry.relative_error / entry.tolerance if entry.tolerance > 0 else entry.relative_error

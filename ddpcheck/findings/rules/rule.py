@@ -1,4 +1,4 @@
-"""What a rule is: one defect, one permanent code, one text that every output shows.
+"""Rules: one defect, one permanent code, one text that every output shows.
 
 This module is light: it never imports torch.
 """

@@ -6,7 +6,6 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,11 +13,10 @@ from typing import Any, Literal
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
 from ddpcheck.findings.from_json import parse, read
 from ddpcheck.findings.report import (
-    SCHEMA_VERSION,
+    Document,
     Finding,
     ReportError,
     checked_version,
-    finding_to_dict,
     without_rules_fix,
 )
 from ddpcheck.findings.rules import RULES
@@ -136,7 +134,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(Document):
     """The result of trying DDP options on one target. A renderer needs nothing else.
 
     Attributes:
@@ -186,29 +184,7 @@ class Matrix:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `to_json` writes it."""
-
-        def row(value: MatrixRow) -> dict[str, Any]:
-            return {**dataclasses.asdict(value), "findings": [finding_to_dict(finding) for finding in value.findings]}
-
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "matrix",
-            "tool": dict(self.tool),
-            "target": self.target,
-            "environment": dict(self.environment),
-            "world": dict(self.world),
-            "rows": [row(value) for value in self.rows],
-            "advice": [dataclasses.asdict(advice) for advice in self.advice],
-            "noise": self.noise,
-            "timing": dict(self.timing),
-            "error": None if self.error is None else dataclasses.asdict(self.error),
-        }
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The matrix as JSON."""
-        return json.dumps(
-            self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
-        )
+        return {**Document.to_dict(self), "kind": "matrix"}
 
     @classmethod
     def from_json(cls, text: str) -> Matrix:
