@@ -34,18 +34,18 @@ def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] =
         if absent and len({_signature(call) for call in calls}) == 1 and set(absent) <= set(at_work):
             continue
         if absent:
-            odd = tuple(absent)
+            minority = tuple(absent)
             there = [rank for rank in ranks if rank not in absent]
             message = f"{format_ranks(there).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
         else:
-            odd = tuple(ranks[index] for index in minority_ranks([_signature(call) for call in calls]))
+            minority = tuple(ranks[index] for index in minority_ranks([_signature(call) for call in calls]))
             message = f"Collective number {place} of the ranks does not match."
         findings.append(
             make_finding(
                 "DDP403",
                 sorted({call.operation for call in calls}),
                 message,
-                ranks=odd,
+                ranks=minority,
                 location=Location.parse(calls[0].location),
                 evidence=[
                     f"rank {rank}, collective number {place}: {call if call is not None else 'none'}"

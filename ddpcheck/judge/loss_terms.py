@@ -1,4 +1,4 @@
-"""DDP305, 304 and 312: how the terms of a loss are normalised, where samples are coupled, and what fits no pattern.
+"""DDP305, 304 and 312: normalisation of the terms of a loss, coupling of samples, and differences without a pattern.
 
 Pure functions from what the single process says of the shards (`ddpcheck.gather.phases.shard_terms`) to findings.
 """
@@ -14,7 +14,7 @@ from ddpcheck.judge.judge_context import SingleProcessFacts
 
 
 def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP305 and 304: how each term of the loss is normalised, and where samples are coupled.
+    """DDP305 and 304: the normalisation of each term of the loss, and the coupling of samples.
 
     Last, for it takes the ranks' gradients for weighted sums of what their shards give, where it speaks of weights.
     """
@@ -46,27 +46,27 @@ def _gathers(facts: SingleProcessFacts) -> bool:
     return facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
 
 
-def spoken_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
-    """A term in words, alone or among others; what one line computes is one term to its reader."""
+def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
+    """A term in words, alone or among others; all that one line computes counts as one term."""
     places = [(one.name, one.location) if one.name or one.location else number for number, one in enumerate(terms)]
-    told = list(dict.fromkeys(places))
-    if term not in terms or len(told) == 1:
+    distinct = list(dict.fromkeys(places))
+    if term not in terms or len(distinct) == 1:
         return "the loss"
     where = " at ".join(text for text in (term.name, str(term.location or "")) if text)
-    number = told.index(places[list(terms).index(term)]) + 1
-    return f"term {number} of {len(told)} of the loss{f' ({where})' if where else ''}"
+    number = distinct.index(places[list(terms).index(term)]) + 1
+    return f"term {number} of {len(distinct)} of the loss{f' ({where})' if where else ''}"
 
 
 def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> Finding:
     """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
     world_size, sizes = facts.known.world_size, facts.known.local.shard_sizes
     worst_first = sorted(wrong, key=lambda term: -term.error)
-    told: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for term in worst_first:
-        spoken = spoken_term(term, facts.analysis.terms)
+        whose = format_term(term, facts.analysis.terms)
         if term.doubles_with_batch or (world_size > 1 and term.is_sum):
             what = (
-                f"{spoken} sums over samples, and DDP averages over ranks: its gradient is "
+                f"{whose} sums over samples, and DDP averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
             )
             why = (
@@ -76,7 +76,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
             )
         else:
             what = (
-                f"{spoken} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
+                f"{whose} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
                 "not the gradient of the global batch"
             )
             weights, here = (", ".join(f"{w:.4g}" for w in given) for given in (term.weights, term.rank_weights))
@@ -84,8 +84,8 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
             why += f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
             if term.count not in ("", "samples"):
                 why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
-        told.setdefault(what, why)
-    (first, reason), *others = told.items()
+        reasons.setdefault(what, why)
+    (first, reason), *others = reasons.items()
     uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
     return facts.finding(
         "DDP305",

@@ -1,6 +1,7 @@
-"""DDP221, 223, 503 and 516: what each rank's program tells the wrapper, the optimizer and itself, and changes later.
+"""DDP221, 223, 503 and 516: options of wrapper and optimizer, and data of the program, that differ between ranks.
 
-Pure functions from what ranks say in words (`gather.ddp.ddp_constructor`, `gather.phases.program_data`) to findings.
+Pure functions from options and values in words (gathered by `gather.ddp.ddp_constructor` and
+`gather.phases.program_data`) to findings.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
     if not differing:
         return []
     if "class" in differing:
-        differing = ["class"]  # another class has other options, which would be told of it again
-    differing = [name for name in differing if not _is_told_by_another(name, differing)]
+        differing = ["class"]  # another class has other options, too
+    differing = [name for name in differing if not _follows_from_parameters(name, differing)]
     harmless = are_harmless(differing, options)
     return [
         make_finding(
@@ -42,19 +43,19 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
             differing,
             f"{what} is not the same on every rank: {', '.join(differing)}.",
             ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
-            evidence=[f"{name}: " + "; ".join(group_by_value(_told_apart(name, values[name]))) for name in differing],
+            evidence=[f"{name}: " + "; ".join(group_by_value(_differences(name, values[name]))) for name in differing],
             severity=Severity.WARNING if harmless else None,
         )
     ]
 
 
-def _is_told_by_another(name: str, differing: Sequence[str]) -> bool:
+def _follows_from_parameters(name: str, differing: Sequence[str]) -> bool:
     """Whether the order of a group's parameters differs because the parameters do."""
     return name.endswith(" order") and name.replace(" order", " parameters") in differing
 
 
-def _told_apart(name: str, values: Sequence[str]) -> list[str]:
-    """`values`; of long lists of parameters only what not all ranks have, or where they part."""
+def _differences(name: str, values: Sequence[str]) -> list[str]:
+    """`values`; of long lists of parameters only the names that not all ranks have, or the first place that differs."""
     if not name.endswith((" parameters", " order")):
         return list(values)
     lists = [value.split(", ") for value in values]
@@ -95,7 +96,7 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
         facts.finding(
             code,
             message,
-            *(f"{name}: " + "; ".join(group_by_value(_where_they_part(values[name]))) for name in differing),
+            *(f"{name}: " + "; ".join(group_by_value(_around_difference(values[name]))) for name in differing),
             subjects=differing,
             severity=Severity.ERROR,
             ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
@@ -158,8 +159,8 @@ def _is_the_rank(values: Sequence[str]) -> bool:
 _LONGEST_VALUE = 120
 
 
-def _where_they_part(values: Sequence[str]) -> list[str]:
-    """`values`; of long ones only what is around the first difference."""
+def _around_difference(values: Sequence[str]) -> list[str]:
+    """`values`; of long ones only the part around the first difference."""
     if max(map(len, values)) <= _LONGEST_VALUE:
         return list(values)
     place = next((i for i, at in enumerate(zip(*values, strict=False)) if len(set(at)) > 1), min(map(len, values)))
@@ -181,12 +182,12 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
     if not by_what:
         return []
     ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
-    told = [f"{join_names(names)} {plural_verb('was', 'were', names)} {what}" for what, names in by_what.items()]
+    changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {what}" for what, names in by_what.items()]
     return [
         make_finding(
             "DDP503",
             list(dict.fromkeys(name for names in by_what.values() for name in names)),
-            f"{join_names(told)} after wrapping; the reducer keeps to what it saw then.",
+            f"{join_names(changed)} after wrapping; the reducer keeps to what it saw then.",
             ranks=unless_all(ranks, len(changes)),
         )
     ]

@@ -21,7 +21,7 @@ from ddpcheck.judge.judge_context import (
     format_factor,
     worst_first,
 )
-from ddpcheck.judge.loss_terms import explain_by_terms, judge_normalisation, judge_unexplained, spoken_term
+from ddpcheck.judge.loss_terms import explain_by_terms, format_term, judge_normalisation, judge_unexplained
 from ddpcheck.judge.rank_configuration import judge_program_data, judge_programs
 
 
@@ -89,7 +89,10 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of."""
+    """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of.
+
+    Before the other factors, for the backward passes are counted, and their number is the factor.
+    """
     alone, here = facts.known.local.backwards
     ratio = facts.analysis.against_global.ratio
     if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
@@ -112,8 +115,8 @@ def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
     """
     analysis, known = facts.analysis, facts.known
     ratio = analysis.against_global.ratio
-    wide = any(call.elements > 1 for call in facts.suspect_calls)
-    if not facts.scaled or facts.scaled_by_world or wide or (facts.ran and not facts.world_changed):
+    exchanges_tensors = any(call.elements > 1 for call in facts.suspect_calls)
+    if not facts.scaled or facts.scaled_by_world or exchanges_tensors or (facts.ran and not facts.world_changed):
         return []
     if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
         return [_factor_of_the_world(facts, ratio)]
@@ -124,12 +127,18 @@ def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303: the ranks' gradients are those of their shards times one factor."""
+    """DDP303: the ranks' gradients are those of their shards times one factor.
+
+    Before what differs between ranks, for the factor is the same on all of them.
+    """
     return [_factor_of_the_world(facts, facts.analysis.against_shards.ratio)] if facts.scaled_by_world else []
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP216 or 516: ranks hold other values, or compute another loss from their samples than a single process."""
+    """DDP216 or 516: ranks hold other values, or compute another loss from their samples than a single process.
+
+    Before weights of ranks and collectives, for a value that is seen to differ is the cause, and they its effect.
+    """
     analysis, known = facts.analysis, facts.known
     if not facts.world_changed:
         return []
@@ -141,7 +150,10 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank."""
+    """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank.
+
+    Before collectives, since weights that leave no difference cannot be the result of another computation.
+    """
     if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
         return []
     if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
@@ -156,8 +168,11 @@ def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
     ]
 
 
-def _explain_by_blind_collective(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP309: a collective without derivative stands on the way, and shards alone give something else."""
+def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP309: a collective without derivative stands on the way, and shards alone give something else.
+
+    After all patterns that fit exactly, for that the collective is the cause is only likely.
+    """
     suspects = facts.suspect_calls
     if not suspects:
         return []
@@ -197,8 +212,8 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
     instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
     if not all(instead):
         return ""
-    spoken = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
-    advice = f"Use {spoken} instead, through which gradients come back from all ranks."
+    functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
+    advice = f"Use {functions} instead, through which gradients come back from all ranks."
     if any("gather" in name for name in names):
         advice += " The local tensor, put back into what was gathered, gets the gradient of this rank's loss alone."
     if any("reduce" in name for name in names):
@@ -207,33 +222,36 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
 
 
 def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303: the ranks communicate, and some terms of the loss come out times a factor, others do not."""
+    """DDP303: the ranks communicate, and some terms of the loss come out times a factor, others do not.
+
+    After a collective without derivative, which may leave any factor on a term.
+    """
     analysis = facts.analysis
     off = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
     most = max((abs(term.ratio - 1) for term in off), default=0.0)
     if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
         return []
-    said = [
-        f"the gradient of {spoken_term(term, analysis.terms)} is "
+    factors = [
+        f"the gradient of {format_term(term, analysis.terms)} is "
         f"{format_factor(term.ratio, facts.known.world_size)} times the global batch's"
         for term in off
     ]
     return [
         facts.finding(
             "DDP303",
-            f"{capitalized(said[0])}: what it is divided by is counted over all ranks, or scaled by the "
+            f"{capitalized(factors[0])}: what it is divided by is counted over all ranks, or scaled by the "
             "world size, and DDP averages already.",
-            *said[1:],
+            *factors[1:],
             location=off[0].location or facts.known.loss_location,
         )
     ]
 
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> Finding:
-    spoken = format_factor(ratio, facts.known.world_size)
+    factor = format_factor(ratio, facts.known.world_size)
     return facts.finding(
         "DDP303",
-        f"Every gradient is {spoken} times that of the same shards without a process group: the model or the loss "
+        f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
         "scales by the world size, and DDP averages already.",
         fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
         "all-reduce of the loss): DDP averages already.",
@@ -280,7 +298,7 @@ EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     _explain_by_the_world,
     _explain_by_program,
     _explain_by_rank_weights,
-    _explain_by_blind_collective,
+    _explain_by_collective_without_gradient,
     _explain_by_factors_of_terms,
     explain_by_terms,
 )
