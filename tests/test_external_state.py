@@ -60,6 +60,18 @@ def generators() -> Any:
     return lambda: (torch.rand(2, generator=torch_one).tolist(), python_one.random(), numpy_one.random())
 
 
+def default_argument(seen: list[int] = []) -> int:  # noqa: B006 (as a cache that lasts from call to call)
+    seen.append(1)
+    return len(seen)
+
+
+def attribute() -> int:
+    attribute.calls = getattr(attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return attribute.calls  # type: ignore[attr-defined,no-any-return]
+
+
+attribute()
+
 FUNCTIONS = {
     "globals": count,
     "a closure": closure(),
@@ -67,6 +79,8 @@ FUNCTIONS = {
     "a method": Criterion().method,
     "a partial": functools.partial(lambda step: step(), closure()),
     "generators": generators(),
+    "a default argument": default_argument,
+    "an attribute of a function": attribute,
 }
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from ddpcheck.findings.errors import TargetError  # noqa: E402
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu  # noqa: E402
 from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint  # noqa: E402
+from ddpcheck.gather.state.module_state import capture_state  # noqa: E402
 from ddpcheck.gather.state.randomness import (  # noqa: E402
     QuietRandomness,
     generator_states,
@@ -26,7 +27,7 @@ from ddpcheck.gather.state.randomness import (  # noqa: E402
     seed_everything,
 )
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, fit, norm, scales, tolerances  # noqa: E402
-from ddpcheck.gather.steps.training_step import capture_state, compute_gradients, compute_loss, visible_tensors  # noqa: E402
+from ddpcheck.gather.steps.training_step import compute_gradients, compute_loss, visible_tensors  # noqa: E402
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 
 quickly = settings(deadline=None, max_examples=60)

@@ -145,16 +145,22 @@ def test_the_arguments_of_the_constructor_are_told_by_name_and_defaults_are_what
     assert options(module, no_such_option=1) == {}
 
 
-def test_what_a_function_holds_is_found_in_its_closure_and_among_its_globals() -> None:
-    from ddpcheck.gather.phases.program_data import held_by
+def test_the_variables_of_a_function_are_its_closure_globals_defaults_and_attributes() -> None:
+    from ddpcheck.gather.state.reachable import function_variables
 
     labels = {"a": 0}
 
-    def loss() -> object:
-        return labels, nn
+    def loss(weight: float = 0.5) -> object:
+        return (lambda: nn), labels, weight
 
-    assert dict(held_by(loss)) == {"labels": labels, "nn": nn}
-    assert dict(held_by(None)) == {} and dict(held_by(len)) == {}
+    loss.calls = 3  # type: ignore[attr-defined]
+    found = {variable.name: (variable.kind, variable.value) for variable in function_variables(loss)}
+    assert found == {
+        "labels": ("closure variable", labels),
+        "nn": ("global variable", nn),
+        "weight": ("default argument", 0.5),
+        "loss.calls": ("attribute", 3),
+    }
 
 
 def test_sets_are_spelled_alike_whatever_their_order_and_dicts_are_not() -> None:

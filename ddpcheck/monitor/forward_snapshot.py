@@ -18,7 +18,8 @@ from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
-from ddpcheck.gather.steps.training_step import capture_attributes
+from ddpcheck.gather.state.module_state import capture_attributes
+from ddpcheck.gather.state.reachable import refill
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class Snapshot:
         finally:
             state.restore(module)
             for value, before in containers:
-                _refill(value, before)
+                refill(value, before)
             _set_generators(now)
         # A branch may depend on what a step has left behind (a counter): then this pass has taken another branch.
         return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
@@ -124,11 +125,6 @@ def _containers(module: nn.Module) -> Iterator[Any]:
         for key, value in vars(part).items():
             if key not in MODULE_INTERNALS and type(value) in (list, dict, set, deque):
                 yield value
-
-
-def _refill(container: Any, before: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:

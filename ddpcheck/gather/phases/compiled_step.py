@@ -8,8 +8,9 @@ from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.phases.model_wrap import count_calls
 from ddpcheck.gather.phases.rank_state import rank_state, replays_step
 from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.state.module_state import capture_state
 from ddpcheck.gather.steps.gradient_distance import dense, difference, scales
-from ddpcheck.gather.steps.training_step import capture_state, clear_gradients, compute_loss
+from ddpcheck.gather.steps.training_step import clear_gradients, compute_loss
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import run_as_compiled
 

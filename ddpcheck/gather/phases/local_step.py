@@ -29,13 +29,12 @@ from ddpcheck.gather.phases.random_draws import Choices
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
 from ddpcheck.gather.phases.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
+from ddpcheck.gather.state.module_state import capture_attributes, capture_state
 from ddpcheck.gather.state.sample_fingerprints import sample_fingerprints
 from ddpcheck.gather.steps.gradient_distance import norm
 from ddpcheck.gather.steps.seeds import batch_fingerprint, make_batch, step_seed
 from ddpcheck.gather.steps.training_step import (
     Loss,
-    capture_attributes,
-    capture_state,
     clear_gradients,
     compute_gradients,
     gradients_of,

@@ -31,7 +31,7 @@ from ddpcheck.gather.phases.rank_state import ReferenceModule, TrainingModel, ra
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
 from ddpcheck.gather.state.module_description import fingerprint, fingerprints
-from ddpcheck.gather.steps.training_step import differs_in_structure
+from ddpcheck.gather.state.module_state import differs_in_structure
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
 from ddpcheck.gather.phases.rank_state import rank_state
+from ddpcheck.gather.state.reachable import PLAIN, function_variables, is_user_object
 from ddpcheck.worlds import rank as this_rank
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _MOST_ITEMS = 1 << 20
 _MOST_STATE = 1000  # items of a container that a step may change; a vocabulary is no state
 _MOST_ELEMENTS = 64  # of a tensor
@@ -45,35 +45,18 @@ def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
                 found.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0, most))
     for role in ("loss", "shard"):
         function = getattr(state.recipe, role, None)
-        for name, value in held_by(function):
-            for key, text in _spelled(name, value, 0, most).items():
+        function = getattr(function, "__func__", function)
+        for variable in function_variables(function) if isinstance(function, FunctionType) else ():
+            for key, text in _spelled(variable.name, variable.value, 0, most).items():
                 found.setdefault(key, text)
     return found
-
-
-def held_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function finds in its closure, its defaults and, by the names in its code, among its globals."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    yield from zip(code.co_freevars, [_content(c) for c in getattr(function, "__closure__", None) or ()], strict=False)
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
 
 
 def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
     """The plain values in `value` as text that is equal for equal values, whatever order a set has."""
     if isinstance(value, bool):
         return {}  # "I am rank 0", most of the time
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return {name: repr(value)}
     if isinstance(value, torch.Tensor):
         text = _spelled_tensor(value)
@@ -81,7 +64,7 @@ def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapp
     if isinstance(value, list | tuple | dict | set | frozenset):
         text = _text(value, depth, most)
         return {name: text} if text else {}
-    if depth < 1 and _is_of_the_user(value):
+    if depth < 1 and is_user_object(value) and not callable(value):
         inner = [_spelled(f"{name}.{key}", item, depth + 1, most) for key, item in vars(value).items()]
         return {key: text for found in inner for key, text in found.items()}
     return {}
@@ -93,15 +76,9 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(item, torch.Tensor) for item in items)
 
 
-def _is_of_the_user(value: Any) -> bool:
-    if isinstance(value, nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
-        return False
-    return not type(value).__module__.startswith(("torch", "builtins", "numpy"))
-
-
 def _text(value: Any, depth: int, most: int) -> str:
     """A container of plain values spelled; empty where it holds anything else or too much."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return _spelled_tensor(value)

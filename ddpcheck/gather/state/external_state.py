@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddpcheck.findings.source_lines import is_user_file
+from ddpcheck.gather.state.module_state import capture_state
 from ddpcheck.gather.state.randomness import own_generator
-from ddpcheck.gather.steps.training_step import capture_state
+from ddpcheck.gather.state.reachable import (
+    PLAIN,
+    function_variables,
+    is_user_function,
+    is_user_namespace,
+    is_user_object,
+    refill,
+    unbindable,
+)
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _DEEPEST = 4
 _MOST_ITEMS = 200  # of a container; a vocabulary is no state
@@ -49,7 +55,7 @@ class ExternalState:
         undo: list[Restore] = []
         seen = set(self._ignore)
         for root in self._roots:
-            undo += _remember(root, _keep, 0, seen)
+            undo += _remember(root, unbindable, 0, seen)
         return undo
 
 
@@ -58,10 +64,6 @@ def put_back(undo: Collection[Restore]) -> None:
     with torch.no_grad():
         for step in undo:
             step()
-
-
-def _keep(_value: Any) -> None:
-    """Puts a value back where it cannot have been replaced."""
 
 
 def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
@@ -73,7 +75,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         depth: How far it is from the recipe's functions.
         seen: Identities of what needs no second look.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         yield lambda: put(value)
         return
     if id(value) in seen or depth > _DEEPEST:
@@ -96,41 +98,18 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         drawn = generator.read()
         yield lambda: generator.write(drawn)
     elif isinstance(value, FunctionType):
-        yield from _of_function(value, depth, seen)
+        for variable in function_variables(value) if is_user_function(value) else ():
+            yield from _remember(variable.value, variable.bind, depth + 1, seen)
     elif isinstance(value, MethodType):
-        yield from _remember(value.__func__, _keep, depth, seen)
-        yield from _remember(value.__self__, _keep, depth + 1, seen)
+        yield from _remember(value.__func__, unbindable, depth, seen)
+        yield from _remember(value.__self__, unbindable, depth + 1, seen)
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
-            yield from _remember(part, _keep, depth + 1, seen)
+            yield from _remember(part, unbindable, depth + 1, seen)
     elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
         yield from _of_container(value, put, depth, seen)
-    elif isinstance(value, type | ModuleType) or _is_own(value):
+    elif isinstance(value, type | ModuleType) or is_user_object(value):
         yield from _of_holder(value, put, depth, seen)
-
-
-def _of_function(function: FunctionType, depth: int, seen: set[int]) -> Iterator[Restore]:
-    if not is_user_file(function.__code__.co_filename):
-        return
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            continue
-        yield from _remember(content, functools.partial(setattr, cell, "cell_contents"), depth + 1, seen)
-    space = function.__globals__
-    for name in _names(function.__code__):
-        if name in space:
-            yield from _remember(space[name], functools.partial(space.__setitem__, name), depth + 1, seen)
-
-
-def _names(code: CodeType) -> set[str]:
-    """The globals and attributes that a function names, those inside it too."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names(constant)
-    return found
 
 
 def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
@@ -140,27 +119,21 @@ def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[
 
     def undo() -> None:
         put(value)
-        if isinstance(value, list):
-            value[:] = saved
-        else:
-            value.clear()
-            (value.extend if isinstance(value, deque) else value.update)(saved)
+        refill(value, saved)
 
     yield undo
     for item in list(value.values() if isinstance(value, dict) else value):
-        if not isinstance(item, _PLAIN):
-            yield from _remember(item, _keep, depth + 1, seen)
+        if not isinstance(item, PLAIN):
+            yield from _remember(item, unbindable, depth + 1, seen)
 
 
 def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
     """A class, a module or an object of the user's: its attributes."""
     if isinstance(holder, type | ModuleType):
-        source = sys.modules.get(holder.__module__) if isinstance(holder, type) else holder
-        file = getattr(source, "__file__", None)
-        if not file or not is_user_file(file) or "-packages" in file:
+        if not is_user_namespace(holder):
             return
     else:
-        yield from _remember(type(holder), _keep, depth + 1, seen)
+        yield from _remember(type(holder), unbindable, depth + 1, seen)
     for name, value in list(vars(holder).items()):
         if isinstance(value, property | classmethod | staticmethod) or (
             name.startswith("__") and not isinstance(value, FunctionType)
@@ -174,14 +147,3 @@ def _binder(holder: Any, name: str) -> Callable[[Any], None]:
         return functools.partial(setattr, holder, name)
     attributes: MutableMapping[str, Any] = vars(holder)
     return functools.partial(attributes.__setitem__, name)
-
-
-def _is_own(value: Any) -> bool:
-    """Whether `value` is an object of the user's that carries attributes."""
-    module = str(type(value).__module__)  # of a class written in C it need not be one
-    if module.partition(".")[0] in ("torch", "builtins", "numpy", "ddpcheck"):
-        return False
-    try:
-        return isinstance(vars(value), dict)
-    except Exception:  # no attributes, or an object that does not like to be asked
-        return False

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddpcheck.findings.source_lines import is_user_file
 from ddpcheck.gather.autograd.autograd_graph import contents
+from ddpcheck.gather.state.reachable import function_variables, is_user_function, is_user_namespace
 
 _DEEPEST = 6
 _MOST = 20_000  # things to look at; who holds a data set has many
@@ -48,7 +47,8 @@ class _Search:
             for inner, parameter in value.named_parameters():
                 yield from self.value(parameter, f"{name}.{inner}", kind, depth)
         elif isinstance(value, FunctionType):
-            yield from self._function(value, depth + 1)
+            for variable in function_variables(value) if is_user_function(value) else ():
+                yield from self.value(variable.value, variable.name, variable.kind, depth + 1)
         elif isinstance(value, MethodType):
             yield from self.value(value.__func__, name, kind, depth)
             yield from self.value(value.__self__, name, kind, depth + 1)
@@ -65,42 +65,11 @@ class _Search:
             if not isinstance(value, list | tuple | dict | set | frozenset):
                 yield from self.value(type(value), type(value).__name__, "class attribute", depth + 1)
 
-    def _function(self, function: FunctionType, depth: int) -> Iterator[Held]:
-        code = function.__code__
-        if not is_user_file(code.co_filename):
-            return
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-            try:
-                content = cell.cell_contents
-            except ValueError:  # nothing is in it yet
-                continue
-            yield from self.value(content, name, "closure variable", depth)
-        for name in _names(code):
-            if name in function.__globals__:
-                yield from self.value(function.__globals__[name], name, "global variable", depth)
-        defaults = function.__defaults__ or ()
-        last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        for name, item in {**dict(zip(last, defaults, strict=True)), **(function.__kwdefaults__ or {})}.items():
-            yield from self.value(item, name, "default argument", depth)
-        for name, item in vars(function).items():
-            yield from self.value(item, f"{function.__name__}.{name}", "attribute", depth)
-
     def _namespace(self, holder: type | ModuleType, name: str, depth: int) -> Iterator[Held]:
-        source = sys.modules.get(holder.__module__) if isinstance(holder, type) else holder
-        file = getattr(source, "__file__", None)
-        if not file or not is_user_file(file) or "-packages" in file:
+        if not is_user_namespace(holder):
             return
         kind = "class attribute" if isinstance(holder, type) else "global variable"
         for key, item in list(vars(holder).items()):
             if not key.startswith("__") or isinstance(item, FunctionType):
                 inner = item.__func__ if isinstance(item, staticmethod | classmethod) else item
                 yield from self.value(inner, f"{name}.{key}", kind, depth)
-
-
-def _names(code: CodeType) -> dict[str, None]:
-    """The globals that a function names, those inside it too."""
-    found: dict[str, None] = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names(constant)
-    return found

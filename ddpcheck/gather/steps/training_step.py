@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import math
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import FunctionType, MethodType
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,12 +14,11 @@ from torch import nn
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.exception_origin import for_target
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
+from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
 from ddpcheck.gather.state.randomness import (
     QuietRandomness,
     drawn_since,
     generator_states,
-    own_generator,
     quiet_modules,
     seed_everything,
 )
@@ -199,157 +194,6 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
 
 
 # State
-
-
-@dataclass(slots=True)
-class ModuleState:
-    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes.
-
-    Attributes:
-        tensors: Parameters and buffers, copied.
-        held: Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
-        plain: Attributes that are no tensors, by position of the submodule: numbers, words, None, small containers of
-            them, and the same of helper objects. An attribute that holds a tensor is there as that tensor.
-    """
-
-    tensors: Gradients
-    held: Gradients = field(default_factory=dict)
-    plain: list[dict[str, Any]] = field(default_factory=list)
-
-    def restore(self, module: nn.Module) -> None:
-        """Put the state into `module`, which must be built alike; tensors are copied in place where they fit."""
-        for submodule, plain in zip(module.modules(), self.plain, strict=False):
-            _restore_plain(submodule, plain)
-        own = dict(_registered(module))
-        if self.held:  # a search through the whole module
-            own |= {f"held {name}": tensor for name, tensor in _held(module)}
-        with torch.no_grad():
-            for name, saved in (*self.tensors.items(), *((f"held {name}", t) for name, t in self.held.items())):
-                target = own.get(name)
-                if target is not None and target.shape == saved.shape:
-                    with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
-                        target.detach().copy_(saved)
-
-
-def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
-    """A copy of the state of `module`; the tensors of `into`, an earlier one, are used again where they fit."""
-    old = into.tensors if into is not None else {}
-    return ModuleState(
-        tensors={name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)},
-        held={name: tensor.detach().clone() for name, tensor in _held(module)},
-        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
-    )
-
-
-def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
-    """What a forward pass may have changed: unregistered tensors, plain attributes, and buffers where asked."""
-    return ModuleState(
-        tensors={name: buffer.detach().clone() for name, buffer in module.named_buffers()} if buffers else {},
-        held={name: tensor.detach().clone() for name, tensor in _held(module)},
-        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
-    )
-
-
-def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    if into is not None and (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
-        with contextlib.suppress(RuntimeError):
-            return into.copy_(tensor)
-    return tensor.clone()
-
-
-def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in unregistered_tensors(module):
-        if tensor.is_leaf or not tensor.requires_grad:
-            yield name, tensor
-
-
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_MOST_PLAIN = 200  # items of a container that a step may change; a vocabulary is not state
-_DEEPEST_PLAIN = 3
-
-
-def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """What of `attributes` a step may change without touching a registered tensor."""
-    found: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if key in MODULE_INTERNALS and key != "training":
-            continue
-        if isinstance(value, _PLAIN):
-            found[key] = value
-        elif isinstance(value, torch.Tensor) and not value.is_nested:
-            found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
-        elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
-            found[key] = copy.copy(value)
-        elif (generator := own_generator(value)) is not None:
-            found[key] = _Drawn(generator.read())
-        elif _is_helper(value) and depth < _DEEPEST_PLAIN:
-            found[key] = _Helper(_plain(vars(value), depth + 1))
-    return found
-
-
-@dataclass(slots=True)
-class _Helper:
-    attributes: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Drawn:
-    """The state of a generator that a module holds."""
-
-    state: Any
-
-
-def _is_flat(value: Any) -> bool:
-    return all(isinstance(item, _PLAIN) for item in (value.values() if isinstance(value, dict) else value))
-
-
-def _is_helper(value: Any) -> bool:
-    """Whether `value` is an object of the user's own that carries state (a schedule, say)."""
-    if isinstance(value, nn.Module | type | FunctionType | MethodType):
-        return False
-    if str(type(value).__module__).startswith(("torch", "builtins", "numpy")):
-        return False
-    try:
-        return isinstance(vars(value), dict)
-    except Exception:  # no attributes, or an object that does not like to be asked
-        return False
-
-
-def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
-    own = vars(holder)
-    for key, saved in plain.items():
-        if key not in own:
-            continue
-        value = own[key]
-        if isinstance(saved, _Helper):
-            if _is_helper(value):
-                _restore_plain(value, saved.attributes)
-        elif isinstance(saved, _Drawn):
-            if (generator := own_generator(value)) is not None:
-                generator.write(saved.state)
-        elif isinstance(saved, torch.Tensor):
-            if not (isinstance(value, torch.Tensor) and value.shape == saved.shape):
-                own[key] = saved.detach().clone()
-        elif isinstance(saved, _PLAIN):
-            own[key] = saved
-        elif type(value) is type(saved):
-            if isinstance(saved, list):
-                value[:] = saved
-            else:
-                value.clear()
-                (value.extend if isinstance(saved, deque) else value.update)(saved)
-
-
-def differs_in_structure(one: nn.Module, other: nn.Module) -> bool:
-    """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters."""
-    return [(n, type(m)) for n, m in one.named_modules()] != [(n, type(m)) for n, m in other.named_modules()] or [
-        (name, p.shape) for name, p in named_parameters(one).items()
-    ] != [(name, p.shape) for name, p in named_parameters(other).items()]
 
 
 def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:

@@ -21,10 +21,11 @@ from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.phases import model_build, model_wrap
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state
 from ddpcheck.gather.state.external_state import Restore, put_back
+from ddpcheck.gather.state.module_state import ModuleState, capture_state
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.seeds import make_batch, model_seed
-from ddpcheck.gather.steps.training_step import ModuleState, capture_state, run_backward, run_optimizer
+from ddpcheck.gather.steps.training_step import run_backward, run_optimizer
 from ddpcheck.recipe.pytree import copied, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
