@@ -46,6 +46,11 @@ def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(values) if value != common)
 
 
+def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
+    """The ranks that are in the minority for any of several names (values by rank)."""
+    return sorted({rank for of_name in values for rank in minority_ranks(of_name)})
+
+
 def join_names(names: Sequence[str], *, most: int = 3) -> str:
     """Names in a sentence, shortened."""
     if len(names) > most:

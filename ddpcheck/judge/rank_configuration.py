@@ -19,6 +19,7 @@ from ddpcheck.findings.wording import (
     group_by_value,
     join_names,
     make_finding,
+    minority_of_any,
     minority_ranks,
     plural_verb,
     unless_all,
@@ -42,7 +43,7 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
             code,
             differing,
             f"{what} is not the same on every rank: {', '.join(differing)}.",
-            ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
+            ranks=minority_of_any(values[name] for name in differing),
             evidence=[f"{name}: " + "; ".join(group_by_value(_differences(name, values[name]))) for name in differing],
             severity=Severity.WARNING if harmless else None,
         )
@@ -99,7 +100,7 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
             *(f"{name}: " + "; ".join(group_by_value(_around_difference(values[name]))) for name in differing),
             subjects=differing,
             severity=Severity.ERROR,
-            ranks=sorted({rank for name in differing for rank in minority_ranks(values[name])}),
+            ranks=minority_of_any(values[name] for name in differing),
         )
     ]
 

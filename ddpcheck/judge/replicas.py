@@ -1,8 +1,8 @@
-"""DDP2xx: what must be the same on every rank, and is not.
+"""DDP2xx: modules that are not the same on every rank.
 
 DDP pairs parameters and buffers by position, checks little of what it relies on, and hangs or aborts on the rest
-(https://docs.pytorch.org/docs/stable/notes/ddp.html). The detectors here are pure functions from what each rank says
-of its module (`ModuleDescription`) to findings.
+(https://docs.pytorch.org/docs/stable/notes/ddp.html). Pure functions from `findings.evidence.modules` (gathered by
+`gather.state.module_description`) to findings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.report import Finding
@@ -21,12 +21,10 @@ from ddpcheck.findings.wording import (
     group_by_value,
     join_names,
     make_finding,
+    minority_of_any,
     minority_ranks,
     plural_verb,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
@@ -140,13 +138,11 @@ def _judge_tensors(
 def _judge_attribute(
     code: str, attribute: str, noun: str, records: Sequence[tuple[TensorRecord, ...]], explained: set[str]
 ) -> list[Finding]:
-    by_name = [{record.name: getattr(record, attribute) for record in of_rank} for of_rank in records]
-    shared = [name for name in by_name[0] if all(name in names for names in by_name) and name not in explained]
-    differing = {name: [names[name] for names in by_name] for name in shared}
-    differing = {name: values for name, values in differing.items() if len(set(values)) > 1}
+    differing = _differing_values([{record.name: getattr(record, attribute) for record in r} for r in records])
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, values in differing.items():
-        by_ranks.setdefault(minority_ranks(values), []).append(name)
+        if name not in explained:
+            by_ranks.setdefault(minority_ranks(values), []).append(name)
     return [
         make_finding(
             code,
@@ -161,25 +157,19 @@ def _judge_attribute(
 
 
 def _judge_buffer_shapes(records: Sequence[tuple[TensorRecord, ...]]) -> list[Finding]:
-    by_name = [{record.name: (record.shape, record.dtype) for record in of_rank} for of_rank in records]
-    differing = [
-        name
-        for name in by_name[0]
-        if all(name in names for names in by_name) and len({names[name] for names in by_name}) > 1
-    ]
+    differing = _differing_values([{record.name: (record.shape, record.dtype) for record in r} for r in records])
     if not differing:
         return []
+    names = list(differing)
     return [
         make_finding(
             "DDP213",
-            differing,
-            f"{join_names(differing)} {plural_verb('does', 'do', differing)} not have the same shape and "
-            "dtype on every rank.",
-            ranks=sorted({rank for name in differing for rank in minority_ranks([names[name] for names in by_name])}),
+            names,
+            f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same shape and dtype on every rank.",
+            ranks=minority_of_any(differing.values()),
             evidence=[
-                f"{name}: "
-                + "; ".join(group_by_value([names[name] for names in by_name], lambda v: f"{v[1]} of shape {v[0]}"))
-                for name in differing
+                f"{name}: " + "; ".join(group_by_value(values, lambda v: f"{v[1]} of shape {v[0]}"))
+                for name, values in differing.items()
             ],
         )
     ]
@@ -209,7 +199,7 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
                 f"{join_names([name or 'the model' for name in top])} {plural_verb('does', 'do', top)} not "
                 f"have the same {what} "
                 "on every rank.",
-                ranks=sorted({rank for name in top for rank in minority_ranks(values[name])}),
+                ranks=minority_of_any(values.values()),
                 evidence=[f"{name or '(the model)'}: " + "; ".join(group_by_value(values[name], say)) for name in top],
             )
         )
@@ -221,43 +211,37 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:
-    by_name = [{name: (shape, value) for name, shape, value in of_rank} for of_rank in state]
-    differing = [
-        name
-        for name in by_name[0]
-        if all(name in names for names in by_name) and len({names[name] for names in by_name}) > 1
-    ]
+    differing = _differing_values([{name: (shape, value) for name, shape, value in of_rank} for of_rank in state])
     if not differing:
         return []
+    names = list(differing)
     return [
         make_finding(
             "DDP216",
-            differing,
-            f"{join_names(differing)}, which the model holds and has not registered, "
-            f"{plural_verb('differs', 'differ', differing)} between ranks; DDP never synchronises what is "
-            "not registered.",
-            ranks=sorted({rank for name in differing for rank in minority_ranks([names[name] for names in by_name])}),
-            evidence=[
-                f"{name}: shape {by_name[0][name][0]}, "
-                + (
-                    "other values"
-                    if len({names[name][0] for names in by_name}) == 1
-                    else "other shapes: " + "; ".join(group_by_value([names[name][0] for names in by_name]))
-                )
-                for name in differing
-            ],
+            names,
+            f"{join_names(names)}, which the model holds and has not registered, "
+            f"{plural_verb('differs', 'differ', names)} between ranks; DDP never synchronises what is not registered.",
+            ranks=minority_of_any(differing.values()),
+            evidence=[f"{name}: {_compare_shapes([v[0] for v in values])}" for name, values in differing.items()],
         )
     ]
 
 
-# After wrapping and after the steps
+def _compare_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    others = "other values" if len(set(shapes)) == 1 else f"other shapes: {'; '.join(group_by_value(shapes))}"
+    return f"shape {shapes[0]}, {others}"
+
+
+def _differing_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The names that all ranks have with values that are not the same, each with the values by rank."""
+    shared = [name for name in by_rank[0] if all(name in values for values in by_rank)]
+    values = {name: [of_rank[name] for of_rank in by_rank] for name in shared}
+    return {name: of_name for name, of_name in values.items() if len(set(of_name)) > 1}
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
-    """The names whose value is not the same on all ranks, each with the ranks that stand apart."""
-    names = [name for name in values[0] if all(name in of_rank for of_rank in values)]
-    found = {name: minority_ranks([of_rank[name] for of_rank in values]) for name in names}
-    return {name: ranks for name, ranks in found.items() if ranks}
+    """The names whose value is not the same on all ranks, each with the ranks in the minority."""
+    return {name: minority_ranks(of_name) for name, of_name in _differing_values(values).items()}
 
 
 def judge_values_after_wrapping(
@@ -286,6 +270,3 @@ def judge_values_after_wrapping(
                 )
             )
     return findings
-
-
-# The public check, over the store
