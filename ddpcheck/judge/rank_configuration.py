@@ -89,9 +89,8 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
     if state := [name for name in differing if name in facts.known.changed_data]:
         code, differing, it = "DDP216", state, plural_verb("it", "them", state)
         message = (
-            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, not alike on "
-            "every rank, and nothing "
-            f"synchronises {it}: {away}."
+            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, not alike on every rank, "
+            f"and nothing synchronises {it}: {away}."
         )
     return [
         facts.finding(
@@ -117,9 +116,8 @@ def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding
         make_finding(
             "DDP516",
             (f"batch({step})",),
-            f"batch({step}) makes another global batch on {format_ranks(ranks)}, and the same one each "
-            "time it is called, "
-            "so the ranks do not train on parts of one batch.",
+            f"batch({step}) makes another global batch on {format_ranks(ranks)}, and the same one each time it is "
+            "called, so the ranks do not train on parts of one batch.",
             ranks=ranks,
             evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
         )

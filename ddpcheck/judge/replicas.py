@@ -196,9 +196,8 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
             make_finding(
                 "DDP222",
                 [name or "(the model)" for name in top],
-                f"{join_names([name or 'the model' for name in top])} {plural_verb('does', 'do', top)} not "
-                f"have the same {what} "
-                "on every rank.",
+                f"{join_names([name or 'the model' for name in top])} {plural_verb('does', 'do', top)} not have the "
+                f"same {what} on every rank.",
                 ranks=minority_of_any(values.values()),
                 evidence=[f"{name or '(the model)'}: " + "; ".join(group_by_value(values[name], say)) for name in top],
             )
@@ -261,9 +260,8 @@ def judge_values_after_wrapping(
                 make_finding(
                     code,
                     sorted(differing),
-                    f"{join_names(sorted(differing))} {plural_verb('does', 'do', list(differing))} not "
-                    "have the same values on "
-                    "every rank when training starts.",
+                    f"{join_names(sorted(differing))} {plural_verb('does', 'do', list(differing))} not have the same "
+                    "values on every rank when training starts.",
                     ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
                     evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in differing.items()],
                     severity=Severity.ERROR,

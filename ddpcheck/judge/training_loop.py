@@ -38,9 +38,8 @@ def judge_values_changed(wrapped: Sequence[WrappedModule]) -> list[Finding]:
         make_finding(
             "DDP515",
             names,
-            f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper "
-            "had synchronised "
-            "them; nothing brings the ranks together again.",
+            f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had "
+            "synchronised them; nothing brings the ranks together again.",
             ranks=unless_all(changed, len(wrapped)),
         )
     ]
@@ -159,9 +158,8 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
         make_finding(
             "DDP510",
             names,
-            f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on "
-            "all ranks is set "
-            "in the forward pass.",
+            f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on all ranks "
+            "is set in the forward pass.",
             location=seeds,
             evidence=[f"{call.operation} gives the same values on every rank" for call in shared[:3]],
         )
