@@ -60,9 +60,9 @@ def check_consistency(
     }
     exchange = StoreExchange.over(group, "consistency", timeout)
     try:
-        if len(set(exchange.gather("digest", digest_of((mine, values)).encode()))) == 1:
+        if len(set(exchange.all_gather("digest", digest_of((mine, values)).encode()))) == 1:
             return []
-        everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps((mine, values)))]
+        everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps((mine, values)))]
     except RanksTimedOutError as error:
         raise HangError(
             f"{format_ranks(error.ranks)} did not take part in check_consistency within {timeout:g} s; "

@@ -141,7 +141,7 @@ class Program:
 
     def end(self, name: str) -> None:
         try:
-            self.session.end("ended", timeout=20)
+            self.session.end(b"ended", timeout=20)
         except RankError as error:
             self.write(name + " end", str(error))
 
@@ -159,14 +159,16 @@ class Program:
             self.write("big", [(len(data), data[:1].decode()) for data in world.run(big)])
         with world_of(session, world_size=1) as world:
             self.write("one of two", world.run(lambda: ranks.current().world_size))
-        self.write("agree", session.agree("a word", f"word {session.rank}", timeout=20))
-        self.write("end", session.end(f"end {session.rank}", timeout=20))
+        words = session.gather("a word", f"word {session.rank}".encode(), timeout=20)
+        self.write("agree", [word.decode() for word in words])
+        ends = session.end(f"end {session.rank}".encode(), timeout=20)
+        self.write("end", [end.decode() for end in ends])
         session.begin("next")
-        session.end("", timeout=20)
+        session.end(b"", timeout=20)
         session.begin("and one more")
-        session.end("", timeout=20)
+        session.end(b"", timeout=20)
         self.write("directories", sorted(os.listdir(session.directory)))
-        session.agree("both have looked", "", timeout=20)
+        session.gather("both have looked", b"", timeout=20)
 
     def fails(self) -> None:
         for how in ("raise", "skip", "exit"):
@@ -201,7 +203,7 @@ class Program:
         try:
             if session.rank:
                 time.sleep(0.6)
-            session.agree("a point", "", timeout=0.2)
+            session.gather("a point", b"", timeout=0.2)
         except RankError as error:
             self.write("late", type(error).__name__, str(error))
         self.end("late")

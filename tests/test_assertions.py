@@ -315,13 +315,13 @@ def sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     from ddpcheck.gather.collectives.store_exchange import StoreExchange
 
     seen: list[tuple[str, int]] = []
-    gather = StoreExchange.gather
+    gather = StoreExchange.all_gather
 
     def watched(self: Any, key: str, data: bytes) -> list[bytes]:
         seen.append((key, len(data)))
         return gather(self, key, data)
 
-    monkeypatch.setattr(StoreExchange, "gather", watched)
+    monkeypatch.setattr(StoreExchange, "all_gather", watched)
     return seen
 
 

@@ -149,13 +149,13 @@ def asked(rank: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from ddpcheck.gather.collectives.store_exchange import StoreExchange
 
     seen: list[str] = []
-    gather = StoreExchange.gather
+    gather = StoreExchange.all_gather
 
     def watched(self: Any, key: str, data: bytes) -> list[bytes]:
         seen.append(f"{key} {len(data) if key == 'digest' else 'any'}")
         return gather(self, key, data)
 
-    monkeypatch.setattr(StoreExchange, "gather", watched)
+    monkeypatch.setattr(StoreExchange, "all_gather", watched)
     return seen
 
 

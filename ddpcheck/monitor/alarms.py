@@ -108,7 +108,7 @@ class AlarmBoard:
             return [value]
         exchange = replace(self._exchange, timeout=min(self._exchange.timeout, at_most))
         try:
-            found = [pickle.loads(data) for data in exchange.gather(key, pickle.dumps(value))]
+            found = [pickle.loads(data) for data in exchange.all_gather(key, pickle.dumps(value))]
             left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
             if left:
                 return [self._without(left, value)]
@@ -137,11 +137,10 @@ class AlarmBoard:
         if self.open:
             for key in keys:
                 with contextlib.suppress(Exception):  # the process with the store is gone
-                    self._exchange.hand_in(key, pickle.dumps(Left(why)))
+                    self._exchange.put(key, pickle.dumps(Left(why)))
 
     def _forget(self, key: str) -> None:
         """Delete what this rank has written two gatherings ago: every rank has read it, or it would not be here."""
-        self._kept.append(f"{self._exchange.prefix}/{key}/{self.rank}")
+        self._kept.append(key)
         if len(self._kept) > 2:
-            with contextlib.suppress(Exception):  # not every store can
-                default_store().delete_key(self._kept.pop(0))
+            self._exchange.delete(self._kept.pop(0))

@@ -120,7 +120,7 @@ def _unequal(step: _Step) -> _Unequal | None:
 
 
 def _gap(values: Iterable[float]) -> float:
-    """How far apart the largest and the smallest are, in parts of the smallest."""
+    """The distance of the largest from the smallest, in parts of the smallest."""
     values = list(values)
     return max(values) / min(values) - 1
 

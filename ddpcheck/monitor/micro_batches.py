@@ -231,7 +231,7 @@ class _Logits:
 
 
 def _along(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """How much of each direction is in a row."""
+    """The coefficient of each direction in a row."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares
 

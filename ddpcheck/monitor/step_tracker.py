@@ -285,7 +285,7 @@ class StepTracker:
                 self._pass_handles.append(parameter.register_post_accumulate_grad_hook(arrive))
 
     def _may_still_come(self, reached: Set[int]) -> set[int]:
-        """What a later backward pass may bring: it hangs on an output that has no part in this one, by itself.
+        """The parameters that a later backward pass may reach: by an output that has no part in this one, and only so.
 
         Where such an output also hangs on a parameter that is reduced now, a later pass would come too late for it.
         """

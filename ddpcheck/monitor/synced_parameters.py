@@ -63,7 +63,7 @@ class SyncedParameters:
         return self.all if reached is None else {index for index, yes in enumerate(reached) if yes}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """Those that backward reaches by another node than the one on which DDP waits: they have been cast."""
+        """The parameters that backward reaches by another node than the one on which DDP waits: they have been cast."""
         found = set()
         for index in indices:
             parameter = self.tensors[index]
@@ -103,7 +103,7 @@ class AwaitedParameters:
         return bool(getattr(self._wrapper(), "static_graph", False))
 
     def among(self, unused: Set[int]) -> Set[int]:
-        """Those of `unused` that DDP waits for, and will not get."""
+        """The parameters in `unused` that DDP waits for, and will not get."""
         if self._finds_unused:
             return NONE
         if self.is_static:
@@ -111,7 +111,7 @@ class AwaitedParameters:
         return unused
 
     def unexpected(self, used: Set[int]) -> list[int]:
-        """Those of `used` that had no part in the first step, under `static_graph`: DDP is about to raise."""
+        """The parameters in `used` that had no part in the first step, under `static_graph`: DDP is about to raise."""
         return sorted(used & self._unused_first) if self._unused_first and self.is_static else []
 
     def step_ended(self, unused: Set[int]) -> None:

@@ -115,7 +115,7 @@ def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
 
 
 class Watch:
-    """What `watch` returns; attached until `close`.
+    """A watch on a wrapper, as `watch` returns it; attached until `close`.
 
     Attributes:
         findings: All that has been found so far, the same on every rank.

@@ -245,10 +245,10 @@ def _judge_construction(
     exchange = StoreExchange.over(group, "construction", timeout)
     mine = (describe(module), dict(options))
     try:
-        if len(set(exchange.gather("digest", digest_of(mine).encode()))) == 1:
+        if len(set(exchange.all_gather("digest", digest_of(mine).encode()))) == 1:
             uninitialised = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
             return uninitialised, bool(uninitialised)
-        everyone = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
+        everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
     except RanksTimedOutError as error:
         raise HangError(
             f"{format_ranks(error.ranks)} did not construct {CheckedDistributedDataParallel.__name__} "

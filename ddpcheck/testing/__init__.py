@@ -1,1 +1,1 @@
-"""What stands behind the pytest plugin: a test's code on its way to the ranks, and what comes back of it."""
+"""The logic of the pytest plugin: sends the code of a test to ranks, and reports its results."""

@@ -155,7 +155,7 @@ _BUILTIN: Mapping[str, Callable[[Any, FixtureMaker], contextlib.AbstractContextM
 
 @dataclass(frozen=True, slots=True)
 class RankNode:
-    """What is left of a test's `request.node` on a rank."""
+    """The part of a test's `request.node` that exists on a rank."""
 
     name: str
     nodeid: str
@@ -163,7 +163,7 @@ class RankNode:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What is left of pytest's `request` on a rank.
+    """The part of pytest's `request` that exists on a rank.
 
     Attributes:
         param: As in `pytest.FixtureRequest`.

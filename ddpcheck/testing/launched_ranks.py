@@ -99,7 +99,7 @@ class JoinedRanks(Ranks):
             except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                 done = (False, error)
             data = _travelling(*done)
-        succeeded, value = wire.loads(self._launched.meet(what, data, timeout=PATIENCE)[0])
+        succeeded, value = wire.loads(self._launched.gather(what, data, timeout=PATIENCE)[0])
         if not succeeded:
             raise value
         return value
@@ -134,7 +134,7 @@ class JoinedWorld(LaunchedWorld):
         """
         payload = validation.pack_task(fn, args, kwargs)
         mine = payload if self.session.rank == 0 else b""
-        payload = self.session.meet("a run", mine, timeout=self.startup_timeout)[0]
+        payload = self.session.gather("a run", mine, timeout=self.startup_timeout)[0]
         self._attachments = {}
         try:
             with _process_restored(), _environment(self._options.variables):

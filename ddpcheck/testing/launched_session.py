@@ -129,14 +129,14 @@ class InStep:
         base = silent_ranks.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
         said = [
             pickle.loads(data)
-            for data in launched.meet("the first test", pickle.dumps((digest, base)), timeout=STARTUP)
+            for data in launched.gather("the first test", pickle.dumps((digest, base)), timeout=STARTUP)
         ]
         if launched.one_machine:
             silent_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
             return ""
         mine = json.dumps((tests, self._uncollected))
-        lists = [json.loads(data) for data in launched.agree("comparing tests", mine, timeout=STARTUP)]
+        lists = [json.loads(data) for data in launched.gather("comparing tests", mine.encode(), timeout=STARTUP)]
         return _say_difference(self._launch.launcher, lists)
 
     def _stop(self, sentence: str) -> None:
@@ -191,10 +191,10 @@ class InStep:
     def _agreed(
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
-        """What this phase raises on all ranks, given what it has raised on this one."""
-        mine = _told(item, own, fell=launched.missed)
+        """The exception of this phase on all ranks, given `own`, that of this rank."""
+        mine = _told(item, own, fell=launched.out_of_step)
         try:
-            said = launched.end_with(pickle.dumps(mine), timeout=self._patience(item))
+            said = launched.end(pickle.dumps(mine), timeout=self._patience(item))
         except RankError as lost:
             self._give_up(item, str(lost))
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
@@ -259,7 +259,7 @@ class InStep:
             return
         self._launched.begin("the end of the session")
         try:
-            for data in self._launched.end_with(mine, timeout=STARTUP)[1:]:
+            for data in self._launched.end(mine, timeout=STARTUP)[1:]:
                 if self._launch.rank == 0:
                     silent_ranks.add_coverage(data)
         except RankError as error:
@@ -288,7 +288,7 @@ class InStep:
 
 @dataclass(frozen=True)
 class _Told:
-    """How a phase of a test has gone on one rank.
+    """The outcome of a phase of a test on one rank.
 
     Attributes:
         ended: Where it did not fail.
@@ -306,7 +306,7 @@ class _Told:
 
     @property
     def same_as(self) -> tuple[str, str]:
-        """What is equal for ranks that may each say what they have seen themselves."""
+        """A key that is equal for ranks with the same outcome, each of which then reports its own."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")

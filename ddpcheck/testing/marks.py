@@ -1,4 +1,4 @@
-"""What a test asks of its world: `@pytest.mark.ddp(...)` and the options of the session, read and checked.
+"""The options of a test's world, from `@pytest.mark.ddp(...)` and the session, read and checked.
 
 This module is light: it never imports torch.
 """
@@ -82,7 +82,7 @@ def sizes(options: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def expected_failure(item: pytest.Item) -> Any:
-    """What `@pytest.mark.xfail(raises=...)` says that a test raises; `None` where it does not."""
+    """The exceptions that `@pytest.mark.xfail(raises=...)` names; `None` where it does not."""
     return next((mark.kwargs["raises"] for mark in item.iter_markers("xfail") if "raises" in mark.kwargs), None)
 
 

@@ -1,4 +1,4 @@
-"""From what has become of each rank to what has become of the test. Pure.
+"""The outcome of a test, from the outcome on each rank. Pure.
 
 This module is light: it never imports torch.
 """
@@ -19,7 +19,7 @@ from ddpcheck.testing.rank_side import Ended
 
 @dataclass(frozen=True, slots=True)
 class TestOutcome:
-    """What has become of a test.
+    """The outcome of a test.
 
     Attributes:
         how: `passed`, `skipped`, `xfailed` or `failed`.
@@ -61,7 +61,7 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
 
 
 def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
-    """What a test that failed raises in the parent: what it raised on the rank, so that xfail(raises=...) can tell.
+    """The exception of a failed test in the parent: that of the rank, for `xfail(raises=...)`.
 
     Args:
         verdict: On the test.

@@ -1,4 +1,4 @@
-"""What holds while a test's code runs on a rank: as much as can be of what holds in the process that pytest runs in.
+"""The conditions under which a test's code runs on a rank: as far as possible those of the process of pytest.
 
 Warning filters, logging, random numbers that a fixture has seeded, coverage, and how a failure is to be shown. All of
 it is read in the parent (`TestConditions.of`) and applied on the rank, from where `RankArtifacts` comes back.
@@ -26,7 +26,7 @@ _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_t
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How pytest was asked to show a traceback.
+    """The options of pytest for tracebacks.
 
     Attributes:
         traceback: As in `--tb`.
@@ -67,7 +67,7 @@ class RngStates:
 
     @classmethod
     def capture(cls) -> RngStates:
-        """Those of this process, without importing anything."""
+        """The states in this process, without importing anything."""
         numpy = sys.modules.get("numpy.random")
         torch = _torch()
         return cls(
@@ -77,7 +77,7 @@ class RngStates:
         )
 
     def since(self, before: RngStates) -> RngStates:
-        """Those that have changed: something has been seeded, or drawn, or imported."""
+        """The states that have changed: something has been seeded, drawn or imported."""
         return RngStates(
             self.python if self.python != before.python else None,
             self.numpy if repr(self.numpy) != repr(before.numpy) else None,
@@ -106,7 +106,7 @@ def _torch() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TestConditions:
-    """What a rank is to run a test's code under.
+    """The conditions for a test's code on a rank.
 
     Attributes:
         filters: Of `warnings`.
@@ -178,7 +178,7 @@ def _comparisons(config: pytest.Config) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RankArtifacts:
-    """What a rank brings back from a test beside its outcome.
+    """The results of a test on a rank beside its outcome.
 
     Attributes:
         warnings: Message, category, file and line of each.

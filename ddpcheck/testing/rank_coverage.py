@@ -35,14 +35,14 @@ _NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", 
 
 @dataclass(frozen=True, slots=True)
 class CoverageData:
-    """What one rank has measured, as coverage.py serialises it."""
+    """The measurement of one rank, as coverage.py serialises it."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """How coverage is measured in this process.
+    """The settings under which coverage is measured in this process.
 
     Attributes:
         options: Of coverage.py, by name.
@@ -56,7 +56,7 @@ class Measuring:
 
     @classmethod
     def now(cls, context: str) -> Measuring | None:
-        """How it is measured in this process; `None` when it is not."""
+        """The settings of this process; `None` where coverage is not measured."""
         current = _current()
         if current is None:
             return None

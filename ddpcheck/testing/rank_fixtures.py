@@ -1,4 +1,4 @@
-"""What a test's arguments are on the ranks: values that travel, and things that every rank makes for itself.
+"""The arguments of a test on the ranks: values that are sent, and fixtures that every rank makes for itself.
 
 A fixture of the user's is set up once, in the process that pytest runs in, and its value is sent to the ranks. What
 depends on the rank cannot be: `rank`, `process_group` and their like, every fixture that uses one of them, and pytest's

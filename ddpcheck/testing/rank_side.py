@@ -38,7 +38,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a test that did not fail has ended on a rank.
+    """The outcome of a test on a rank on which it did not fail.
 
     Attributes:
         how: `passed`, `skipped` or `xfailed`.
@@ -211,7 +211,7 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
 
 
 def _as_pytest_shows(error: BaseException, style: Style) -> Any:
-    """What pytest prints of an exception, as an object that travels; `None` if that cannot be made, or is all ours."""
+    """An exception as pytest shows it, as an object that can be pickled; `None` if there is none, or it is all ours."""
     info = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, DdpcheckError) and not _theirs(info):
         return None

@@ -1,4 +1,4 @@
-"""What the ranks of one test have brought back, for its report: output, logs, warnings, coverage, failures.
+"""The results of the ranks of one test, for its report: output, logs, warnings, coverage, failures.
 
 This module is light: it never imports torch.
 """
@@ -20,11 +20,11 @@ from ddpcheck.worlds import wire
 
 
 class Lent(Protocol):
-    """What a test has of its ranks: a `World` of its own, or the ranks of a launcher."""
+    """The ranks of a test: a `World` of its own, or the ranks of a launcher."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
 
     @property
     def failed(self) -> bool:
@@ -34,14 +34,14 @@ class Lent(Protocol):
         """Call a function on every rank."""
 
     def output(self, rank: int) -> str:
-        """What a rank has printed."""
+        """The output of a rank."""
 
     def attachment(self, rank: int) -> bytes:
-        """What a rank has left."""
+        """The attachment of a rank."""
 
 
 class Record:
-    """What one test's ranks have brought back so far.
+    """The results of one test's ranks so far.
 
     Attributes:
         output_collectors: For each world that the test has held, what keeps all that its ranks have printed.
@@ -88,7 +88,7 @@ class Record:
                 warnings.warn_explicit(message, category, file, line)
 
     def sections_of(self, error: BaseException | None) -> list[tuple[str, str]]:
-        """What the report says of an error beside the traceback in this process."""
+        """The sections of the report on an error, beside the traceback in this process."""
         return self.explained[1] if self.explained is not None and self.explained[0] is error else []
 
     def collect_output(self) -> None:
@@ -108,7 +108,7 @@ def _whose(rank: int, world: Lent) -> str:
 
 
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
-    """What has gone wrong on the ranks, as sections of a report; none where no rank has said it in pytest's way."""
+    """The failures of the ranks as sections of a report; none where no rank has sent one as pytest shows it."""
     first = verdict.first
     shown = attachment[first.rank].failure if first is not None and first.rank in attachment else None
     if first is None or shown is None:

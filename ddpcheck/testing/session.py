@@ -1,4 +1,4 @@
-"""What the plugin does for one pytest session: every hook of `ddpcheck.pytest_plugin` ends here.
+"""The plugin in one pytest session: every hook of `ddpcheck.pytest_plugin` calls this.
 
 This module is light: it never imports torch.
 """
@@ -55,7 +55,7 @@ class Session:
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def fact(self, item: pytest.Item, name: str) -> Any:
-        """What stands for `rank` and its like until the test is on its ranks."""
+        """The stand-in for `rank` and its like until the test is on its ranks."""
         if "ddp_world" in getattr(item, "fixturenames", ()):
             _refuse(
                 f"The body of a test that uses ddp_world runs in the parent, where there is no {name!r}; use "
@@ -71,7 +71,7 @@ class Session:
     def leave_to_ranks(
         self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> object:
-        """Where a fixture uses something that is made on the ranks, have it made there; else `None`."""
+        """Have a fixture made on the ranks if it uses something that is made there; else return `None`."""
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
@@ -123,7 +123,7 @@ class Session:
                 raise to_raise(verdict, error, marks.expected_failure(item))
 
     def _asked(self, item: pytest.Item) -> dict[str, Any]:
-        """What the test's marks say."""
+        """The options in the test's marks."""
         try:
             asked = marks.read(item.iter_markers(marks.MARKER))
             parameters = getattr(getattr(item, "callspec", None), "params", {})

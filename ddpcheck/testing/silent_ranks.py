@@ -1,4 +1,4 @@
-"""What the ranks of a launcher that do not report keep to themselves: their terminal, and the files that pytest writes.
+"""Launched ranks that do not report: their terminal stays silent, and pytest writes no files of theirs.
 
 This module is light: it never imports torch.
 """
@@ -86,7 +86,7 @@ def add_coverage(data: bytes) -> None:
 
 
 def base_of_temporary_folders(config: pytest.Config) -> str:
-    """Where this process makes them; it is made if it is not there."""
+    """The base of the temporary folders of this process; it is made if it does not exist."""
     factory: pytest.TempPathFactory | None = getattr(config, "_tmp_path_factory", None)
     return str(factory.getbasetemp()) if factory is not None else ""
 

@@ -1,4 +1,4 @@
-"""The worlds of a test run: prepared before they are asked for, used again where that is wished, ended in passing.
+"""A pool of worlds: prefetched, reused, closed in the background.
 
     pool = WorldPool()
     world = pool.acquire(world_size=2)   # fresh ranks, prepared while the last test ran
@@ -56,7 +56,7 @@ _SIGNATURE = inspect.signature(World)
 
 
 def _kind(options: Mapping[str, Any]) -> Kind | None:
-    """What a world with these options has to be from its start on; `None` where the options make no sense."""
+    """The kind of a world with these options: fixed from its start; `None` where the options make no sense."""
     try:
         bound = _SIGNATURE.bind(**options)
         bound.apply_defaults()

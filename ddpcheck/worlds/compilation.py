@@ -27,7 +27,7 @@ ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 @dataclass(slots=True)
 class _Compiling:
-    """What this process knows of compilation.
+    """State of compilation in this process.
 
     Attributes:
         asked: Whether code outside of torch has asked for it.

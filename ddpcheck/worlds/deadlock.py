@@ -1,4 +1,4 @@
-"""Whether ranks wait for each other, or for one that has finished, and nobody will come: seen long before the deadline.
+"""Detection of deadlocks: ranks that wait for each other, or for one that has finished, long before the deadline.
 
 It takes all of this together, over seconds: every rank that has not finished is inside a call of
 `torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank runs or is about to,
@@ -42,7 +42,7 @@ class DeadlockDetector:
         self._stacks: dict[int, tuple[Frame, ...]] = {}
 
     def wait(self, now: float) -> float | None:
-        """How long until the next look is due; `None` where there is nothing to look for."""
+        """Seconds until the next look is due; `None` where a deadlock cannot be detected."""
         if not self._possible:
             return None
         return max(0.0, self._next - now)

@@ -1,4 +1,4 @@
-"""What is known about the ranks of a world that failed, put into words. Pure, but for reading the rank's files.
+"""Exceptions and messages about ranks that failed. Pure, but for reading the rank's files.
 
 This module is light: it never imports torch.
 """
@@ -225,7 +225,7 @@ def _group(said: Sequence[tuple[int, str]]) -> str:
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
-    """What is known of each rank; of those that failed in the same way, once."""
+    """The details of each rank; those of ranks that failed in the same way once."""
     groups: dict[tuple[str, str, str], list[RankFailure]] = {}
     for one in failures:
         groups.setdefault((phrase(one), one.traceback, one.stack), []).append(one)

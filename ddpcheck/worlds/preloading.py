@@ -25,7 +25,7 @@ DDP = (
     "ddpcheck.gather.phases.local_step",
     "ddpcheck.gather.phases.ddp_step",
 )
-"""What ranks need that use DistributedDataParallel, or that `check` runs in.
+"""The modules that ranks import which use DistributedDataParallel, or in which `check` runs.
 
 The fork server imports it by itself when it has time. Ranks that need it at once name it in `World(preload=...)`: then
 they are not forked before, and do not import it each on its own.

@@ -38,7 +38,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank knows about itself.
+    """This rank: its number, device and world.
 
     Attributes:
         rank: Its number.
@@ -254,7 +254,7 @@ def announce(error: BaseException) -> None:
 
 @dataclass
 class _Task:
-    """What this rank is asked to do."""
+    """The task of this rank that is under way."""
 
     sock: socket.socket
     run: int

@@ -26,7 +26,7 @@ _POLL = 0.01  # where processes have to be asked whether they have ended
 
 @dataclass(slots=True)
 class Rank:
-    """What the parent knows about one rank."""
+    """One rank, as the parent sees it."""
 
     number: int
     sock: socket.socket

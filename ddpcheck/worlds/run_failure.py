@@ -1,4 +1,4 @@
-"""What has come of a run that went wrong: ends the ranks, and turns their state into the exception for the caller.
+"""The end of a run that failed: ends the ranks, and turns their state into the exception for the caller.
 
 This module is light: it never imports torch.
 """

@@ -71,7 +71,7 @@ class StartedRanks(Protocol):
         """Whether there will be no more events."""
 
     def events(self) -> list[Event]:
-        """What has happened since the last call; does not wait."""
+        """The events since the last call; does not wait."""
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal; SIGKILL reaches the processes that a rank has started, too."""
@@ -104,10 +104,10 @@ class RankHosts(Protocol):
     sharing: int
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """What the rank is told where it is, given what it would be told here."""
+        """The config of a rank where it is, given the one that it would have here."""
 
     def starter(self, rank: int, own: Starter) -> Starter:
-        """What starts a rank; `own` is how that is done here."""
+        """The starter of a rank; `own` is the one of this process."""
 
 
 def import_path() -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class _ForkServer:
             socket.send_fds(self._sock, [pickle.dumps(request)], fds)
 
     def log(self) -> str:
-        """What the server had to say, the last lines of it."""
+        """The last lines that the server has printed."""
         try:
             data = os.pread(self._log.fileno(), 1 << 20, 0)
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What may be passed to a `World`: everything else is refused here, in one sentence, before a process starts.
+"""Validation of the arguments of a `World`, before a process starts.
 
 This module is light: it never imports torch.
 """

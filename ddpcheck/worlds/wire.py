@@ -1,4 +1,4 @@
-"""How the parent and its ranks talk: length-prefixed pickles on a socket, and functions that travel by value.
+"""Messages between the parent and its ranks: length-prefixed pickles on a socket, and functions sent by value.
 
 Three kinds of traffic share this module. Parent and rank exchange tuples on one stream socket a rank. The fork
 server reports forks and exits on one stream socket a world. A function with its arguments travels as one
@@ -27,7 +27,7 @@ _HEADER = struct.Struct("!Q")
 _CHUNK = 1 << 18
 
 NO_LAUNCH = "_DDPCHECK_RANK_OF"
-"""Variable with the id of the one process that is the rank which the others, `RANK` and so on, tell of.
+"""Environment variable: id of the process that `RANK` and the other variables belong to.
 
 What that process starts inherits the variables and is no rank. Our own ranks have not been launched: they say 0.
 """
@@ -38,7 +38,7 @@ MAX_FDS = 100
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """What a rank takes over from the parent, as a process that it started just now would.
+    """The state of the parent that a rank takes over, as a process would that the parent starts now.
 
     Attributes:
         environment: Of the parent, and what was asked for on top of it.
@@ -177,7 +177,7 @@ def dumps(value: object) -> bytes:
 
 
 def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
-    """How a leaf that has a gradient is pickled, which torch leaves out; `None` for everything else."""
+    """The reduction of a leaf together with its gradient, which torch leaves out; `None` for everything else."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.Tensor) or not obj.is_leaf or obj.grad is None:
         return None

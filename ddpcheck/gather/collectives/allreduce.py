@@ -147,7 +147,7 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
 def _kinds_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[set[int]]:
-    """What each position holds on any rank: `_MISSING` (only where no rank holds more), `_DENSE`, `_SPARSE`."""
+    """The kinds of each position over all ranks: `_MISSING` (only where no rank holds more), `_DENSE`, `_SPARSE`."""
     kinds = [
         _MISSING if tensor is None else _DENSE if tensor.layout == torch.strided else _SPARSE for tensor in tensors
     ]
@@ -217,7 +217,7 @@ def _means(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What a dtype travels as: one whose sums are exact enough, and that backends know."""
+    """The dtype in which another is sent: sums in it are exact enough, and backends know it."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.uint8 if dtype == torch.bool else dtype

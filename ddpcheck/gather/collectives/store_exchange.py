@@ -1,4 +1,4 @@
-"""Bytes from every rank to every rank over the rendezvous store: where a collective might hang, this has a deadline.
+"""An all-gather of bytes over the rendezvous store: it has a deadline where a collective might hang.
 
 This module is light: it imports torch only on a rank that exchanges something.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-_PIECE = 1 << 22  # bytes; a TCPStore closes the connection on a value of more than 8 MiB
+from ddpcheck.worlds.store_values import get_value, put_value
 
 
 class RanksTimedOutError(Exception):
@@ -47,8 +47,8 @@ class StoreExchange:
     def over(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
         """An exchange between the ranks of `group`: the n-th for a purpose on one rank meets the n-th on the others.
 
-        The store itself counts, so that groups do not disturb each other, and a new store begins anew. What a rank
-        handed in the time before last is deleted: all others have read it, or they would not have come as far.
+        The store itself counts, so that groups do not disturb each other, and a new store begins anew. The bytes that a
+        rank wrote the time before last are deleted: all others have read them, or they would not have come as far.
 
         Args:
             group: A process group that this rank is in; `None` for all ranks.
@@ -65,17 +65,17 @@ class StoreExchange:
         number = store.add(f"{base}/calls/{rank}", 1)
         exchange = cls(f"{base}/{number}", rank, ranks, group_timeout(group) if timeout is None else timeout)
         if number > 2:
-            cls(f"{base}/{number - 2}", rank, ranks, 0.0)._forget(store)
+            cls(f"{base}/{number - 2}", rank, ranks, 0.0).delete("digest", "detail", "measured")
         return exchange
 
-    def gather(self, key: str, data: bytes) -> list[bytes]:
-        """What each rank handed in under `key`, in the order of `ranks`.
+    def all_gather(self, key: str, data: bytes) -> list[bytes]:
+        """The bytes of each rank under `key`, in the order of `ranks`.
 
         Raises:
-            SilentRanksError: A rank handed in nothing before the deadline.
+            RanksTimedOutError: A rank has written nothing before the deadline.
         """
         store = default_store()
-        self.hand_in(key, data)
+        self.put(key, data)
         found: list[bytes] = []
         silent: list[int] = []
         for rank in self.ranks:
@@ -85,53 +85,38 @@ class StoreExchange:
                     store.wait([name], timedelta(seconds=self.timeout))
                 elif not _holds(store, name):
                     raise TimeoutError
-                found.append(_pick_up(store, name))
+                found.append(get_value(store.get, name))
             except Exception:  # the stores raise classes of their own on a timeout
                 silent.append(rank)
         if silent:
-            # Who comes too late shall not take it for an answer to something else, nor us for one that never came.
+            # A rank that comes too late must not take these bytes for an answer, nor this rank for one that never came.
             with contextlib.suppress(Exception):
-                store.set(self._sign_of(key, self.rank), b"")
-            self._delete(store, key)
-            raise RanksTimedOutError([rank for rank in silent if not _holds(store, self._sign_of(key, rank))] or silent)
+                store.set(self._gave_up_key(key, self.rank), b"")
+            self.delete(key)
+            gave_up = [rank for rank in silent if _holds(store, self._gave_up_key(key, rank))]
+            raise RanksTimedOutError([rank for rank in silent if rank not in gave_up] or silent)
         return found
 
-    def hand_in(self, key: str, data: bytes) -> None:
-        """Hand in what others may wait for under `key`, and wait for nobody."""
-        _hand_in(default_store(), f"{self.prefix}/{key}/{self.rank}", data)
+    def put(self, key: str, data: bytes) -> None:
+        """Write the bytes of this rank under `key`, and wait for no other rank."""
+        put_value(default_store().set, f"{self.prefix}/{key}/{self.rank}", data)
 
-    def _sign_of(self, key: str, rank: int) -> str:
-        """Set by a rank that was there, and has given up waiting for the others."""
-        return f"{self.prefix}/{key}/{rank}/gave-up"
-
-    def _forget(self, store: Any) -> None:
-        self._delete(store, "digest", "detail", "measured")
-
-    def _delete(self, store: Any, *keys: str) -> None:
+    def delete(self, *keys: str) -> None:
+        """Delete the bytes of this rank under these keys; of large ones the first piece."""
         for key in keys:
             with contextlib.suppress(Exception):  # not every store can
-                store.delete_key(f"{self.prefix}/{key}/{self.rank}")
+                default_store().delete_key(f"{self.prefix}/{key}/{self.rank}")
+
+    def _gave_up_key(self, key: str, rank: int) -> str:
+        """Set by a rank that has given up waiting for the others."""
+        return f"{self.prefix}/{key}/{rank}/gave-up"
 
 
 def _holds(store: Any, name: str) -> bool:
     try:
         return bool(store.check([name]))
-    except Exception:  # whoever keeps the store is gone
+    except Exception:  # the process with the store is gone
         return False
-
-
-def _hand_in(store: Any, name: str, data: bytes) -> None:
-    """Set `name` last, so that who has waited for it finds all of it."""
-    pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)] or [b""]
-    for index, piece in enumerate(pieces[1:], 1):
-        store.set(f"{name}/{index}", piece)
-    store.set(name, len(pieces).to_bytes(4, "big") + pieces[0])
-
-
-def _pick_up(store: Any, name: str) -> bytes:
-    first = store.get(name)
-    more = range(1, int.from_bytes(first[:4], "big"))
-    return b"".join([first[4:], *(store.get(f"{name}/{index}") for index in more)])
 
 
 def default_store() -> Any:

@@ -70,7 +70,7 @@ def compare_options(mine: dict[str, str]) -> None:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
     exchange = StoreExchange(f"ddpcheck/wrapper/{number}", dist.get_rank(), range(world_size), _FOR_EVER)
-    everyone = [pickle.loads(data) for data in exchange.gather("options", pickle.dumps(mine))]
+    everyone = [pickle.loads(data) for data in exchange.all_gather("options", pickle.dumps(mine))]
     this_rank.set_collective("")
     differing = {name for options in everyone for name in options if options.get(name) != everyone[0].get(name)}
     if differing and not are_harmless(differing, everyone):

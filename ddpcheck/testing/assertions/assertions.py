@@ -340,10 +340,10 @@ def _difference_between_ranks(
     exchange = StoreExchange.over(group, "same", timeout)
     with _waiting(what, exchange.timeout):
         digest = digest_of(replace(mine, location="")).encode()
-        equal = len(set(exchange.gather("digest", digest))) == 1
+        equal = len(set(exchange.all_gather("digest", digest))) == 1
         if not equal:
             mine = _rank_values(items or [], options, mine.error, canonical=True)
-            by_rank = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
+            by_rank = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
         _refuse(usage_error(by_rank, ranks), what)
         if equal and holds_nothing(mine):
             return _NOTHING_COMPARED.format(what=what)
@@ -389,6 +389,6 @@ def _anomalies_on_ranks(
     if len(ranks) > 1:
         exchange = StoreExchange.over(group, "anomalous", timeout)
         with _waiting(what, exchange.timeout):
-            by_rank = [pickle.loads(data) for data in exchange.gather("detail", pickle.dumps(mine))]
+            by_rank = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
     _refuse(first_error([error for _, error in by_rank], ranks), what)
     return anomalies_message([anomalies or [] for anomalies, _ in by_rank], ranks)

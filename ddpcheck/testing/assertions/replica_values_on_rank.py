@@ -223,7 +223,7 @@ def all_distances(
             tensor = tensors[item.path].detach().resolve_conj().resolve_neg().contiguous()
             received = _received(tensor, exchange.ranks[item.reference], group, keep=here in item.odd)
             own.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
-    by_rank = [pickle.loads(data) for data in exchange.gather("measured", pickle.dumps(own))]
+    by_rank = [pickle.loads(data) for data in exchange.all_gather("measured", pickle.dumps(own))]
     return {item.path: [of_rank[index] for of_rank in by_rank] for index, item in enumerate(wanted)}
 
 

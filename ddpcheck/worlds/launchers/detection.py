@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, `mpirun` or `srun`, read from what they leave in the environment. Pure.
+"""The launcher of this process: torchrun, `mpirun` or `srun`, read from their environment variables. Pure.
 
 Nothing is guessed. An environment that says half of it (`RANK` without `WORLD_SIZE`) is no launch for `detect`;
 `require` says what is missing, for those who have asked for the ranks of a launcher (rule DDP603).
@@ -21,7 +21,7 @@ from ddpcheck.worlds.wire import NO_LAUNCH
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnv:
-    """What a launcher has told this process.
+    """The variables of a launcher, as values.
 
     Attributes:
         launcher: Its name, for messages.

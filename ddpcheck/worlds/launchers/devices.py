@@ -1,7 +1,4 @@
-"""Which GPU a rank gets, and what the ranks talk through: pure, of what every rank has told the others.
-
-So every rank comes to the same answer.
-"""
+"""The GPU of each rank, and the backend of all: pure, from the devices of every rank, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ddpcheck.findings.wording import agreeing, format_ranks
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """What a rank tells of itself.
+    """The machine and the GPUs of one rank.
 
     Attributes:
         machine: That it is on.

@@ -1,4 +1,4 @@
-"""Another rank's side of `leading`: a process that starts a rank when it is told to, and hands on what it says.
+"""The other ranks' side of `leader`: a process that starts a rank when rank 0 asks for it, and relays its messages.
 
 This module is light: torch is only imported by the ranks.
 """
@@ -231,7 +231,7 @@ class _Hosted:
             self._follower.selector.unregister(self._sock)
 
     def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a rank says, with its times by the leader's clock."""
+        """A message of a rank, with its times by the leader's clock."""
         offset = self._follower.welcome.offset
         if message[0] == "ready":
             return (message[0], message[1] + offset, *message[2:])
@@ -240,7 +240,7 @@ class _Hosted:
         return message
 
     def _show_files(self) -> None:
-        """Where the leader cannot read the rank's files, send it what is new in them."""
+        """Send the leader what is new in the rank's files, if it cannot read them."""
         if not self._shared:
             for kind in ("slots", "out", "attachment"):
                 self._show(f"rank{self._rank}.{kind}")

@@ -9,6 +9,7 @@ This module is light: it imports torch only where a process group is made.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import threading
@@ -35,13 +36,12 @@ GRACE = 0.3  # seconds after the first failure, for others to fail for reasons o
 _GIVE_UP = 10.0  # seconds that a rank may take to be freed
 _AGAIN = 0.5  # between attempts to free it
 _BETWEEN = 1e-3  # from one failure to the next, in units of `RankFailure.when`
-_PAUSE = 0.002
 _LATE = b"late"
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What has come of a run on one rank.
+    """The outcome of a run on one rank.
 
     Attributes:
         kind: `result`, `failure`, `stuck`, `gone` (its process has ended) or `lost` (it could not be freed).
@@ -51,7 +51,7 @@ class RankOutcome:
         stack: Of a stuck rank, as `faulthandler` writes it.
         place: Where it was in its own words.
         collective: That it waits in, where it is known.
-        said: How its process ended, in words.
+        said: The end of its process, in words.
         code: The exit code of its process, where it is known.
         attachment: What it left for the parent.
     """
@@ -197,18 +197,15 @@ class Run:
         self._store.claim(self._out(rank), pickle.dumps(outcome))
 
     def _await_all(self) -> None:
-        names = [self._out(rank) for rank in self._members]
-        pause = _PAUSE / 4
-        while not self._store.has(*names):
-            missing = [rank for rank in self._members if not self._store.has(self._out(rank))]
+        def claim_for_others(missing: list[int]) -> None:
             for rank in missing:
                 if rank in self._session.gone:
                     said, code = self._session.gone[rank]
                     self._claim(rank, RankOutcome("gone", self._order(), said=said, code=code))
                 elif time.monotonic() > self._last_moment():
                     self._claim(rank, RankOutcome("lost", self._order()))
-            time.sleep(pause)
-            pause = min(_PAUSE * 5, pause * 1.5)
+
+        self._store.wait_for({rank: self._out(rank) for rank in self._members}, math.inf, claim_for_others)
 
     def _last_moment(self) -> float:
         """When to stop waiting for a rank that cannot even say that it is stuck."""
@@ -216,11 +213,11 @@ class Run:
         return since + _GIVE_UP + 2.0
 
     def outcomes(self) -> dict[int, RankOutcome]:
-        """What has come of it on each rank; the same on every rank."""
+        """The outcome on each rank; every rank reads the same."""
         return {rank: pickle.loads(self._store.claimed(self._out(rank))) for rank in self._members}
 
     def outcomes_without_store(self) -> dict[int, RankOutcome]:
-        """What is known where the store has ended with the rank that kept it."""
+        """The outcomes that are known where the store has ended with the rank that kept it."""
         gone = self._session.gone
         return {
             rank: RankOutcome("gone", 1, said=gone[rank][0], code=gone[rank][1])
@@ -280,7 +277,7 @@ class Run:
 
 @contextlib.contextmanager
 def _environment(context: ranks.RankContext, session: RankGroup) -> Iterator[None]:
-    """What code under test reads from the environment of a rank, and what gloo talks through."""
+    """The environment variables of a rank, and gloo's network interface, for one run."""
     launch = session.launch
     values = {
         "RANK": str(context.rank),

@@ -113,7 +113,7 @@ class LaunchedWorld:
         said = [getattr(fn, "__qualname__", type(fn).__qualname__), self.world_size, self.backend, self.device, seconds]
         self.failed = True
         call = f"run({', '.join(map(str, said))})"
-        worlds = session.meet(call, self.directory.name.encode(), timeout=self.startup_timeout)
+        worlds = session.gather(call, self.directory.name.encode(), timeout=self.startup_timeout)
         if len(set(worlds)) > 1:
             raise RankError(
                 f"The ranks are not in step: some of them have made more worlds than others before {call}; "
@@ -142,7 +142,7 @@ class LaunchedWorld:
         return results
 
     def attachment(self, rank: int) -> bytes:
-        """What a rank left with `ddpcheck.rank.save_attachment` in the last run."""
+        """The bytes that a rank has saved with `ddpcheck.rank.save_attachment` in the last run."""
         return self._attachments.get(rank, b"")
 
     def output(self, rank: int) -> str:
@@ -155,7 +155,7 @@ class LaunchedWorld:
         """Let go of the ranks; may be called again."""
         if not self.closed:
             self.closed = True
-            self.session.later(lambda: shutil.rmtree(self.directory, ignore_errors=True))
+            self.session.clean_up_later(lambda: shutil.rmtree(self.directory, ignore_errors=True))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, open_
 from ddpcheck.worlds.validation import check_choice, check_count, check_seconds
 
 _PATIENCE = 600.0  # seconds: machines of one job may come up minutes apart
-_PAUSE = (0.001, 0.05)
+_PAUSE = 0.05
 _LAST_WORD = 1.0
 _GIVEN_UP = "given up"
 _OURS = ("store", "rank", "world_size", "init_method")
@@ -205,7 +205,7 @@ def _visible_gpus(machine: str) -> tuple[str, ...]:
 
 
 class _Meeting:
-    """What the ranks tell each other before there is a process group."""
+    """The exchange between ranks before there is a process group."""
 
     def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float, deadline: float) -> None:
         self._store = store
@@ -214,7 +214,7 @@ class _Meeting:
         self._deadline = deadline
 
     def exchange(self, seat: RankDevices, met: Callable[[], None]) -> list[RankDevices]:
-        """Return what every rank has told, in order of rank; rank 0 collects it.
+        """Return the devices of every rank, in order of rank; rank 0 collects them.
 
         Args:
             seat: Of this rank.
@@ -224,10 +224,10 @@ class _Meeting:
         with self._store_at_hand():
             self._store.put(own[self._launch.rank], json.dumps(asdict(seat)).encode())
             if self._launch.rank == 0:
-                self._wait(own, own, "come to init_dist")
+                self._wait(dict(enumerate(own)), own, "come to init_dist")
                 met()
                 self._store.put("seats", b"\n".join(self._store.get(name) for name in own))
-            self._wait(["seats"], own, "come to init_dist")
+            self._wait({0: "seats"}, own, "come to init_dist")
             lines = self._store.get("seats").splitlines()
             self._read_by_all("seats")
         told = [json.loads(line) for line in lines]
@@ -240,11 +240,11 @@ class _Meeting:
             self._store.put(own[self._launch.rank], b"")
             if self._store.next(what) == self._launch.world_size:
                 self._store.put(f"{what}/all", b"")
-            self._wait([f"{what}/all"], own, what)
+            self._wait({0: f"{what}/all"}, own, what)
             self._read_by_all(what)
 
     def leave(self, said: str = "") -> None:
-        """Go without a process group, having told the others why if they do not know; rank 0 goes last if it can.
+        """Leave without a process group, with a reason for the others if they do not know it; rank 0 leaves last.
 
         It stays for a moment, also for those that have come a little late: they are to read it before the store ends.
         """
@@ -255,7 +255,7 @@ class _Meeting:
                 self._store.put("left/all", b"")
             last = time.monotonic() + _LAST_WORD
             while self._launch.rank == 0 and time.monotonic() < last and not self._store.has("left/all"):
-                time.sleep(_PAUSE[1])
+                time.sleep(_PAUSE)
 
     def _read_by_all(self, what: str) -> None:
         """Let rank 0 wait for the others: it may keep the store that they read from, and end right after this."""
@@ -263,37 +263,34 @@ class _Meeting:
         if self._launch.rank and self._store.next(f"{what}/read") == others:
             self._store.put(f"{what}/over", b"")
         if self._launch.rank == 0 and others:
-            self._linger(f"{what}/over")
+            self._linger({0: f"{what}/over"})
 
-    def _linger(self, *names: str) -> bool:
-        """Wait until all of these are there, and return whether they are.
+    def _linger(self, names: Mapping[int, str]) -> list[int]:
+        """Wait until all of these are there, and return the ranks whose are not.
 
         Raises:
             HangError: Another rank has waited for too long.
             DdpcheckError: Another rank could not set the group up.
         """
-        pause = _PAUSE[0]
-        while not self._store.has(*names):
-            if self._store.has(_GIVEN_UP):
-                late, said = json.loads(self._store.get(_GIVEN_UP))
-                raise HangError(said) if late else DdpcheckError(said)
-            if time.monotonic() > self._deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE[1])
-        return True
 
-    def _wait(self, names: list[str], own: list[str], what: str) -> None:
-        if self._linger(*names):
+        def check(_missing: list[int]) -> None:
+            if self._store.has(_GIVEN_UP):
+                late, reason = json.loads(self._store.get(_GIVEN_UP))
+                raise HangError(reason) if late else DdpcheckError(reason)
+
+        return self._store.wait_for(names, self._deadline, check, longest=_PAUSE)
+
+    def _wait(self, names: Mapping[int, str], own: list[str], what: str) -> None:
+        if not self._linger(names):
             return
         missing = [rank for rank, name in enumerate(own) if not self._store.has(name)] or [0]
         who = format_ranks(missing)
-        said = (
+        reason = (
             f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
             f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
         )
-        self._store.put(_GIVEN_UP, json.dumps([True, said]).encode())
-        raise HangError(said)
+        self._store.put(_GIVEN_UP, json.dumps([True, reason]).encode())
+        raise HangError(reason)
 
     @contextlib.contextmanager
     def _store_at_hand(self) -> Any:

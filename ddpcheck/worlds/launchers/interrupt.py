@@ -1,7 +1,7 @@
 """Getting a rank out of where it is stuck, in its own process, so that the process can go on to the next test.
 
-gloo's own `abort()` frees nobody (measured on torch 2.13: it returns at once, and the waiting thread goes on waiting).
-What does is the end of the connections: a collective that waits on one raises "Connection closed by peer" then, and so
+gloo's own `abort()` does not wake waiting threads (measured on torch 2.13: it returns at once, and they go on waiting).
+The end of the connections does: a collective that waits on one raises "Connection closed by peer" then, and so
 does a rendezvous that waits for a rank which will never come. Python code is interrupted by a signal whose handler
 raises.
 
@@ -69,7 +69,7 @@ def _main_thread() -> int:
 
 
 def main_stack() -> str:
-    """Where the main thread is in a run, without frames of ours, in the form that `faulthandler` writes."""
+    """The stack of the main thread in a run, without frames of ddpcheck, as `faulthandler` writes it."""
     frame = sys._current_frames().get(_main_thread())
     lines = []
     while frame is not None and not frame.f_code.co_filename.startswith(_HERE):

@@ -38,7 +38,7 @@ _FAREWELL = 5.0  # seconds for the other processes to end
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is: the fields of a `RankConfig` that tell it."""
+    """The place of a rank: fields of its `RankConfig`."""
 
     local_rank: int
     local_world_size: int
@@ -46,7 +46,7 @@ class Place:
 
 
 def places(hellos: Sequence[Hello]) -> list[Place]:
-    """Where each rank is, given what the processes have told, in order of rank. Pure.
+    """The place of each rank, from the first messages of the processes, in order of rank. Pure.
 
     Launchers that bind a GPU to each process, as `srun --gpus-per-task=1` does, hide the others from it.
     """
@@ -101,7 +101,7 @@ class Leader:
         self.close()
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """What a rank is told: its own process's context, and where the ranks meet."""
+        """The config of a rank with the context of its own process, and the store of all ranks."""
         store = None if self.one_machine else (self._launch.address, self._meeting_port(config.directory))
         config = replace(config, store=store, **asdict(self._places[config.rank]))
         if config.rank == 0:
@@ -125,7 +125,7 @@ class Leader:
         return self._stores[directory][1]
 
     def starter(self, rank: int, own: starting.Starter) -> starting.Starter:
-        """What starts a rank: here, or where it belongs."""
+        """The starter of a rank: in this process, or in the process of the launcher that it belongs to."""
         if rank == 0:
             return own
         return partial(RemoteRanks, self._followers[rank], own is starting.ForkedRanks)
@@ -279,7 +279,7 @@ class RemoteRanks:
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
     def events(self) -> list[starting.Event]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         with contextlib.suppress(OSError):
             while self._notified.recv(1 << 10):
                 pass

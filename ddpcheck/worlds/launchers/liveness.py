@@ -23,14 +23,14 @@ SILENCE = 60.0  # without one: longer than a thread may be kept from running by 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a rank lives."""
+    """The machine and the process of a rank."""
 
     machine: str
     pid: int
 
 
 def this_machine() -> str:
-    """What the processes that can see each other's ids have in common, and no others."""
+    """A name that is the same for the processes that can see each other's ids, and for no others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -82,7 +82,7 @@ class Peers:
         return ended
 
     def lookout(self, rank: int) -> Callable[[], bool]:
-        """What tells at any time, from any thread, whether a rank of this machine is still there."""
+        """A function for any thread that returns whether a rank of this machine still exists."""
         if hasattr(os, "pidfd_open") and rank in self._local:
             with contextlib.suppress(OSError):
                 self._kept = os.pidfd_open(self._local[rank])
@@ -127,7 +127,7 @@ def _exists(pid: int) -> bool:
 
 
 def _exit_code(pid: int) -> int | None:
-    """How a process ended, negative for a signal, as long as its parent has not asked: only the parent is told."""
+    """The exit code of a process, negative for a signal, as long as its parent has not asked for it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else None

@@ -1,4 +1,4 @@
-"""Where the processes of one machine meet: a file tells the port that rank 0 listens on, on the loopback interface.
+"""The file in which processes of one machine find the port that rank 0 listens on, on the loopback interface.
 
 This module is light: it never imports torch.
 """

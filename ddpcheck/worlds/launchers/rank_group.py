@@ -1,8 +1,8 @@
-"""A session of the ranks of a launcher: who is there, in step or not, and what each tells the others.
+"""The group of launched ranks: membership, and values that all ranks gather at the same points.
 
-Each rank runs the same tests by itself. They meet at the same points, one test an epoch: `begin`, any number of
-meetings, `end`. A rank that fails early skips meetings and goes to `end`; whoever waits for it in a meeting is told at
-once, and all are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
+Each rank runs the same tests by itself. They gather values at the same points, one test an epoch: `begin`, any number
+of `gather`, `end`. A rank that fails early goes to `end` at once; a rank that waits for it in a gathering then raises,
+and all are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
 
 This module is light: it imports torch only when a session is joined.
 """
@@ -25,18 +25,15 @@ from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, format_ranks
-from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
+from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.interface import gloo_interface, route
-from ddpcheck.worlds.launchers.liveness import BEAT, Peer, Peers, how_it_ended, this_machine
+from ddpcheck.worlds.launchers.liveness import Peer, this_machine
+from ddpcheck.worlds.launchers.peer_watch import PeerWatch
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.wire import NO_LAUNCH
 
-_SOON = 0.001
-_LATER = 0.01
-_IDLE = 0.25  # seconds between looks of the watching thread when nothing runs
-_BUSY = 0.02  # and while something does
+_PAUSE = 0.01
 _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
-_FORSAKEN = 5.0  # to come to an end without a launcher
 
 
 class RankGroup:
@@ -67,35 +64,29 @@ class RankGroup:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.broken: str | None = None
-        self.gone: dict[int, tuple[str, int | None]] = {}
-        self.terminated: float | None = None
+        self._watch = PeerWatch(launch)
         self._owner = os.getpid()
-        self._parent = os.getppid()
-        self._forsaken: float | None = None
         self._label = "the start"
         self._epoch = 0
         self._step = 0
         self._worlds = 0
-        self._spoiled: str | None = None
-        self._litter: list[list[Callable[[], None]]] = [[], []]
-        self._task: Callable[[], None] | None = None
+        self._out_of_step: str | None = None  # why this rank gathers nothing more in this epoch
+        self._clean_ups: list[list[Callable[[], None]]] = [[], []]
         self._busy = False
         self._left = self._announced = False
-        self._peers: Peers | None = None
-        self._thread: threading.Thread | None = None
-        self._met: Callable[[], None] = _nothing
+        met: Callable[[], None] = _nothing
         offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
         try:
-            self.store, self._met = open_store(launch, timeout)
+            self.store, met = open_store(launch, timeout)
             own, master = route(*self.store.address)
             me = (Peer(this_machine(), os.getpid()), offered, master)
-            said = self.meet("the start of the session", pickle.dumps(me), timeout=timeout)
+            found = self.gather("the start of the session", pickle.dumps(me), timeout=timeout)
         except BaseException:
             shutil.rmtree(offered, ignore_errors=True)
             raise
         finally:
-            self._met()  # whoever is not there yet has no time left
-        peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(said)}
+            met()  # a rank that is not there yet has no time left
+        peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(found)}
         here = [rank for rank, (peer, *_) in peers.items() if peer.machine == me[0].machine]
         self.one_machine = len(here) == self.world_size
         self.interface = gloo_interface(self.one_machine, own, [one[2] for one in peers.values()])
@@ -104,19 +95,14 @@ class RankGroup:
         if not self._first_here:
             os.rmdir(offered)
         self.directory = Path(peers[min(here)][1])
-        self._peers = Peers(self.rank, {rank: peer for rank, (peer, *_) in peers.items()})
-        if not launch.agent and self.rank:
-            self.store.kept = self._peers.lookout(0)
-        self._stop = False
-        self._thread = threading.Thread(target=self._watch, name="ddpcheck-ranks", daemon=True)
-        self._thread.start()
-        self._handled = signal.getsignal(signal.SIGTERM)
-        if self._handled == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        members = {rank: peer for rank, (peer, *_) in peers.items()}
+        self._watch.start(members, self.store, self.directory, on_bug=self._break)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
         atexit.register(self._at_exit)
 
-    # --- Meeting -------------------------------------------------------------------------------------------------
+    # --- Gathering --------------------------------------------------------------------------------------------------
 
     def begin(self, label: str) -> None:
         """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
@@ -124,61 +110,53 @@ class RankGroup:
         with contextlib.suppress(StoreGoneError):
             self.store.put(f"at/{self.rank}", label.encode())
 
-    def agree(self, what: str, value: str, *, timeout: float) -> list[str]:
-        """Tell every rank a value, and return that of each, in order of rank.
+    def gather(self, what: str, data: bytes, *, timeout: float) -> list[bytes]:
+        """Give every rank a value, and return the value of each, in order of rank.
 
         Args:
             what: The point at which every rank does so, in words that are the same on all of them.
-            value: Of this rank.
+            data: Of this rank.
             timeout: Seconds to wait for the others.
 
         Raises:
             HangError: A rank did not get there in time.
             RankError: A rank has ended, has left, or is at another point.
         """
-        return [data.decode() for data in self.meet(what, value.encode(), timeout=timeout)]
+        self._check()
+        if self._out_of_step is not None:
+            raise RankError(self._out_of_step)
+        self._step += 1
+        try:
+            return self._gather(f"{self._epoch}/{self._step}", what, data, timeout)
+        except (RankError, HangError) as error:
+            self._out_of_step = str(error)
+            raise
 
-    def end(self, value: str, *, timeout: float) -> list[str]:
-        """End the epoch that `begin` has begun: `agree`, for ranks that have missed meetings in it too.
+    def end(self, data: bytes, *, timeout: float) -> list[bytes]:
+        """End the epoch that `begin` has begun: `gather`, for ranks that are out of step too.
 
         A rank that does not come in time is lost: the session is broken.
         """
-        return [data.decode() for data in self.end_with(value.encode(), timeout=timeout)]
-
-    def end_with(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """Do as `end`, with bytes."""
         self._check()
-        self._spoiled = None
+        self._out_of_step = None
         try:
-            said = self._meet(f"{self._epoch}/end", "the end", data, timeout)
+            found = self._gather(f"{self._epoch}/end", "the end", data, timeout)
         except HangError as error:
             self._break(str(error))
             raise
         self._next_epoch(f"what follows {self._label}")
-        return said
+        return found
 
     def _next_epoch(self, label: str) -> None:
         self._epoch += 1
         self._step = self._worlds = 0
         self._label = label
-        self._spoiled = None
-
-    def meet(self, what: str, data: bytes, *, timeout: float) -> list[bytes]:
-        """Do as `agree`, with bytes."""
-        self._check()
-        if self._spoiled is not None:
-            raise RankError(self._spoiled)
-        self._step += 1
-        try:
-            return self._meet(f"{self._epoch}/{self._step}", what, data, timeout)
-        except (RankError, HangError) as error:
-            self._spoiled = str(error)
-            raise
+        self._out_of_step = None
 
     @property
-    def missed(self) -> bool:
-        """Whether this rank has been told in this epoch that others would not come to a meeting with it."""
-        return self._spoiled is not None
+    def out_of_step(self) -> bool:
+        """Whether other ranks did not come to a gathering of this epoch."""
+        return self._out_of_step is not None
 
     def name_world(self) -> str:
         """A name for one more world: the same on every rank as long as they are in step."""
@@ -194,9 +172,9 @@ class RankGroup:
         """A name for where this rank is, the same for ranks in step, and never the same again."""
         return f"{self._epoch}/{self._step}"
 
-    def _meet(self, name: str, what: str, data: bytes, timeout: float) -> list[bytes]:
+    def _gather(self, name: str, what: str, data: bytes, timeout: float) -> list[bytes]:
         def record(rank: int) -> str:
-            return f"meet/{name}/{rank}"
+            return f"gather/{name}/{rank}"
 
         self._busy = True
         try:
@@ -218,27 +196,22 @@ class RankGroup:
 
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
         """Wait until all of these are there."""
-        deadline = time.monotonic() + timeout
-        pause = _SOON
-        while not self.store.has(*names.values()):
-            now = time.monotonic()
-            missing = [rank for rank, name in names.items() if not self.store.has(name)]
-            if missing and (said := self._why_not(missing)):
-                raise RankError(said)
-            ended = [rank for rank in missing if self.store.has(f"meet/{self._epoch}/end/{rank}")]
-            if ended and not what == "the end":
-                # It may have been here before it ended.
-                if ended := [rank for rank in ended if not self.store.has(names[rank])]:
-                    raise RankError(
-                        f"{_Name(ended)} {agreeing('has', ended)} left {self._label} already, "
-                        f"while rank {self.rank} waits in {what}."
-                    )
-            if missing and now >= deadline:
-                raise HangError(
-                    f"{_Name(missing)} did not reach {what} of {self._label} within {timeout:g} s{self._last(missing)}."
+
+        def check(missing: list[int]) -> None:
+            if missing and (reason := self._why_not(missing)):
+                raise RankError(reason)
+            ended = [rank for rank in missing if self.store.has(f"gather/{self._epoch}/end/{rank}")]
+            # A rank may have been here before it ended.
+            if what != "the end" and (ended := [rank for rank in ended if not self.store.has(names[rank])]):
+                raise RankError(
+                    f"{_Name(ended)} {agreeing('has', ended)} left {self._label} already, "
+                    f"while rank {self.rank} waits in {what}."
                 )
-            time.sleep(pause)
-            pause = min(_LATER, pause * 1.5)
+
+        if late := self.store.wait_for(names, time.monotonic() + timeout, check):
+            raise HangError(
+                f"{_Name(late)} did not reach {what} of {self._label} within {timeout:g} s{self._last(late)}."
+            )
 
     def _last(self, ranks: Sequence[int]) -> str:
         said = []
@@ -248,15 +221,15 @@ class RankGroup:
         return "; " + ", ".join(said) if said else ""
 
     def _clean(self, names: list[str]) -> None:
-        """Forget what was told in the meeting before the last one: who came to a later one has read it."""
-        for tidy in self._litter.pop(0):
+        """Remove the values of the gathering before the last one: every rank that came to a later one has read them."""
+        for clean_up in self._clean_ups.pop(0):
             with contextlib.suppress(OSError, StoreGoneError):
-                tidy()
-        self._litter.append([lambda: self.store.remove(names)])
+                clean_up()
+        self._clean_ups.append([lambda: self.store.remove(names)])
 
-    def later(self, tidy: Callable[[], None]) -> None:
-        """Do something as soon as every rank has come to two more meetings, or at the end."""
-        self._litter[-1].append(tidy)
+    def clean_up_later(self, clean_up: Callable[[], None]) -> None:
+        """Call `clean_up` as soon as every rank has come to two more gatherings."""
+        self._clean_ups[-1].append(clean_up)
 
     # --- Others that are not there any more ------------------------------------------------------------------------
 
@@ -287,82 +260,47 @@ class RankGroup:
         return None
 
     def lost_store(self, error: StoreGoneError) -> RankError:
-        """What to raise where the store does not answer: its keeper has ended, and most of the time that shows."""
+        """The exception for a store that does not answer: its keeper has ended, which as a rule is seen soon."""
         deadline = time.monotonic() + _AFTERMATH
-        while self._peers is not None and not self.gone and time.monotonic() < deadline:
-            time.sleep(_LATER)
+        while self._watch.started and not self.gone and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
         if self.gone:
             return RankError(self._break("; ".join(said for said, _ in self.gone.values()) + "."))
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
         return RankError(self._break(f"the store that {keeper} keeps does not answer any more."))
 
-    def _watch(self) -> None:
-        assert self._peers is not None
-        count, beat = 0, 0.0
-        while not self._stop:
-            self._mind_launcher()
-            try:
-                for rank, code in self._peers.wait(_IDLE if self._task is None else _BUSY).items():
-                    if self.gone.get(rank) is None and not self._said_farewell(rank):
-                        self.gone[rank] = (how_it_ended(rank, code), code)
-                if not self.one_machine and time.monotonic() > beat + BEAT:
-                    beat, count = time.monotonic(), count + 1
-                    self.store.put(f"beat/{self.rank}", b"%d" % count)
-                    for rank in self._peers.silent(self._beat):
-                        self.gone[rank] = (f"rank {rank} has given no sign of life for a minute", None)
-                if (task := self._task) is not None:
-                    task()
-            except StoreGoneError:
-                time.sleep(_BUSY)  # the main thread finds that out by itself, and says so
-            except Exception as error:  # a bug of ddpcheck: nobody could be freed any more, so say it
-                self._break(f"the thread that watches them failed on rank {self.rank}: {error!r}.")
-                raise
+    @property
+    def gone(self) -> dict[int, tuple[str, int | None]]:
+        """Ranks that have ended without leaving: how, in words, and the exit code where that is known."""
+        return self._watch.gone
 
-    def _mind_launcher(self) -> None:
-        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
-        if self.launch.launcher == BY_HAND or os.getppid() == self._parent:
-            return
-        if self._forsaken is None:
-            self._forsaken = self.terminated = time.monotonic()
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif time.monotonic() > self._forsaken + _FORSAKEN:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os._exit(128 + signal.SIGTERM)
-
-    def _beat(self, rank: int) -> int:
-        return int(self.store.get(f"beat/{rank}")) if self.store.has(f"beat/{rank}") else 0
-
-    def _said_farewell(self, rank: int) -> bool:
-        if rank == 0 and not self.launch.agent:
-            return False  # and with it went the store: do not ask
-        try:
-            return self.store.has(f"left/{rank}")
-        except StoreGoneError:
-            return False
+    @property
+    def terminated(self) -> float | None:
+        """When this process was asked to end or lost its launcher, by `time.monotonic()`; `None` before."""
+        return self._watch.terminated
 
     @contextlib.contextmanager
     def attended(self, task: Callable[[], None]) -> Any:
         """Have the watching thread call `task` many times a second."""
-        assert self._peers is not None
-        self._task, self._busy = task, True
-        self._peers.wake()
+        self._busy = True
         try:
-            yield
+            with self._watch.calling(task):
+                yield
         finally:
-            self._task, self._busy = None, False
+            self._busy = False
 
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         """Survive long enough to say what happened: launchers end all ranks as soon as one of them has died."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who means it asks twice
-        self.terminated = time.monotonic()
+        self._watch.terminated = time.monotonic()
         if not self._busy and self.broken is None:
             self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
             raise KeyboardInterrupt(self.broken)
 
     def announce(self, reason: str) -> None:
-        """Say that this rank comes to no more meetings, with what completes "rank 1 has left (...)"; it may linger."""
+        """Say that this rank comes to no more gatherings; `reason` completes "rank 1 has left (...)"."""
         if not self._announced and self._owner == os.getpid():
             self._announced = True
             with contextlib.suppress(StoreGoneError):
@@ -400,15 +338,10 @@ class RankGroup:
         while time.monotonic() < deadline and self.terminated is None:
             if all(rank in self.gone or self.store.has(f"{name}/{rank}") for rank in ranks):
                 return
-            time.sleep(_LATER)
+            time.sleep(_PAUSE)
 
     def _release(self) -> None:
-        self._stop = True
-        if self._thread is not None and self._peers is not None:
-            self._peers.wake()
-            self._thread.join(5.0)
-            if not self._thread.is_alive():
-                self._peers.close()
+        self._watch.stop()
         with contextlib.suppress(ValueError):  # not in the main thread
             if signal.getsignal(signal.SIGTERM) == self._on_terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

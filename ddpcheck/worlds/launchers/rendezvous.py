@@ -1,4 +1,4 @@
-"""The processes that a launcher has started find each other: one connection from rank 0, who leads, to each other one.
+"""The rendezvous of launched processes: one connection from rank 0, the leader, to each of the others.
 
 On one machine a file tells where; on several, a store of torch at the address that the launcher tells. Both sides prove
 that they know a secret before anything is unpickled.
@@ -40,7 +40,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a process tells of itself.
+    """The first message of a process to the leader.
 
     Attributes:
         rank: Its number.
@@ -64,7 +64,7 @@ class Hello:
 
     @classmethod
     def of(cls, launch: LauncherEnv) -> Hello:
-        """That of this process."""
+        """The message of this process."""
         around = wire.ProcessContext(
             environment=starting.inherited_environment(),
             explicit=frozenset(),
@@ -79,7 +79,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the leader tells a process.
+    """The leader's answer to a process.
 
     Attributes:
         shared: Whether it is on the leader's machine.
@@ -100,7 +100,7 @@ class Joined:
 
 
 def _said_by(launch: LauncherEnv) -> str:
-    """Who says that there are several ranks."""
+    """The reason why several ranks are expected, for messages."""
     if launch.launcher == BY_HAND:
         return "RANK and WORLD_SIZE are set"
     return f"{launch.launcher} has started this one"
@@ -115,7 +115,7 @@ def _machine() -> str:
 
 
 def _file(launch: LauncherEnv) -> Path | None:
-    """Where the processes of one machine meet; `None` where they may be on several, or nothing tells jobs apart."""
+    """The file in which the processes of one machine find each other; `None` where they may be on several machines."""
     if not launch.one_machine or not (launch.job or launch.address):
         return None
     return port_file.meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")

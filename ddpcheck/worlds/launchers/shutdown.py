@@ -1,4 +1,4 @@
-"""How a process that a launcher has started comes to its end: asked to, without its launcher, or with an exit code.
+"""The end of a launched process: on SIGTERM, after the death of its launcher, or with an exit code.
 
 This module is light: it never imports torch.
 """

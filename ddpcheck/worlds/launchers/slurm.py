@@ -1,4 +1,4 @@
-"""What SLURM leaves to its tasks to find out: the first of their machines, how many are on one, and a port.
+"""Values that SLURM does not give its tasks directly: their first machine, how many are on one, and a port.
 
 This module is light. Sources: srun(1), section "OUTPUT ENVIRONMENT VARIABLES"; scontrol(1), "show hostnames".
 """

@@ -1,7 +1,7 @@
-"""What the ranks of a launcher tell each other: small values under names, on a store that never makes anyone wait.
+"""The store of launched ranks: values under names, which are read without blocking.
 
-The store is torch's: that of torchrun's agent, or one that rank 0 keeps. Nothing here blocks: who waits asks again, so
-that two threads may use one store, and whoever waits can look around for those that will never answer.
+The store is torch's: that of torchrun's agent, or one that rank 0 keeps. Nothing here blocks: a rank that waits asks
+again, so that two threads may use one store, and a rank that waits can see which others will never answer.
 
 This module is light: it imports torch only when a store is opened.
 """
@@ -13,7 +13,7 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds.launchers import port_file, slurm
 from ddpcheck.worlds.launchers.detection import LauncherEnv
+from ddpcheck.worlds.store_values import get_value, keys_of_value, put_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_PART = 4 << 20  # bytes; torch's store hangs up on a value of more than 8 MiB
 _PAUSE = 0.02
+_FIRST_PAUSE = 0.0005  # seconds between questions to the store, which grow
+_LONGEST_PAUSE = 0.01
 
 _joined: set[str] = set()  # tokens of the stores of rank 0 that this process has been on, one an attempt
 
@@ -43,7 +45,7 @@ class LauncherStore:
     Attributes:
         store: Of torch; also what process groups meet on.
         reopen: Makes another connection to it.
-        kept: Whether whoever keeps it is still there.
+        kept: Whether the process that keeps it still exists.
     """
 
     def __init__(self, store: Store, prefix: str, reopen: Callable[[], Store]) -> None:
@@ -65,13 +67,7 @@ class LauncherStore:
 
     def put(self, name: str, data: bytes) -> None:
         """Write a value of any size; it is there as a whole or not at all."""
-        parts = [data[start : start + _PART] for start in range(0, len(data), _PART)]
-        if len(parts) > 1:
-            for number, part in enumerate(parts):
-                self._ask("set", f"{name}#{number}", part)
-            self._ask("set", name, b"#%d" % len(parts))
-        else:
-            self._ask("set", name, b"=" + data)
+        put_value(partial(self._ask, "set"), name, data)
 
     def has(self, *names: str) -> bool:
         """Whether all of these are there."""
@@ -79,10 +75,7 @@ class LauncherStore:
 
     def get(self, name: str) -> bytes:
         """The value of a name that is there."""
-        found = bytes(self._ask("get", name))
-        if found[:1] == b"=":
-            return found[1:]
-        return b"".join(bytes(self._ask("get", f"{name}#{number}")) for number in range(int(found[1:])))
+        return get_value(partial(self._ask, "get"), name)
 
     def claim(self, name: str, data: bytes) -> None:
         """Write a value that several may want to write: the first one stays; read it with `claimed`."""
@@ -99,13 +92,40 @@ class LauncherStore:
         return int(self._ask("add", name, 1))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Forget values written by `put`."""
+        """Delete values written by `put`."""
         for name in names:
             if self.has(name):
-                found = bytes(self._ask("get", name))
-                parts = int(found[1:]) if found[:1] == b"#" else 0
-                for key in [name, *(f"{name}#{number}" for number in range(parts))]:
+                for key in keys_of_value(partial(self._ask, "get"), name):
                     self._ask("delete_key", key)
+
+    def wait_for(
+        self,
+        names: Mapping[int, str],
+        deadline: float,
+        on_missing: Callable[[list[int]], None],
+        *,
+        longest: float = _LONGEST_PAUSE,
+    ) -> list[int]:
+        """Wait until each of some ranks has written a value.
+
+        Args:
+            names: Of the values, by rank.
+            deadline: When to give up, by `time.monotonic()`.
+            on_missing: Called again and again with the ranks that have not; raises where one of them never will.
+            longest: Seconds between two questions to the store.
+
+        Returns:
+            The ranks that have not written theirs in time.
+        """
+        pause = _FIRST_PAUSE
+        while not self.has(*names.values()):
+            missing = [rank for rank, name in names.items() if not self.has(name)]
+            on_missing(missing)
+            if missing and time.monotonic() >= deadline:
+                return missing
+            time.sleep(pause)
+            pause = min(longest, pause * 1.5)
+        return []
 
     def _ask(self, method: str, *arguments: object) -> Any:
         if self._over or not self.kept():  # torch writes a page to stderr each time
