@@ -18,7 +18,8 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter
-from ddpcheck.monitor.watch import Watch, find_wrapper
+from ddpcheck.monitor.watch import Watch
+from ddpcheck.monitor.watched_wrapper import find_wrapper
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -14,17 +14,13 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of, user_location
-from ddpcheck.findings.wording import Names
-from ddpcheck.gather.autograd.autograd_graph import all_names
-from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, living_wrappers
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.monitor import no_sync
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import WatchContext, judge_reports
+from ddpcheck.monitor.judging import judge_reports
 from ddpcheck.monitor.loop_record import BACKWARD, FORWARD, LoopRecord
 from ddpcheck.monitor.micro_batches import MicroBatches
 from ddpcheck.monitor.module_hooks import hold, release
@@ -36,6 +32,7 @@ from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.step_tracker import StepTracker
+from ddpcheck.monitor.watched_wrapper import context_of, find_wrapper
 
 _SETTLED = (8, 128)  # steps after which what find_unused_parameters and static_graph allow for is judged
 _PACED = 16  # the step after which the ranks agree on how often they look for alarms
@@ -95,32 +92,8 @@ def watch(
     )
 
 
-def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """The one `DistributedDataParallel` that `module` is or holds, or that has been made around it.
-
-    Raises:
-        UsageError: There is none, or there are several.
-    """
-    ddp = nn.parallel.DistributedDataParallel
-    found = [part for part in module.modules() if isinstance(part, ddp)] if isinstance(module, nn.Module) else []
-    if not found:
-        found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
-    if len(found) != 1:
-        many = f"{len(found)} of them" if found else "none"
-        raise UsageError(
-            "watch needs a DistributedDataParallel, or a module that holds one or is in one; there is "
-            f"{many} for {type(module).__name__}"
-        )
-    return found[0]
-
-
 class Watch:
-    """A watch on a wrapper, as `watch` returns it; attached until `close`.
-
-    Attributes:
-        findings: All that has been found so far, the same on every rank.
-        step: The number of synchronised backward passes that have ended.
-    """
+    """A watch on a wrapper, as `watch` returns it; attached until `close`."""
 
     def __init__(
         self,
@@ -147,7 +120,7 @@ class Watch:
         self._tracker = StepTracker(wrapper, self)
         synced = self._tracker.parameters
         self._parameters = dict(zip(synced.names, synced.tensors, strict=True))
-        self._context = replace(_context_of(wrapper, synced.names), began_alike=began_alike)
+        self._context = replace(context_of(wrapper, synced.names), began_alike=began_alike)
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.check_normalisation else None
         self._history = ParameterHistory(self._module, self._parameters, self._context.wrapper)
@@ -230,7 +203,7 @@ class Watch:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that has been found so far."""
+        """All that has been found so far, the same on every rank."""
         return tuple(self._reporter.findings)
 
     @property
@@ -411,19 +384,6 @@ class Watch:
         if finding.location or not finding.subjects:
             return finding
         return replace(finding, location=making_of(self._module, finding.subjects[0]))
-
-
-def _context_of(wrapper: nn.parallel.DistributedDataParallel, trainable: Sequence[str]) -> WatchContext:
-    module = wrapper.module
-    names = {id(p): name for name, p in module.named_parameters()}
-    aliases = {of_one[0]: of_one for of_one in all_names(module).values() if len(of_one) > 1}
-    return WatchContext(
-        names=Names(aliases),
-        wrapper=facts_of(wrapper, names),
-        trainable=tuple(trainable),
-        broadcasts_buffers=broadcasts_buffers(wrapper),
-        wrapper_class=type(wrapper).__name__,
-    )
 
 
 _at_exit: WeakSet[Watch] = WeakSet()

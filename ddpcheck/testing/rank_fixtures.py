@@ -21,8 +21,6 @@ import pytest
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds import wire
 
-RANK_VALUES = ("rank", "world_size", "device", "process_group")
-
 
 @dataclass(frozen=True, eq=False)
 class OnRank:

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from ddpcheck.worlds import preloading, wire
 from ddpcheck.worlds import rank as rank_module
+from ddpcheck.worlds.child_processes import children, kill, threads
 from ddpcheck.worlds.huge_pages import collapse_memory
 
 _MAX_PACKET = 1 << 16
@@ -239,10 +240,10 @@ class Server:
                 with self._interrupted():
                     self._refusals[name] = preloading.import_named(name)
                 gc.freeze()
-                if (count := _threads()) > 1:  # a fork copies one thread, and the locks that the others hold
-                    threads = "a thread" if count == 2 else f"{count - 1} threads"
+                if (count := threads()) > 1:  # a fork copies one thread, and the locks that the others hold
+                    many = "a thread" if count == 2 else f"{count - 1} threads"
                     self._unsafe = (
-                        f"preload: importing {name!r} leaves {threads} running, and such a process cannot "
+                        f"preload: importing {name!r} leaves {many} running, and such a process cannot "
                         "be forked; do not preload it"
                     )
             if self._refusals[name]:
@@ -315,7 +316,7 @@ class Server:
         for rank in ranks:
             pid = world.pids.get(rank) if world is not None else None
             if pid is not None:
-                _kill(pid, number_of_signal)
+                kill(pid, number_of_signal)
 
     def _reap(self) -> None:
         while True:
@@ -328,7 +329,7 @@ class Server:
             pid = info.si_pid
             known = self._ranks.pop(pid, None)
             if known is not None:
-                _kill(pid, signal.SIGKILL)  # its group: loader workers and the like; the zombie keeps the number ours
+                kill(pid, signal.SIGKILL)  # its group: loader workers and the like; the zombie keeps the number ours
             _, status = os.waitpid(pid, 0)
             if known is not None:
                 number, rank = known
@@ -347,45 +348,15 @@ class Server:
         """The parent is gone or has said goodbye: leave nothing."""
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
-            _kill(pid, signal.SIGKILL)
-        while (children := _children()) and time.monotonic() < deadline:
-            for pid in children:
+            kill(pid, signal.SIGKILL)
+        while (left := children()) and time.monotonic() < deadline:
+            for pid in left:
                 if pid not in self._ranks:
-                    _kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
+                    kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
             self._reap()
             time.sleep(0.002)
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _kill(pid: int, number: int) -> None:
-    """Signal a child that has not been reaped; SIGKILL goes to its whole group."""
-    if number == signal.SIGKILL:
-        try:
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, number)
-                return
-        except OSError:
-            pass
-    try:
-        os.kill(pid, number)
-    except OSError:
-        pass
-
-
-def _children() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:
-        return []
-
-
-def _threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 1
 
 
 def _drain(sock: socket.socket) -> None:

@@ -51,10 +51,10 @@ class RunFuture(Generic[Result]):
         self._processes = processes
         self._timeout = timeout
         self._watch = watch
-        self._stillness = DeadlockDetector(processes, world.device)
+        self._deadlock = DeadlockDetector(processes, world.device)
         self._allowed = 0.0
         self._started = time.monotonic()
-        self._first_trouble: float | None = None
+        self._failed_at: float | None = None
         self._next_watch = self._started + _TICK
         self._results: list[Result] | None = None
         self._error: BaseException | None = None
@@ -116,12 +116,12 @@ class RunFuture(Generic[Result]):
         running = [rank for rank in ranks if rank.answer is None and rank.ended is None]
         bad = self._processes.error or any(_has_failed(rank) for rank in ranks)
         if bad:
-            if self._first_trouble is None:
-                self._first_trouble = now
-            if not running or self._processes.error or now >= self._first_trouble + _GRACE:
+            if self._failed_at is None:
+                self._failed_at = now
+            if not running or self._processes.error or now >= self._failed_at + _GRACE:
                 self._fail(None)
                 return 0.0
-            return self._first_trouble + _GRACE - now
+            return self._failed_at + _GRACE - now
         deadline, headline = self._deadline()
         if now >= deadline:  # what torch.compile takes comes on top; files are read only now
             deadline += min(self._compilation(now), _LONGEST_COMPILATION)
@@ -129,10 +129,10 @@ class RunFuture(Generic[Result]):
             self._fail(headline)
             return 0.0
         wait = deadline - now
-        if stuck := self._stillness.verdict(now):
+        if stuck := self._deadlock.verdict(now):
             self._fail(stuck)
             return 0.0
-        if (look := self._stillness.wait(now)) is not None:
+        if (look := self._deadlock.wait(now)) is not None:
             wait = min(wait, look)
         if self._watch is not None:
             if now >= self._next_watch:
@@ -154,7 +154,7 @@ class RunFuture(Generic[Result]):
         """Do not count time that `watch` has taken: it may have been a person at a debugger."""
         if seconds > _BRIEF:
             self._allowed += seconds
-            self._stillness.reset()
+            self._deadlock.reset()
 
     def _deadline(self) -> tuple[float, str]:
         started = self._started

@@ -15,7 +15,7 @@ def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> No
     """Write a value; `name` itself last, so that a rank that has waited for it finds all of it."""
     pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)] or [b""]
     for index, piece in enumerate(pieces[1:], 1):
-        put(f"{name}/{index}", piece)
+        put(f"{name}#{index}", piece)
     put(name, len(pieces).to_bytes(_COUNT, "big") + pieces[0])
 
 
@@ -23,10 +23,10 @@ def get_value(get: Callable[[str], bytes], name: str) -> bytes:
     """Read a value that exists."""
     first = bytes(get(name))
     more = range(1, int.from_bytes(first[:_COUNT], "big"))
-    return b"".join([first[_COUNT:], *(bytes(get(f"{name}/{index}")) for index in more)])
+    return b"".join([first[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in more)])
 
 
 def keys_of_value(get: Callable[[str], bytes], name: str) -> list[str]:
     """The keys under which a value that exists is on the store."""
     count = int.from_bytes(bytes(get(name))[:_COUNT], "big")
-    return [name, *(f"{name}/{index}" for index in range(1, count))]
+    return [name, *(f"{name}#{index}" for index in range(1, count))]

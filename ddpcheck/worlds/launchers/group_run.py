@@ -51,7 +51,7 @@ class RankOutcome:
         stack: Of a stuck rank, as `faulthandler` writes it.
         place: Where it was in its own words.
         collective: That it waits in, where it is known.
-        said: The end of its process, in words.
+        reason: The end of its process, in words.
         code: The exit code of its process, where it is known.
         attachment: What it left for the parent.
     """
@@ -63,7 +63,7 @@ class RankOutcome:
     stack: str = ""
     place: str = ""
     collective: str = ""
-    said: str = ""
+    reason: str = ""
     code: int | None = None
     attachment: bytes = b""
 
@@ -86,8 +86,8 @@ class Run:
         self._store = session.store
         self._interruption = Interruption()
         self._inside = False
-        self._trouble: float | None = None
-        self._evidence: RankOutcome | None = None
+        self._free_at: float | None = None
+        self._stuck: RankOutcome | None = None
         self._next_attempt = 0.0
         self._sockets = open_sockets()
         self._deadline = time.monotonic() + timeout
@@ -105,7 +105,7 @@ class Run:
             KeyboardInterrupt: Once the others know.
         """
         interrupt = None
-        with self._session.attended(self._look):
+        with self._session.attended(self._check):
             if self._context is not None:
                 with contextlib.ExitStack() as undo:
                     undo.callback(self._end_group)  # not before all outcomes are there: the end of a group is felt
@@ -115,7 +115,7 @@ class Run:
                         outcome = RankOutcome("failure", self._order(), reply=ranks.describe(error))
                     self._claim(self._context.rank, outcome)
                     if outcome.kind != "result":
-                        self._store.put(f"{self._name}/trouble", b"failed")
+                        self._store.put(f"{self._name}/failed", b"failed")
                     self._await_all()
             else:
                 self._await_all()
@@ -152,8 +152,8 @@ class Run:
                 self._inside = False
         attachment = _read(context.directory / f"rank{context.rank}.attachment")
         # What it raises once it was found stuck is due to its being freed, or to another that was: gloo says the same.
-        if self._evidence is not None and (self._freeing or reply is not None) and interrupt is None:
-            return replace(self._evidence, attachment=attachment), None
+        if self._stuck is not None and (self._freeing or reply is not None) and interrupt is None:
+            return replace(self._stuck, attachment=attachment), None
         if reply is not None:
             return RankOutcome("failure", order, reply=reply, attachment=attachment), interrupt
         return RankOutcome("result", data=data, attachment=attachment), None
@@ -181,7 +181,7 @@ class Run:
     def _end_group(self) -> None:
         import torch.distributed as dist
 
-        if self._trouble is not None:
+        if self._free_at is not None:
             abort_groups()
             end_connections(self._sockets)  # a traceback, say, may keep the group alive
         with contextlib.suppress(Exception):  # after a failure it may complain, and that is no news
@@ -200,8 +200,8 @@ class Run:
         def claim_for_others(missing: list[int]) -> None:
             for rank in missing:
                 if rank in self._session.gone:
-                    said, code = self._session.gone[rank]
-                    self._claim(rank, RankOutcome("gone", self._order(), said=said, code=code))
+                    reason, code = self._session.gone[rank]
+                    self._claim(rank, RankOutcome("gone", self._order(), reason=reason, code=code))
                 elif time.monotonic() > self._last_moment():
                     self._claim(rank, RankOutcome("lost", self._order()))
 
@@ -209,7 +209,7 @@ class Run:
 
     def _last_moment(self) -> float:
         """When to stop waiting for a rank that cannot even say that it is stuck."""
-        since = self._deadline if self._trouble is None else min(self._trouble, self._deadline)
+        since = self._deadline if self._free_at is None else min(self._free_at, self._deadline)
         return since + _GIVE_UP + 2.0
 
     def outcomes(self) -> dict[int, RankOutcome]:
@@ -220,47 +220,47 @@ class Run:
         """The outcomes that are known where the store has ended with the rank that kept it."""
         gone = self._session.gone
         return {
-            rank: RankOutcome("gone", 1, said=gone[rank][0], code=gone[rank][1])
+            rank: RankOutcome("gone", 1, reason=gone[rank][0], code=gone[rank][1])
             for rank in self._members
             if rank in gone
         }
 
     # --- Watching: all of this runs in the session's own thread -----------------------------------------------------
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = time.monotonic()
-        if self._trouble is None and not self._is_trouble(now):
+        if self._free_at is None and not self._must_free(now):
             return
-        assert self._trouble is not None
-        if self._context is None or not self._inside or now < self._trouble:
+        assert self._free_at is not None
+        if self._context is None or not self._inside or now < self._free_at:
             return
-        if self._evidence is None:
+        if self._stuck is None:
             place, collective = ranks.own_slots()
-            self._evidence = RankOutcome("stuck", stack=main_stack(), place=place, collective=collective)
+            self._stuck = RankOutcome("stuck", stack=main_stack(), place=place, collective=collective)
             self._store.put(self._noted(self._context.rank), b"")
         if not self._freeing:  # it would be felt by those that have not noted yet where they are
-            self._freeing = now > self._trouble + GRACE or self._all_noted()
+            self._freeing = now > self._free_at + GRACE or self._all_noted()
         if not self._freeing or not self._inside:
             return
-        if now > self._trouble + _GIVE_UP:
-            self._claim(self._context.rank, RankOutcome("lost", self._order(), stack=self._evidence.stack))
+        if now > self._free_at + _GIVE_UP:
+            self._claim(self._context.rank, RankOutcome("lost", self._order(), stack=self._stuck.stack))
         elif now >= self._next_attempt:
             self._next_attempt = now + _AGAIN
             abort_groups()
             end_connections(self._sockets)
             self._interruption.send()
 
-    def _is_trouble(self, now: float) -> bool:
+    def _must_free(self, now: float) -> bool:
         """Whether ranks are to be freed, and from when on: at once when time is up, else after a while."""
-        name = f"{self._name}/trouble"
+        name = f"{self._name}/failed"
         late, session = now >= self._deadline, self._session
-        if not late and (told := self._store.has(name)):
+        if not late and (failed := self._store.has(name)):
             late = self._store.get(name) == _LATE
         elif not late:
-            told = any(rank in session.gone for rank in self._members) or session.terminated is not None
-        if not late and not told:
+            failed = any(rank in session.gone for rank in self._members) or session.terminated is not None
+        if not late and not failed:
             return False
-        self._trouble = now if late else now + GRACE
+        self._free_at = now if late else now + GRACE
         if late:
             self._store.put(name, _LATE)
         return True

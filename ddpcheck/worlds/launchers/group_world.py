@@ -130,9 +130,9 @@ class LaunchedWorld:
                 run.perform(fn, args, kwargs)
             outcomes = run.outcomes()
         except StoreGoneError as error:
-            trouble = session.lost_store(error)
+            lost = session.lost_store(error)
             if not (outcomes := run.outcomes_without_store()):
-                raise trouble from None
+                raise lost from None
         self._attachments = {rank: outcome.attachment for rank, outcome in outcomes.items()}
         for rank, outcome in outcomes.items():
             if outcome.kind == "lost":
@@ -193,13 +193,13 @@ def _settle(outcomes: dict[int, RankOutcome], seconds: float) -> list[Any]:
         if outcome.reply is not None and outcome.reply["usage"] and outcome.reply["place"] == "starting up":
             raise UsageError(outcome.reply["text"])
     late = [one.rank for one in found if one.kind == "stuck"]
-    trouble: RankError
+    failed: RankError
     if len(late) == len(found):
-        trouble = failures.hang(found, f"{format_ranks(late)} did not finish within {seconds:g} s")
+        failed = failures.hang(found, f"{format_ranks(late)} did not finish within {seconds:g} s")
     else:
-        trouble = failures.error(found)
-    trouble.results = results
-    raise trouble
+        failed = failures.error(found)
+    failed.results = results
+    raise failed
 
 
 def _failure(rank: int, outcome: RankOutcome) -> RankFailure:
@@ -207,7 +207,7 @@ def _failure(rank: int, outcome: RankOutcome) -> RankFailure:
         failure = failures.raised(rank, dict(outcome.reply))
         return replace(failure, when=outcome.when, place=outcome.reply["place"], collective=outcome.reply["collective"])
     if outcome.kind == "gone":
-        return RankFailure(rank, "died", outcome.said, outcome.when, exit_code=outcome.code)
+        return RankFailure(rank, "died", outcome.reason, outcome.when, exit_code=outcome.code)
     failure = failures.stuck(rank, _AFTERWARDS, outcome.stack, outcome.place, outcome.collective)
     if outcome.kind == "lost":
         failure = replace(failure, message=failure.message + ", and could not be freed")
