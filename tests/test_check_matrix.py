@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
+from ddpcheck.report.checking.check import CheckRun
 from ddpcheck.report.matrix.matrix import Matrix
 from tests.faultsuite.cases import FAULTS
 from tests.tiers import share
@@ -161,6 +162,20 @@ def wrap(module, device):
     assert found["defaults"].verdict == "skipped"
     assert "wrap sets static_graph=True after the constructor" in found["defaults"].reason
     assert found["static_graph=True, gradient_as_bucket_view=True"].verdict == "right"
+
+
+def test_the_single_process_runs_for_the_first_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_world, made = CheckRun._make_world, list[bool]()
+
+    def counted(checking: CheckRun, world_size: int, *, group: bool):
+        made.append(group)
+        return make_world(checking, world_size, group=group)
+
+    monkeypatch.setattr(CheckRun, "_make_world", counted)
+    matrix = matrix_of(broken("gradients/summed_loss"), steps=1)
+    ran = [row for row in matrix.rows if row.verdict != "skipped"]
+    assert made.count(True) == len(ran) > 3 and made.count(False) == 1
+    assert {row.code for row in ran} == {"DDP305"}, "which takes the single process to find"
 
 
 def test_a_wrapper_that_is_no_ddp_has_one_row() -> None:

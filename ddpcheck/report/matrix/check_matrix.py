@@ -124,7 +124,7 @@ class _MatrixRun:
         self.progress = progress
         self.hosts = hosts
         self._rules = rules
-        self._references: dict[bool, CheckState] = {}  # by whether the wrapper broadcasts buffers
+        self._references: list[CheckState] = []  # one, or two that differ in whether the wrapper broadcasts buffers
         self._facts = ModelFacts()
         self._noise: float | None = None
         self._rows: list[MatrixRow] = []
@@ -166,26 +166,36 @@ class _MatrixRun:
     def _check(self, options: DdpOptions | None, words: str) -> tuple[CheckState, bool]:
         """A check under these options, or the recipe's own; and whether it was stopped by what no option changes.
 
-        The single process of the first check that is finished stands for those of the later ones.
+        The single process of the first check that is finished stands for those of the later ones, unless the wrapper
+        broadcasts buffers in only one of them: the steps of the ranks, with which it is compared, then begin apart.
         """
         synced = options is None or not {False} & {options.arguments.get(name) for name in _BROADCASTS}
+        reference = next(
+            (
+                done
+                for done in self._references
+                if not done.wrapped[0].buffers or done.wrapped[0].broadcasts_buffers == synced
+            ),
+            None,
+        )
         checking = CheckRun(
             self.target,
             self.asked,
             progress=lambda phase: self.progress(f"{words}: {phase}"),
             hosts=self.hosts,
-            reference=self._references.get(synced),
+            reference=reference,
         )
         state = checking.run(partial(calls.matrix_phases.wrap, options))
-        if state.log.error is None and not state.log.rest_skipped and not state.repeats.differ:
-            self._references.setdefault(state.wrapped[0].broadcasts_buffers, state)
+        stopped = state.log.error is not None or state.log.rest_skipped
+        if not (reference or stopped or state.repeats.differ or state.steps.ranks_differ):
+            self._references.append(state)
         return state, state.stopped_by_target or bool(checking.single_hang)
 
     def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedModule]) -> ModelFacts:
         """Facts of the model that decide which options can make a difference."""
         by_rank = [item.model for item in wrapped if isinstance(item, WrappedRow)]
         same = all(facts.own == by_rank[0].own for facts in by_rank)
-        reference = next(iter(self._references.values()), own)
+        reference = next(iter(self._references), own)
         return replace(
             by_rank[0],
             own=by_rank[0].own if same else None,
