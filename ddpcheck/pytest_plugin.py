@@ -87,7 +87,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin a test of ours."""
+    """Begin a test that needs ranks."""
     if _is_ours(item):
         _session(item.config).begin(item, item.stash.get(_NEXT, None))
 

@@ -131,7 +131,7 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, like every other error of ours."""
+    """A parser whose errors are one sentence, as all errors of ddpcheck are."""
 
     def error(self, message: str) -> NoReturn:
         from ddpcheck.worlds.launchers import BY_HAND, detect

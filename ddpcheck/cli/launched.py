@@ -53,7 +53,7 @@ def on_launched_ranks(
 
 
 def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
-    """What the launcher has said, `None` for ranks of our own."""
+    """The launcher's environment; `None` where the ranks are to be new processes."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
     except DdpcheckError:

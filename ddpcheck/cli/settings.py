@@ -23,7 +23,7 @@ CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: RankHosts | None) -> Settings:
-    """Those that matter for a command, with the number of ranks that there are."""
+    """The settings of a command, with the number of ranks that a launcher has started."""
     settings = load_settings({name: getattr(arguments, name) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")

@@ -1,1 +1,1 @@
-"""What the user hands in: a recipe, where it is found, and the nests of tensors that its batches are."""
+"""The user's input: a recipe, where it is found, and the pytrees of tensors that its batches are."""

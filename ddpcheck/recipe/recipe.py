@@ -24,7 +24,7 @@ _DEFAULT_LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to check: how to build a model, what to feed it, and what to minimise.
+    """A recipe for a check: how to build a model, the batches for it, and the loss to minimise.
 
     Attributes:
         model: Called on every rank under the same seed; returns an `nn.Module`.
@@ -195,7 +195,7 @@ def summary(error: BaseException) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What `value` is, in words."""
+    """The type of `value`, in words."""
     if value is None:
         return "None"
     for kinds, word in ((type, "class"), (FunctionType, "function"), (ModuleType, "module")):

@@ -25,7 +25,7 @@ TABLE = "[tool.ddpcheck]"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a check runs with when nobody says otherwise; the defaults are the fields'.
+    """The settings of a check; the defaults are those of the fields.
 
     Attributes:
         world_size: Number of ranks.

@@ -104,7 +104,7 @@ class InStep:
             silent_ranks.silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
-        """Whether a file that could not be collected speaks of tests of ours."""
+        """Whether a file that could not be collected mentions tests that need ranks."""
         try:
             text = (self._config.rootpath / uncollected.partition(":")[0]).read_text(errors="replace")
         except OSError:

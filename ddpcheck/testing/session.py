@@ -46,7 +46,7 @@ class Session:
     # --- Before a test ---------------------------------------------------------------------------------------------
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
-        """A test of ours is about to be set up; another one may follow."""
+        """Prepare for a test that needs ranks; another one may follow."""
         self._ranks.following = following
         item.stash[_SEEDS] = RngStates.draw_and_capture()
         item.stash[_SETUPS] = []

@@ -1,1 +1,1 @@
-"""What the autograd graph tells: who is reached, where paths end and gradients become zero, which terms a loss has."""
+"""Evidence in the autograd graph: who is reached, where paths end and gradients become zero, the terms of a loss."""

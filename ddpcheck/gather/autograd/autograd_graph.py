@@ -1,4 +1,4 @@
-"""What the autograd graph can tell: who is reached by backward, and what a module holds.
+"""The autograd graph: parameters that backward reaches, and tensors that a module holds.
 
 Two instruments, from cheap to dear: the engine's own answer (`EngineProbe`) and an iterative walk (`walk_graph`).
 Where a path is cut, `ddpcheck.gather.autograd.gradient_paths` finds out.
@@ -123,7 +123,7 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
 
 @dataclass(frozen=True, slots=True)
 class GraphWalk:
-    """What an iterative walk met.
+    """The result of an iterative walk.
 
     Attributes:
         leaves: The tensors into which backward accumulates.
@@ -208,7 +208,7 @@ def all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
-"""What every module keeps for itself."""
+"""Attributes that `nn.Module` itself sets."""
 
 
 _SEARCH_DEPTH = 4
@@ -255,7 +255,7 @@ _LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
 
 
 def contents(value: Any) -> list[tuple[str, Any]]:
-    """What an object that is neither tensor nor module holds, with how to write it; nothing where it will not tell."""
+    """Items or attributes of an object that is no tensor or module, with how Python writes each; empty if unknown."""
     try:
         if isinstance(value, Mapping):
             return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]

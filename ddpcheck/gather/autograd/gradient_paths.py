@@ -352,7 +352,7 @@ class Explainer:
     def _on_hidden_ways(
         self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
     ) -> Iterator[int]:
-        """Those seen to reach nothing whose value changes the loss all the same: through numpy, a file, shared memory.
+        """Parameters that reach nothing, and whose value changes the loss: through numpy, a file, shared memory.
 
         What has the same last use is asked about together, and all at once first: mostly there is no such way.
         """

@@ -78,7 +78,7 @@ def compare_options(mine: dict[str, str]) -> None:
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
-    """What may be changed after construction and must be the same on every rank, in words."""
+    """Attributes that may be changed after construction and must be the same on every rank, as text."""
     found = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
     return {**found, "communication hook": comm_hook_of(wrapper) or "None"}
 

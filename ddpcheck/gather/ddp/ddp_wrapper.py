@@ -1,4 +1,4 @@
-"""What a wrapper was told, and what has become since of the parameters that it saw."""
+"""DDP's constructor arguments, and which parameters changed since."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
-    """What `wrapper` was told.
+    """The arguments of `wrapper`.
 
     Args:
         wrapper: A `DistributedDataParallel`, or what stands in its place.
@@ -75,7 +75,7 @@ class SeenParameter:
 
 
 def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
-    """What has happened to the parameters of `module` since they were `seen`, in a word, by name."""
+    """Changes of the parameters of `module` since they were `seen`, in a word, by name."""
     now = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
     then, left = {one.identity for one in seen.values()}, {one.identity for one in now.values()}
     changed = {}
@@ -97,7 +97,7 @@ def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, s
 
 
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
-    """What a forward pass has done to the parameters of `module`, in a word, and what stands in their place, by name.
+    """Changes of the parameters of `module` by a forward pass, in a word, and the names that now replace them, by name.
 
     One that has only moved to another name is still the one that DDP knows.
 

@@ -1,4 +1,4 @@
-"""What a training loop does with the wrapper in one step: forwards, backwards, `no_sync` and `zero_grad`, in order."""
+"""Events of one step of a training loop under the wrapper: forwards, backwards, `no_sync`, `zero_grad`, in order."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _hand_over(module: nn.Module) -> str:
 
 @dataclass(slots=True)
 class _Construction:
-    """What the DDP constructor was told, and each parameter as it was when that was done."""
+    """The arguments of a DDP constructor, and the parameters that it has seen."""
 
     options: dict[str, str] = field(default_factory=dict)
     seen: dict[str, SeenParameter] = field(default_factory=dict)

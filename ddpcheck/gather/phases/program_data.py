@@ -1,4 +1,4 @@
-"""What the program of this rank has derived and holds outside of tensors: label maps, lists of files, numbers."""
+"""Plain data that the program of this rank holds outside of tensors: label maps, lists of files, numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def note_program_data() -> None:
 
 
 def changed_data() -> list[str]:
-    """What is another than it was then."""
+    """Names of the data that have changed since."""
     before = this_rank.state.get("program data", {})
     now = program_data(_MOST_STATE)
     return [name for name, known in before.items() if name in now and hash(now[name]) != known]

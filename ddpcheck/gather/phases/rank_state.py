@@ -63,7 +63,7 @@ class ReferenceModule:
 
 @dataclass(slots=True)
 class TrainingModel:
-    """What `wrap` has made of the module, and the optimizer of it; a new one each time that a module is wrapped.
+    """The wrapped model with its optimizer; a new one each time that a module is wrapped.
 
     Attributes:
         module: The module in the wrapper.
@@ -123,7 +123,7 @@ class StepData:
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank keeps during a check.
+    """The state of one rank during a check.
 
     Attributes:
         recipe: What is checked.
@@ -160,7 +160,7 @@ class RankState:
 
     @property
     def training_model(self) -> TrainingModel:
-        """What `wrap` has made of the module."""
+        """The wrapped model; there is one from `wrap` on."""
         assert self.wrapping is not None
         return self.wrapping
 

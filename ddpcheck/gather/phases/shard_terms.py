@@ -297,7 +297,7 @@ def _what_counts(shards: Sequence[Any], weights: Sequence[float]) -> tuple[str, 
 
 
 def _counts(shard: Any) -> Iterator[tuple[str, float]]:
-    """What a loss may be divided by, in words, and how much of it there is."""
+    """A count that a loss may be divided by, in words, and its value."""
     with contextlib.suppress(TargetError):
         yield "samples", float(batch_size(shard))
     for path, tensor in named_tensors(shard, "batch"):

@@ -53,7 +53,7 @@ _MOST_VALUES = 1 << 14
 
 @replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
-    """What this rank hands to reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
+    """Inputs of the reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
 
     Nothing is communicated: each collective is taken for one of this rank alone, so that no rank can hang. What the
     ranks then send in one place differs only where the program itself depends on the rank.

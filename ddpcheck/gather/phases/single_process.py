@@ -44,7 +44,7 @@ _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a r
 
 @dataclass(slots=True)
 class SingleProcess:
-    """What the process keeps from step to step."""
+    """The state of the single process from step to step."""
 
     recipe: Recipe
     module: nn.Module

@@ -36,7 +36,7 @@ Restore = Callable[[], None]
 
 
 class ExternalState:
-    """What functions of a recipe, and the methods of its modules, can reach without being given it.
+    """The state that functions of a recipe and methods of its modules reach without being given it.
 
     Args:
         functions: The recipe's.
@@ -51,7 +51,7 @@ class ExternalState:
         self._ignore = frozenset(ignore)
 
     def capture(self) -> list[Restore]:
-        """What puts the state back to what it is now; see `put_back`."""
+        """Functions that put the state back to what it is now; see `put_back`."""
         undo: list[Restore] = []
         seen = set(self._ignore)
         for root in self._roots:

@@ -1,4 +1,4 @@
-"""What one rank's module looks like: plain data that can be compared across ranks without moving a tensor."""
+"""The description of a module on one rank: plain data that can be compared across ranks without moving a tensor."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleS
 
 
 def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
-    """What a forward pass may have changed: unregistered tensors, plain attributes, and buffers where asked."""
+    """The state that a forward pass may change: unregistered tensors, plain attributes, and buffers where asked."""
     return ModuleState(
         tensors={name: buffer.detach().clone() for name, buffer in module.named_buffers()} if buffers else {},
         held={name: tensor.detach().clone() for name, tensor in _held(module)},
@@ -89,7 +89,7 @@ _DEEPEST_PLAIN = 3
 
 
 def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """What of `attributes` a step may change without touching a registered tensor."""
+    """The part of `attributes` that a step may change without touching a registered tensor."""
     found: dict[str, Any] = {}
     for key, value in attributes.items():
         if key in MODULE_INTERNALS and key != "training":

@@ -1,4 +1,4 @@
-"""What functions and objects of the user's hold: variables, attributes and items, and how one is put back.
+"""Variables, attributes and items that functions and objects of the user's hold, and how one is put back.
 
 The three that look through them differ in what they look for: `external_state`, `tensor_holders`, `program_data`.
 """

@@ -25,7 +25,7 @@ _NOT_ROUNDING = 1e3  # times machine eps
 
 @dataclass(slots=True)
 class _Pass:
-    """What a forward pass computed: by module and call, and by line of the user's code, in order."""
+    """Results of a forward pass: by module and call, and by line of the user's code, in order."""
 
     inputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)

@@ -61,7 +61,7 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def tolerances(
     reference: Mapping[str, torch.Tensor], scale: Mapping[str, float], noise: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """What each relative error may be.
+    """The tolerance of each relative error.
 
     At least 16 machine eps (correct DDP stays within about 1.4 at any depth), or 3 times what the single-process run
     in the model's own dtype loses to rounding, measured against float64, on this parameter or on the median one.

@@ -116,7 +116,7 @@ _IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]
 
 
 def versions(module: nn.Module) -> dict[str, int]:
-    """How often each tensor that `module` holds has been written to, by name."""
+    """The version of each tensor that `module` holds, by name: how often it has been written to in place."""
     return {name: _version(tensor) for name, tensor in _all_held(module)}
 
 

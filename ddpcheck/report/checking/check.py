@@ -126,7 +126,7 @@ def ask(
     preload: Sequence[str],
     hosts: RankHosts | None = None,
 ) -> CheckOptions:
-    """What was asked for, with the defaults that depend on the machine filled in.
+    """The options of a check, with the defaults that depend on the machine filled in.
 
     Raises:
         UsageError: An argument is wrong, or `target` names no file.
@@ -343,14 +343,14 @@ class CheckRun(CheckWorlds):
         return True
 
     def _check_in_step(self, local: Sequence[LocalStep]) -> None:
-        """Before anything of ours relies on it: the ranks must have made the same collectives."""
+        """End the check where the ranks have not made the same collectives, before a phase relies on it."""
         mismatch = judge_collectives(self._logs()) if any(item.calls for item in local) else []
         if mismatch:
             self._add(mismatch)
             self._skip_rest("DDP403: the ranks are out of step")
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
-        """What DDP broadcasts or waits for next must be as alike on all ranks as it was when it was wrapped."""
+        """Compare the layouts of the ranks' modules, which DDP takes to be those that it was constructed with."""
         if len({item.layout for item in local}) == 1 or not self.state.wrapped[0].facts.is_ddp:
             return
         broadcasts = self.state.wrapped[0].broadcasts_buffers
@@ -419,7 +419,7 @@ class CheckRun(CheckWorlds):
         return True
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
-        """What the shards, one by one, tell of a difference; nothing where they cannot."""
+        """The analysis of the shards, one by one, that explains a difference; empty where it failed."""
         what = "why the ranks' average differs from the global batch"
         known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.state.steps.local[0].threads)
         result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))

@@ -131,7 +131,7 @@ class Tally:
         return f"{text} ({', '.join(more)})" if more else text
 
     def compressed(self, hook: str, of_steps: int) -> str:
-        """What is known of gradients that a communication hook compresses so much that they cannot be compared."""
+        """A sentence on gradients that a communication hook compresses so much that they cannot be compared."""
         count = counted(self.held + self.untold, "gradient")
         away = f"what {hook} leaves of the average of the ranks' own is up to {self.farthest:.2g} away from it"
         return f"{count} in {self._when(of_steps)} equal each other on all ranks; {away}"
@@ -150,7 +150,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one check compared.
+    """The comparison that one check made.
 
     Attributes:
         held: What held, in a sentence; empty where nothing was compared.

@@ -100,7 +100,7 @@ def _heading_of(state: CheckState, finding: Finding) -> str:
 
 
 def _comparison(state: CheckState, name: str) -> Comparison:
-    """What one of the checks has compared."""
+    """The comparison that one of the checks has made."""
     if name not in state.log.seconds and not (name == "reducer" and state.steps.ddp_skipped):
         return Comparison(lacking=_why_not_reached(state))
     several = state.asked.world_size > 1

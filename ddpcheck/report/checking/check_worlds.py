@@ -170,7 +170,7 @@ class CheckWorlds:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Result]:
-        """As `_all`, for what only explains: what a rank cannot tell is noted, and `otherwise` stands for it."""
+        """As `_all`, for a phase that only explains: a failure on a rank is noted, and `otherwise` returned."""
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except RankError as error:
