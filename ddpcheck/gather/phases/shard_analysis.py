@@ -68,8 +68,8 @@ def _analyse(
     own: SingleProcess, step: int, gradient_file: Path, exact_file: Path | None, world_size: int
 ) -> ShardAnalysis:
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
-    compared = {name: averaged[name] for name in own.gradients if name in averaged}
-    found = ShardAnalysis(against_global=_fit(compared, own.gradients), global_loss=own.loss)
+    compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
+    found = ShardAnalysis(against_global=_fit(compared, own.step.gradients), global_loss=own.step.loss)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=world_size), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # a model that insists on its dtype
@@ -78,15 +78,15 @@ def _analyse(
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
             if set(found.rounded) >= _beyond(own, averaged):
                 return found
-    size = sum(gradient.numel() for gradient in own.gradients.values())
-    if own.state is None or world_size * size > MOST_ELEMENTS:
+    size = sum(gradient.numel() for gradient in own.step.gradients.values())
+    if world_size * size > MOST_ELEMENTS:
         return replace(found, error="the gradients of all shards together are too large to be kept")
     try:
         shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
         runs = [total_gradient(ShardRun(own, own.module, step), shard) for shard in shards]
     except Exception as error:  # a model that insists on its batch size, say
         return replace(found, error=summary(error))
-    filled_runs = [filled(gradients, own.gradients) for gradients, _ in runs]
+    filled_runs = [filled(gradients, own.step.gradients) for gradients, _ in runs]
     mean = mean_gradient(filled_runs)
     weights, residual = fit(compared, filled_runs)
     found = replace(
@@ -103,7 +103,7 @@ def _analyse(
         as_shards = {
             name: gradient
             for name, gradient in compared.items()
-            if norm(gradient.double() - mean[name].double()) <= own.tolerance[name] * own.scale[name]
+            if norm(gradient.double() - mean[name].double()) <= own.step.tolerance[name] * own.step.scale[name]
         }
         rounded = _rounded(own, as_shards, seen.mean, seen.total)  # else float64 alone tells nothing of the ranks
         found = replace(found, rounded=(*found.rounded, *rounded), shard_rounding=_fit(mean, seen.mean).residual)
@@ -126,7 +126,7 @@ def _analyse(
             replace(term, rank_weights=here[number], error=seen.error(number, here[number]))
             for number, term in enumerate(terms)
         ]
-    own.state.restore(own.module)
+    own.step.before.restore(own.module)
     return replace(found, terms=tuple(terms), terms_residual=terms_residual)
 
 
@@ -147,8 +147,9 @@ def _beyond(own: SingleProcess, averaged: Gradients) -> set[str]:
     """The gradients that differ from the global batch's by more than they may."""
     return {
         name
-        for name, want in own.gradients.items()
-        if name in averaged and norm(averaged[name].double() - want.double()) > own.tolerance[name] * own.scale[name]
+        for name, want in own.step.gradients.items()
+        if name in averaged
+        and norm(averaged[name].double() - want.double()) > own.step.tolerance[name] * own.step.scale[name]
     }
 
 
@@ -166,8 +167,8 @@ def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: G
     """
     found = []
     for name in sorted(_beyond(own, averaged) & set(exact) & set(whole)):
-        gap = norm(averaged[name].double() - own.gradients[name].double())
-        if norm(exact[name] - whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.scale[name]):
+        gap = norm(averaged[name].double() - own.step.gradients[name].double())
+        if norm(exact[name] - whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.step.scale[name]):
             found.append(name)
     return tuple(found)
 

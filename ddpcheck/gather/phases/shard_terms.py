@@ -190,15 +190,15 @@ def look_at_terms(
     if exactly:
         batch, shards = upcast(batch), [upcast(shard) for shard in shards]
     run = ShardRun(own, module, step, frozen=frozen)
-    size = sum(gradient.numel() for gradient in own.gradients.values())
+    size = sum(gradient.numel() for gradient in own.step.gradients.values())
     most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))
     edges, (names, *_) = zip(*(run.terms(part) for part in (batch, *shards)), strict=True)
     paired = PairedTerms(edges if all(edges) else [], most=max(most, 1))
-    like = {name: gradient.double() for name, gradient in own.gradients.items()} if exactly else own.gradients
+    like = {name: gradient.double() for name, gradient in own.step.gradients.items()} if exactly else own.step.gradients
     whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
     by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
     parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]
-    seen = Terms([], whole, parts, {name: own.scale.get(name, 0.0) for name in like})
+    seen = Terms([], whole, parts, {name: own.step.scale.get(name, 0.0) for name in like})
     for number, of_whole in enumerate(whole):
         weights, _ = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
         ends = paired.sort(edges[0])[number] if len(paired) else []

@@ -43,38 +43,67 @@ _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a r
 
 
 @dataclass(slots=True)
-class SingleProcess:
-    """The state of the single process from step to step."""
+class SingleStepData:
+    """The step under way in the single process.
 
-    recipe: Recipe
-    module: nn.Module
-    double: nn.Module | None
-    device: torch.device
-    seed: int
-    world_size: int
-    draws: bool = False
-    double_trouble: str = ""
-    state: ModuleState | None = None
-    after: ModuleState | None = None
-    surroundings: ExternalState | None = None
-    started: list[Restore] = field(default_factory=list)
+    Attributes:
+        before: State of the module when the step began.
+        external: Restores the state that the recipe keeps outside of its modules to what it was then.
+        loss: Of the global batch.
+        gradients: Of it, by name.
+        scale: By name, the scale that relative errors are measured by.
+        tolerance: By name, the relative error that may be rounding.
+    """
+
+    before: ModuleState
+    external: list[Restore]
     loss: float = 0.0
     gradients: Gradients = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)
     tolerance: dict[str, float] = field(default_factory=dict)
-    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+@dataclass(slots=True)
+class SingleProcess:
+    """The state of the single process from step to step.
+
+    Attributes:
+        recipe: What is checked.
+        module: The model.
+        double: A copy of it in float64; None where there is none.
+        double_error: Why there is none.
+        device: Of both.
+        seed: Of all random numbers.
+        world_size: Of the ranks that it is compared with.
+        stack: Is closed with the process.
+        external_state: The state that the recipe keeps outside of its modules.
+        draws: Whether the forward pass draws random numbers, so that it runs with constants in their place.
+        after: State that the forward passes of the last step have left.
+        step: The step under way.
+    """
+
+    recipe: Recipe
+    module: nn.Module
+    double: nn.Module | None
+    double_error: str
+    device: torch.device
+    seed: int
+    world_size: int
+    stack: contextlib.ExitStack
+    external_state: ExternalState
+    draws: bool = False
+    after: ModuleState | None = None
+    step: SingleStepData = field(init=False)
 
     def rewind(self, module: nn.Module) -> None:
         """Bring `module`, and what the recipe keeps outside of it, to what they were when the step began."""
-        assert self.state is not None
-        self.state.restore(module)
-        put_back(self.started)
+        self.step.before.restore(module)
+        put_back(self.step.external)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """A block that runs the step again: what the recipe keeps is afterwards what it is now."""
-        assert self.surroundings is not None
-        now = self.surroundings.capture()
+        now = self.external_state.capture()
         try:
             yield
         finally:
@@ -99,16 +128,21 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     if device.type == "cpu":
         stack.enter_context(synchronised_on_cpu())
     module = build()
-    double, trouble = None, ""
+    double, error = None, ""
     if any(p.dtype != torch.float64 for p in module.parameters() if p.is_floating_point()):
         try:
             double = build()
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
             double = (copy.deepcopy(double) if shared else double).double()
-        except Exception as error:
-            trouble = summary(error)
-    single = SingleProcess(recipe, module, double, device, seed, world_size, double_trouble=trouble, stack=stack)
-    this_rank.state["single"] = single
+        except Exception as failure:
+            error = summary(failure)
+    external = _external_state(recipe, module, double)
+    own = SingleProcess(recipe, module, double, error, device, seed, world_size, stack, external)
+    this_rank.state["single"] = own
+
+
+def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> ExternalState:
+    return ExternalState((recipe.loss, recipe.shard, recipe.optimizer), module, [id(module), id(double)])
 
 
 def join_alone() -> None:
@@ -122,7 +156,7 @@ def adopt(module_file: Path) -> None:
     own: SingleProcess = this_rank.state["single"]
     own.module = wire.loads(module_file.read_bytes()).to(own.device)
     own.double = copy.deepcopy(own.module).double() if own.double is not None else None
-    own.after = None
+    own.after, own.external_state = None, _external_state(own.recipe, own.module, own.double)
 
 
 def run_step(step: int, state_file: Path | None) -> SingleStep:
@@ -138,11 +172,8 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
     if state_file is not None:
         saved = torch.load(state_file, map_location=own.device, weights_only=True, mmap=True)
         ModuleState(saved).restore(own.module)
-    own.state = capture_state(own.module, into=own.state)
-    if own.surroundings is None:
-        functions = (own.recipe.loss, own.recipe.shard, own.recipe.optimizer)
-        own.surroundings = ExternalState(functions, own.module, [id(own.module), id(own.double)])
-    own.started = own.surroundings.capture()
+    last = own.step.before if hasattr(own, "step") else None
+    data = own.step = SingleStepData(capture_state(own.module, into=last), own.external_state.capture())
     batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
     again = (
         batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
@@ -155,19 +186,19 @@ def run_step(step: int, state_file: Path | None) -> SingleStep:
         own.rewind(own.module)
         gradients, loss = _gradients(own, own.module, on_device, step)
     own.after = capture_attributes(own.module, buffers=False)
-    own.loss = value = loss.value
+    data.loss = loss.value
     del loss
     with own.aside():
         noise = _rounding(own, on_device, step, gradients)
-    own.gradients = gradients
-    own.scale = scales(gradients)
-    own.tolerance = tolerances(gradients, own.scale, noise)
-    if own.double_trouble:  # the only yardstick there is without float64
+    data.gradients = gradients
+    data.scale = scales(gradients)
+    data.tolerance = tolerances(gradients, data.scale, noise)
+    if own.double_error:  # the only yardstick there is without float64
         with own.aside():
-            measured = tolerances(gradients, own.scale, _rounding_by_change(own, on_device, step, gradients))
-        own.tolerance = {name: max(measured[name], allowed) for name, allowed in own.tolerance.items()}
+            measured = tolerances(gradients, data.scale, _rounding_by_change(own, on_device, step, gradients))
+        data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in gradients.values()) ** 0.5
-    return SingleStep(value, total, batch_fingerprint(batch), again, own.draws, own.double_trouble, backwards[0])
+    return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.draws, own.double_error, backwards[0])
 
 
 def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Any]:
@@ -178,12 +209,12 @@ def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> 
 def _rounding(own: SingleProcess, batch: Any, step: int, gradients: Gradients) -> dict[str, float] | None:
     """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known."""
     if own.double is None:
-        return None if own.double_trouble else dict.fromkeys(gradients, 0.0)
+        return None if own.double_error else dict.fromkeys(gradients, 0.0)
     own.rewind(own.double)
     try:
         exact, _ = _gradients(own, own.double, upcast(batch), step)
     except Exception as error:  # a model that insists on its dtype: there is no yardstick then
-        own.double_trouble = summary(error)
+        own.double_error = summary(error)
         own.double = None
         return None
     return {name: norm(gradient.double() - exact[name]) for name, gradient in gradients.items() if name in exact}
@@ -218,7 +249,7 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gr
         name: norm(gradient.double() - again[name].double()) for name, gradient in gradients.items() if name in again
     }
     if len(found) < len(gradients) or math.hypot(*found.values()) > _LARGEST_BY_CHANGE * math.hypot(
-        *own.scale.values()
+        *own.step.scale.values()
     ):
         return nothing
     return found
@@ -232,23 +263,24 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
         trained: The parameters that require grad on the ranks; what a wrapper has frozen or added is not compared.
     """
     own: SingleProcess = this_rank.state["single"]
+    data = own.step
     averaged: Gradients = torch.load(gradient_file, map_location=own.device, weights_only=True, mmap=True)
     here = {name for name, p in own.module.named_parameters() if p.requires_grad}
-    names = [name for name in trained if name in here and (name in own.gradients or name in averaged)]
-    allowed = dict(own.tolerance)
-    noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in own.gradients]
+    names = [name for name in trained if name in here and (name in data.gradients or name in averaged)]
+    allowed = dict(data.tolerance)
+    noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in data.gradients]
     if (
         noisy
     ):  # so much is lost to rounding that single numbers tell nothing; a factor common to all is seen all the same
-        ratio, residual = fit({name: averaged[name] for name in noisy}, [own.gradients])
+        ratio, residual = fit({name: averaged[name] for name in noisy}, [data.gradients])
         if abs(ratio[0] - 1) > _LARGEST_TOLERANCE and residual < abs(ratio[0] - 1) / 2:
             allowed.update(dict.fromkeys(noisy, _LARGEST_TOLERANCE))
     return tuple(
         difference(
             name,
             averaged.get(name),
-            own.gradients.get(name),
-            scale=own.scale.get(name, 0.0),
+            data.gradients.get(name),
+            scale=data.scale.get(name, 0.0),
             tolerance=allowed.get(name, 1e-5),
         )
         for name in names
