@@ -147,14 +147,15 @@ print("freed")
 def test_following_a_path_makes_no_python_object_for_a_node_of_the_graph() -> None:
     """A chain of such objects is freed recursively: at some 50,000 the process ends."""
     model = nn.ParameterDict({"gate": torch.ones(1)})
+    nodes = lambda: {id(thing) for thing in gc.get_objects() if type(thing).__name__ == "MulBackward0"}  # noqa: E731
+    of_other_tests = nodes()
     for recorder in (PathRecorder(model, [model["gate"]]), FlowRecorder({}, (), ())):
         with recorder:
             y = model["gate"]
             for _ in range(50):
                 y = y * model["gate"]
             cut = y.detach() * 2
-        made = [thing for thing in gc.get_objects() if type(thing).__name__ == "MulBackward0"]
-        assert made == [] and cut.grad_fn is None
+        assert nodes() <= of_other_tests and cut.grad_fn is None
 
 
 @pytest.mark.slow

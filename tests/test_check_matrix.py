@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
-from ddpcheck.report.checking.check import CheckRun
+from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.matrix.matrix import Matrix
 from tests.faultsuite.cases import FAULTS
 from tests.tiers import share

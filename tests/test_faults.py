@@ -5,11 +5,13 @@ others. `test_judges_on_evidence.py` holds the judges to all of them on recorded
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
+from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.rules_page import PAGE, rules_page
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
@@ -78,3 +80,12 @@ def test_a_verdict_is_the_same_20_times_under_load(world_size: int) -> None:
     case = next(case for case in CASES if str(case) == "gradients/batchnorm")
     heard = verdicts(case, "broken", world_size, TIMES, at_once=4)
     assert len(heard) == TIMES and len(set(heard)) == 1 and "DDP304" in heard[0]
+
+
+def test_a_loader_that_a_global_holds_is_found_exhausted_too(tmp_path: Path) -> None:
+    text = (ROOT / "examples" / "faults" / "running" / "loader_exhausted.py").read_text(encoding="utf-8")
+    text = text.replace(", loaders={}: shard(*a, loaders,", ": shard(*a, LOADERS,")
+    assert text.count("LOADERS") == 2
+    path = tmp_path / "loader_in_global.py"
+    path.write_text(text.replace("broken = ", "LOADERS: dict = {}\nbroken = "), encoding="utf-8")
+    assert [finding.code for finding in check(f"{path}:broken").findings] == ["DDP405"]

@@ -11,7 +11,7 @@ import pytest
 import ddpcheck
 from ddpcheck.findings.errors import TargetError, UsageError
 from ddpcheck.recipe.recipe import Recipe
-from ddpcheck.report.checking.check import CheckRun
+from ddpcheck.report.checking.check_run import CheckRun
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from ddpcheck.findings.evidence.single_process import Fit
 from ddpcheck.recipe.recipe import Recipe
-from ddpcheck.report.checking.check import CheckRun, ask
+from ddpcheck.report.checking.check import resolve_options
+from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.worlds import validation as allowed
 
 
 def state_of(recipe: Recipe) -> CheckState:
-    asked = ask(recipe, world_size=2, backend=None, device="cpu", steps=1, timeout=30, seed=0, preload=())
+    asked = resolve_options(recipe, world_size=2, backend=None, device="cpu", steps=1, timeout=30, seed=0, preload=())
     return CheckRun(recipe, asked, progress=lambda _text: None).run()
 
 

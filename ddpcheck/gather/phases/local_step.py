@@ -61,7 +61,7 @@ def begin_step(step: int, file: Path | None) -> None:
             for name, _ in state.module.named_buffers():
                 dist.broadcast(before.tensors[name], src=0, group=state.group)
     before.restore(reference.module)
-    state.step = StepData(before, model.external_state.capture())
+    state.step = StepData(before)
     if state.rank == 0 and file is not None:
         torch.save(before.tensors, file)
 
@@ -83,6 +83,7 @@ def local_step(step: int) -> LocalStep:
         batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
         whole = batch_fingerprint(batch)
         data.batch = to_device(state.recipe.local_batch(batch, state.rank, state.world_size), state.device)
+        data.external = state.training_model.external_state.capture()  # a loader that shard takes from has moved on
         with record_origins() as created, counted_backwards() as backwards:
             loss = state.run_loss(step)
     _note_changes(reference, created)

@@ -98,8 +98,8 @@ class StepData:
 
     Attributes:
         before: State of the module when the step began.
-        external: Restores the state that the recipe keeps outside of its modules to what it was then.
         batch: The shard of this rank.
+        external: Restores the state that the recipe keeps outside of its modules to what it was when that was drawn.
         local: Gradients of this rank by itself, by name.
         norms: Their norms.
         missing: Names of the parameters that received none.
@@ -110,8 +110,8 @@ class StepData:
     """
 
     before: ModuleState
-    external: list[Restore]
     batch: Any = None
+    external: list[Restore] = field(default_factory=list)
     local: Gradients = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)

@@ -21,8 +21,9 @@ from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check import CheckRun, ask
+from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import report_of
+from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.advice import advise
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
@@ -90,7 +91,7 @@ def check_matrix(
     Raises:
         UsageError: An argument is wrong, or `target` names no recipe.
     """
-    asked = ask(
+    asked = resolve_options(
         target,
         world_size=world_size,
         backend=backend,

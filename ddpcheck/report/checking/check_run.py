@@ -1,0 +1,339 @@
+"""A check under way: which phases its ranks run, in which order, and what ends it.
+
+This module is light: torch is only imported on the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpcheck.findings.errors import (
+    EXIT_HANG,
+    DdpcheckError,
+    HangError,
+    OptionsDifferError,
+    RankError,
+    TargetError,
+)
+from ddpcheck.findings.evidence.gradients import RepeatedStep
+from ddpcheck.findings.evidence.modules import BuiltModule, WrappedModule
+from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.single_process import ShardAnalysis
+from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation
+from ddpcheck.findings.report import ReportError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.judge.collective_order import judge_collectives, judge_packing
+from ddpcheck.judge.parameters import judge_uninitialised
+from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
+from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
+from ddpcheck.judge.training_loop import judge_values_changed
+from ddpcheck.report import calls
+from ddpcheck.report.checking.check_state import CheckState
+from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
+from ddpcheck.report.checking.judging import (
+    ddp_step_is_wrong,
+    decide_on_ddp,
+    judge,
+    judge_wrapper_failure,
+    withhold_if_noisy,
+    zero_in_every_step,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+class CheckRun(CheckWorlds):
+    """One check under way: what is asked of the ranks, in which order."""
+
+    def run(self, wrap: Callable[[], WrappedModule] = calls.model_wrap.wrap) -> CheckState:
+        """Run all checks, whatever happens on the way; `wrap` is the phase that wraps the model."""
+        begun = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            try:
+                self._start_worlds(stack)
+                self._run_phases(wrap)
+            except CheckStopped:
+                pass
+            except RankError as error:
+                self._fail(error)
+            except DdpcheckError:
+                raise
+            except Exception as error:
+                self._fail_by_bug(error)
+            if self.reference is not None:
+                self.state.take_single_process(self.reference)
+            if self.single_hang and self.state.log.error is None:
+                self.state.log.error = ReportError(self.single_hang, EXIT_HANG)
+            judge(self.state, self._locate_module())
+        self.state.log.seconds["total"] = time.perf_counter() - begun
+        return self.state
+
+    # Phases
+
+    def _run_phases(self, wrap: Callable[[], WrappedModule]) -> None:
+        self._prepare()
+        with self._phase("wrapping", "wrapping the model"):
+            self.state.wrapped = self._wrap(wrap)
+            self._check_after_wrapping(self.state.wrapped)
+        self._explained("what each program holds", None, calls.program_data.note_program_data)
+        self._run_steps()
+        self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
+
+    def _prepare(self) -> None:
+        """Build the model everywhere, and compare what the ranks have built."""
+        building = None if self.reference else self._start_single(self._earlier[0])
+        with self._phase("model", "loading the target and building the model"):
+            built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
+            if not any(item.trainable for item in built):
+                raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
+            if building is not None:
+                self._settle_single(building)
+        with self._phase("consistency", "comparing the modules of the ranks"):
+            self._check_before_wrapping(built)
+
+    def _run_steps(self) -> None:
+        for step in range(self.asked.steps):
+            self._run_step(step)
+        self._look_again()
+
+    def _check_before_wrapping(self, built: Sequence[BuiltModule]) -> None:
+        found = judge_uninitialised([item.uninitialised for item in built])
+        if len({item.digest for item in built}) > 1:
+            found += judge_descriptions(self._all(calls.model_build.description))
+        self._add(found)
+        stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
+        if stopping:
+            self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
+
+    def _wrap(self, wrap: Callable[[], WrappedModule]) -> list[WrappedModule]:
+        """Wrap the model; options of the wrapper that differ between ranks end the check before DDP hangs."""
+        try:
+            return self._all(wrap)
+        except RankError as error:
+            differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
+            if differing is None:
+                raise
+            self.state.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
+            self.state.log.rest_skipped = "DDP221: DDP would stop, hang or abort"
+            raise CheckStopped from error
+
+    def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
+        found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
+        found += judge_changes([item.changes for item in wrapped])
+        found += judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
+        found += judge_values_changed(wrapped)
+        changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
+        found += judge_values_after_wrapping(
+            [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
+            [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
+        )
+        self._add(found)
+        self.state.steps.ranks_differ = any(finding.code in ("DDP208", "DDP515") for finding in found)
+        self._hand_over(wrapped[0])
+        if not wrapped[0].facts.is_ddp:
+            self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, which is no DistributedDataParallel")
+        if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
+            self.state.steps.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
+        self.state.names = Names(
+            aliases=self._explained("which parameters are tied", {}, calls.model_build.aliases)[0],
+            locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
+        )
+
+    def _hand_over(self, wrapped: WrappedModule) -> None:
+        """Where `wrap` has made another module of it, the single process must have that one too."""
+        if wrapped.transfer_error:
+            self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
+        elif wrapped.replaces_module and self.reference is None:
+            self._earlier.append(partial(calls.single_process.adopt, self.world.directory / "module.pickle"))
+            self._settle_single(self._start_single(self._earlier[-1]))
+
+    def _run_step(self, step: int) -> None:
+        words = f"step {step + 1} of {self.asked.steps}"
+        state = self.world.directory / f"state-{step}.pt"
+        averaged = self.world.directory / f"averaged-{step}.pt"
+        with self._phase("parameters", f"{words}: each rank by itself"):
+            wanted = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
+            self._all(calls.local_step.begin_step, step, state if wanted else None)
+            single = self._start_single(partial(calls.single_process.run_step, step, state)) if wanted else None
+            local: list[LocalStep] = self._all(calls.local_step.local_step, step)
+            if any("missing" in item.evidence.states.values() for item in local):
+                local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
+            self.state.steps.add_local(local)
+            self._check_in_step(local)
+            self._check_layout(local, step)
+            self._check_packing(local, step)
+            self._check_batches([item.batch for item in local], step)
+        with self._phase("parity", f"{words}: averaging the ranks' gradients"):
+            draws = any(item.random.libraries for item in local)
+            self._all(calls.local_step.average, step, None if draws else averaged)
+        doubtful = self._train(step, words)
+        with self._phase("parity", f"{words}: the single process"):
+            if single is not None and (result := self._settle_single(single)) is not None:
+                self._check_batch([local[0].batch, result.batch, result.batch_again], step)
+                self.state.add_single(step, result)
+                if not draws or self._quieten(step, averaged):
+                    doubtful |= self._compare_with_single(step, averaged)
+            if self.state.steps.draws_alike() and step == 0:
+                what = "whether the ranks draw the same numbers"
+                self.state.single.draws = self._explained(what, [], calls.random_draws.draws, step)
+            if doubtful and not self.state.repeats.differ:
+                self._repeat(step)
+        self._update_alone(step, words)
+        for file in (state, averaged):
+            file.unlink(missing_ok=True)
+
+    def _repeat(self, step: int) -> None:
+        """Find out whether a step that differs differs from itself as well."""
+        what = f"whether step {step} gives the same gradients again"
+        repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
+        withhold_if_noisy(self.state, step, repeated)
+
+    def _train(self, step: int, words: str) -> bool:
+        """Go through the wrapper, where that is possible; returns whether it needs a second look."""
+        decide_on_ddp(self.state, step)
+        if self.state.steps.ddp_skipped:
+            return False
+        doubtful = self._run_ddp(step, words)
+        if any(item.compiles for item in self.state.steps.local) and not self.state.steps.ranks_differ:
+            with self._phase("reducer", f"{words}: through the compiled wrapper"):
+                self.state.steps.compiled += self._all(calls.compiled_step.compiled_step, step)
+        return doubtful
+
+    def _update_alone(self, step: int, words: str) -> None:
+        """Change the weights where the wrapper did not; after all that puts the step's first state back."""
+        if self.state.steps.ddp_skipped:
+            with self._phase("parameters", f"{words}: the optimizer"):
+                self._all(calls.local_step.local_update, step)
+
+    def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
+        """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
+        in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
+        what = "why gradients are missing"
+        return self._explained(what, {}, calls.missing_gradients.explain, step) if in_step else [{} for _ in local]
+
+    def _quieten(self, step: int, averaged: Path) -> bool:
+        """Average gradients without random numbers; returns whether the loss can do without."""
+        what = "the gradients without random numbers"
+        said = self._explained(what, "the step without them failed", calls.local_step.quiet_step, step)
+        if trouble := next((item for item in said if isinstance(item, str)), ""):
+            self.state.single.skipped = f"not comparable with random numbers silenced: {trouble}"
+            return False
+        self.state.add_quiet_steps([item for item in said if not isinstance(item, str)])
+        self._all(calls.local_step.average, step, averaged)
+        return True
+
+    def _check_in_step(self, local: Sequence[LocalStep]) -> None:
+        """End the check where the ranks have not made the same collectives, before a phase relies on it."""
+        mismatch = judge_collectives(self._logs()) if any(item.calls for item in local) else []
+        if mismatch:
+            self._add(mismatch)
+            self._skip_rest("DDP403: the ranks are out of step")
+
+    def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
+        """Compare the layouts of the ranks' modules, which DDP takes to be those that it was constructed with."""
+        if len({item.layout for item in local}) == 1 or not self.state.wrapped[0].facts.is_ddp:
+            return
+        broadcasts = self.state.wrapped[0].broadcasts_buffers
+        found = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
+        if not found:
+            return
+        lines = self._all(calls.model_build.assignments, [name for finding in found for name in finding.subjects])[0]
+        self._add([dataclasses.replace(f, location=lines.get(f.subjects[0])) for f in found])
+        self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
+
+    def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
+        """Once, where ranks reduce vectors in forward: whether they pack them alike."""
+        if self._packing_checked or not any(item.calls for item in local):
+            return
+        in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
+        if any("reduce" in call.operation and call.elements > 1 for call in in_forward):
+            self._packing_checked = True
+            what = "whether the ranks pack what they reduce alike"
+            self._add(judge_packing(self._explained(what, (), calls.shards.packed_payloads, step)))
+
+    def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
+        """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
+        if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
+            self._add(judge_batches(batches, step))
+            self._skip_rest("DDP516: the ranks do not train on parts of one batch")
+        self._check_batch(batches, step)
+
+    def _check_batch(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
+        if len({batch for batch in batches if batch}) > 1:
+            raise TargetError(
+                f"batch({step}) is not the same on every call: two calls gave different values for the same step; "
+                "make it depend on step and on seeded generators only"
+            )
+
+    def _run_ddp(self, step: int, words: str) -> bool:
+        """One step through the wrapper; returns whether its result needs a second look."""
+        try:
+            with self._phase("reducer", f"{words}: through the wrapper"):
+                doubtful = ddp_step_is_wrong(self.state, self._all(calls.ddp_step.ddp_step, step))
+                if self.state.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
+                    self._add(mismatch)
+                    self._skip_rest("DDP403: the ranks are out of step")
+                return doubtful
+        except RankError as error:
+            found = judge_wrapper_failure(self.state, error)
+            if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
+                raise
+            self.state.findings += found
+            self._skip_rest(f"{found[0].code}: the wrapper raised")
+
+    def _compare_with_single(self, step: int, averaged: Path) -> bool:
+        """The averaged gradients against the global batch's; returns whether they differ."""
+        trained = list(self.state.steps.local[0].evidence.states)
+        differences = self._settle_single(
+            self._start_single(partial(calls.single_process.compare_with, averaged, trained))
+        )
+        if differences is None or not self.state.add_single_differences(step, differences):
+            return False
+        if self.state.wants_analysis:
+            if not self.state.add_analysis(step, self._analyse(step, averaged)):
+                return False
+            what = "what each program holds"
+            self.state.single.program_data = self._explained(what, {}, calls.program_data.program_data)
+            changed = self._explained(what, [], calls.program_data.changed_data)
+            self.state.single.changed_data = frozenset().union(*changed)
+        return True
+
+    def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
+        """The analysis of the shards, one by one, that explains a difference; empty where it failed."""
+        what = "why the ranks' average differs from the global batch"
+        known = (step, averaged, self._average_exactly(step), self.asked.world_size, self.state.steps.local[0].threads)
+        result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
+        if result is None or isinstance(result, NoExplanation):
+            self.state.log.add_unexplained(what, result)
+            return ShardAnalysis(error="that failed")
+        return result
+
+    def _average_exactly(self, step: int) -> Path | None:
+        """The ranks' average in float64, where no process alone can compute their part; None where it is not needed."""
+        if not any(item.forward_calls for item in self.state.steps.local):
+            return None
+        file = self.world.directory / f"exact-{step}.pt"
+        return None if any(self._all(calls.float64_average.average_exactly, step, file)) else file
+
+    def _look_again(self) -> None:
+        asleep = zero_in_every_step(self.state)
+        if asleep:
+            with self._phase("parameters", "looking again at zero gradients"):
+                last = self.asked.steps - 1
+                what = "whether gradients that are zero stay so"
+                self.state.steps.nonzero_when_perturbed = frozenset().union(
+                    *self._explained(what, asleep, calls.missing_gradients.nonzero_when_perturbed, last, asleep)
+                )
+                asleep = [name for name in asleep if name not in self.state.steps.nonzero_when_perturbed]
+                if asleep:
+                    what = "where gradients become zero"
+                    phase = calls.missing_gradients.why_zero
+                    self.state.steps.zero_ends = self._explained(what, {}, phase, last, asleep)[0]
