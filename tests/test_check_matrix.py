@@ -53,6 +53,7 @@ def recipe(tmp_path: Path):
     return write
 
 
+@pytest.mark.slow
 def test_heads_that_take_turns_need_find_unused_parameters() -> None:
     matrix = matrix_of(ZOO / "healthy" / "alternating_heads_find_unused.py")
     found = verdicts(matrix)

@@ -9,6 +9,7 @@ from ddpcheck.findings.errors import HangError
 from ddpcheck.testing.fixture import DdpWorld
 
 
+@pytest.mark.slow
 def test_time_that_compilation_takes_does_not_count_against_the_timeout(ddp_world: DdpWorld) -> None:
     def sleep_in_a_compiler(seconds: float) -> float:
         def slow(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:

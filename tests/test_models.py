@@ -15,8 +15,8 @@ from tests.tiers import needs, share
 
 pytestmark = needs("transformers")  # which the architectures come from
 
-# `make test` has a clean one and three with findings, each of a second or two; `make models` and `-m slow` have all.
-QUICK = ("bert", "bert_bare", "xlnet", "resnet")
+# `make test` has a clean one and one with findings, each of a second or two; `make models` and `-m slow` have all.
+QUICK = ("bert_bare", "resnet")
 IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
 
 
