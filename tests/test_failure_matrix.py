@@ -1,6 +1,7 @@
 """Every way in which ranks can fail a test, on each rank, in both forms, alone and under pytest-xdist.
 
-One inner session runs all cells; what pytest says of each is read from its JUnit report. `make test` runs it alone.
+One inner session runs all cells; what pytest says of each is read from its JUnit report. It waits for a minute, so
+`make test-all` has it; in `make test` are the failures of a world and of a session (test_harness.py, test_sessions.py).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def source() -> str:
     return "\n".join(parts)
 
 
-@pytest.fixture(scope="module", params=share(MODES, ["alone"]))
+@pytest.fixture(scope="module", params=share(MODES, []))
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp(request.param)
     innerpytest.write(folder, test_matrix=source())
