@@ -70,7 +70,17 @@ def attribute() -> int:
     return attribute.calls  # type: ignore[attr-defined,no-any-return]
 
 
-attribute()
+class Lazy:
+    def __call__(self) -> int:
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls
+
+
+def new_global() -> int:
+    globals()["LATER"] = globals().get("LATER", 0) + 1
+    later: int = globals()["LATER"]
+    return later
+
 
 FUNCTIONS = {
     "globals": count,
@@ -80,7 +90,9 @@ FUNCTIONS = {
     "a partial": functools.partial(lambda step: step(), closure()),
     "generators": generators(),
     "a default argument": default_argument,
-    "an attribute of a function": attribute,
+    "a new attribute of a function": attribute,
+    "a new attribute of an object": Lazy(),
+    "a new global": new_global,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ from ddpcheck.gather.state.reachable import (
 )
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_NUMBERS = (int, float, complex)
 _DEEPEST = 4
 _MOST_ITEMS = 200  # of a container; a vocabulary is no state
 _MOST_ELEMENTS = 1 << 20  # of a tensor; a data set is no state
@@ -98,7 +99,13 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         drawn = generator.read()
         yield lambda: generator.write(drawn)
     elif isinstance(value, FunctionType):
-        for variable in function_variables(value) if is_user_function(value) else ():
+        if not is_user_function(value):
+            return
+        for space in (value.__globals__, vars(value)):
+            if id(space) not in seen:
+                seen.add(id(space))
+                yield _forget_new_numbers(space, space.pop)
+        for variable in function_variables(value):
             yield from _remember(variable.value, variable.bind, depth + 1, seen)
     elif isinstance(value, MethodType):
         yield from _remember(value.__func__, unbindable, depth, seen)
@@ -134,12 +141,24 @@ def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[in
             return
     else:
         yield from _remember(type(holder), unbindable, depth + 1, seen)
+    yield _forget_new_numbers(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, property | classmethod | staticmethod) or (
             name.startswith("__") and not isinstance(value, FunctionType)
         ):
             continue
         yield from _remember(value, _binder(holder, name), depth + 1, seen)
+
+
+def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
+    """Removes names of counters that have come into a namespace since; what is made once, and a flag for it, stay."""
+    before = frozenset(space)
+
+    def undo() -> None:
+        for name in [name for name, value in space.items() if name not in before and type(value) in _NUMBERS]:
+            remove(name)
+
+    return undo
 
 
 def _binder(holder: Any, name: str) -> Callable[[Any], None]:
