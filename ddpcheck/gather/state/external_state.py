@@ -18,6 +18,7 @@ from torch import nn
 from ddpcheck.gather.state.module_state import capture_state
 from ddpcheck.gather.state.randomness import own_generator
 from ddpcheck.gather.state.reachable import (
+    NUMBERS,
     PLAIN,
     function_variables,
     is_user_function,
@@ -28,7 +29,6 @@ from ddpcheck.gather.state.reachable import (
 )
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_NUMBERS = (int, float, complex)
 _DEEPEST = 4
 _MOST_ITEMS = 200  # of a container; a vocabulary is no state
 _MOST_ELEMENTS = 1 << 20  # of a tensor; a data set is no state
@@ -155,7 +155,7 @@ def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object
     before = frozenset(space)
 
     def undo() -> None:
-        for name in [name for name, value in space.items() if name not in before and type(value) in _NUMBERS]:
+        for name in [name for name, value in space.items() if name not in before and type(value) in NUMBERS]:
             remove(name)
 
     return undo

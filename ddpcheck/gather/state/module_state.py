@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.gather.state.randomness import own_generator
-from ddpcheck.gather.state.reachable import PLAIN, is_user_object, refill
+from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_user_object, refill
 
 
 @dataclass(slots=True)
@@ -125,10 +125,12 @@ def _is_flat(value: Any) -> bool:
 
 def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
     own = vars(holder)
+    for key in [key for key, value in own.items() if key not in plain and type(value) in NUMBERS]:
+        del own[key]
     for key, saved in plain.items():
-        if key not in own:
+        if key not in own and type(saved) not in NUMBERS:
             continue
-        value = own[key]
+        value = own.get(key)
         if isinstance(saved, _Helper):
             if is_user_object(value):
                 _restore_plain(value, saved.attributes)

@@ -19,6 +19,9 @@ from ddpcheck.findings.source_lines import is_user_file
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 """Values that hold nothing else."""
 
+NUMBERS = (int, float, complex)
+"""Types of counters: where one is new, a step has made it. A flag, for something that is made once, is none."""
+
 
 class Variable(NamedTuple):
     """A variable that code of the user's can reach by name.
