@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_of, recorded_lines, split_loss  # noqa: E402
+from ddpcheck.gather.autograd.autograd_graph import recorded_lines  # noqa: E402
+from ddpcheck.gather.autograd.loss_terms import PairedTerms, backward_of, split_loss  # noqa: E402
 
 
 def parts(size: int = 6) -> tuple[nn.Parameter, Tensor, Tensor]:

@@ -6,7 +6,9 @@ Where a path is cut, `ddpcheck.gather.autograd.gradient_paths` finds out.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path
 
 WALK_LIMIT = 20_000
 """Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
@@ -165,33 +170,63 @@ def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limi
     return GraphWalk(tuple(leaves.values()), frozenset(names), True, len(seen), tuple(functions))
 
 
-def functions_before(
-    roots: Iterable[Any], leaf: torch.Tensor, *, limit: int = WALK_LIMIT
-) -> tuple[type[torch.autograd.Function], ...]:
-    """The custom autograd Functions that stand last on the ways of a gradient from graph nodes to `leaf`."""
-    target = gradient_node(leaf)
-    parents: dict[Any, list[Any]] = {}
-    pending = list(roots)
+Parents = dict[Any, list[tuple[Any, int]]]
+"""By node of a graph, the nodes that hand it a gradient, each with the index of the input that it stands at."""
+
+
+def parents_behind(roots: Iterable[Any], *, limit: int = WALK_LIMIT) -> Parents:
+    """The edges of the graph behind graph nodes, as far as it has up to `limit` nodes."""
+    parents: Parents = {}
+    pending = [root for root in roots if root is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        for following, _ in node.next_functions if node is not None else ():
+        for index, (following, _) in enumerate(node.next_functions):
             if following is not None:
-                parents.setdefault(following, []).append(node)
+                parents.setdefault(following, []).append((node, index))
                 if following not in seen and len(seen) < limit:
                     seen.add(following)
                     pending.append(following)
-    found: dict[type[torch.autograd.Function], None] = {}
+    return parents
+
+
+def nearest_above(leaf: torch.Tensor, parents: Parents, is_end: Callable[[Any, int], bool]) -> Iterator[Any]:
+    """The last nodes for which `is_end` holds (with an index of an input) on the ways of a gradient to `leaf`."""
+    target = gradient_node(leaf)
     pending, seen = [target], {target}
     while pending:
-        for parent in parents.get(pending.pop(), ()):
-            function = getattr(parent, "_forward_cls", None)
-            if function is not None:
-                found[function] = None
-            elif parent not in seen:
-                seen.add(parent)
-                pending.append(parent)
-    return tuple(found)
+        for node, index in parents.get(pending.pop(), ()):
+            if is_end(node, index):
+                yield node
+            elif node not in seen:
+                seen.add(node)
+                pending.append(node)
+
+
+def functions_before(roots: Iterable[Any], leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
+    """The custom autograd Functions that stand last on the ways of a gradient from graph nodes to `leaf`."""
+    last = nearest_above(leaf, parents_behind(roots), lambda node, _index: hasattr(node, "_forward_cls"))
+    return tuple(dict.fromkeys(node._forward_cls for node in last))
+
+
+@contextlib.contextmanager
+def recorded_lines() -> Iterator[None]:
+    """A block whose operations keep the line that called them (torch's anomaly mode, without its check for NaN)."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+def line_of(node: Any) -> Location | None:
+    """The innermost line of the user's code that made `node`, where `recorded_lines` has kept it."""
+    try:
+        stack = node.metadata.get("traceback_", ())
+    except Exception:  # nodes of a custom Function need not have any
+        return None
+    for frame in reversed(stack):
+        match = re.match(r'\s*File "(.+)", line (\d+), in ', frame)
+        if match and is_user_file(match[1]):
+            return Location(relative_path(match[1]), int(match[2]))
+    return None
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

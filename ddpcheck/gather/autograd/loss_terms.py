@@ -6,17 +6,16 @@ sums, means, constant factors, stacking. Each edge at which that stops is the en
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.gather.autograd.autograd_graph import line_of
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
@@ -49,13 +48,6 @@ class Edge:
     part: int
 
 
-@contextlib.contextmanager
-def recorded_lines() -> Iterator[None]:
-    """A block whose operations keep the line that called them (torch's anomaly mode, without its check for NaN)."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
-
-
 def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
     """The ends of the terms that `total`, the sum of `parts`, is made of, from left to right."""
     root = total.grad_fn
@@ -72,26 +64,13 @@ def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]
         if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _OFF_BY_FACTOR and len(inputs) == 1)):
             pending.extend((node, i, child, part) for i, child in reversed(inputs))
         else:
-            found.append(Edge(parent, index, kind, _made_at(node), part))
+            found.append(Edge(parent, index, kind, line_of(node), part))
     return found
 
 
 def _kind(node: Any) -> str:
     """The name of the operation ("AddBackward0" is "Add")."""
     return re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
-
-
-def _made_at(node: Any) -> Location | None:
-    """The line of the user's code that made `node`, where anomaly mode has kept it (`Node.metadata`)."""
-    try:
-        stack = node.metadata.get("traceback_", ())
-    except Exception:  # nodes of a custom Function need not have any
-        return None
-    for frame in reversed(stack):
-        match = re.match(r'\s*File "(.+)", line (\d+), in ', frame)
-        if match and is_user_file(match[1]):
-            return Location(relative_path(match[1]), int(match[2]))
-    return None
 
 
 _Key = tuple[int, Location | None, str]  # the same term in another run: part of the loss, line, operation

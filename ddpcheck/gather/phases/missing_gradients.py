@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.exception_origin import is_ours
+from ddpcheck.gather.autograd.autograd_graph import line_of, nearest_above, parents_behind, recorded_lines
 from ddpcheck.gather.autograd.gradient_paths import Explainer
-from ddpcheck.gather.autograd.zero_gradients import zero_ends
 from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.steps.seeds import step_seed
-from ddpcheck.gather.steps.training_step import clear_gradients, compute_gradients
+from ddpcheck.gather.steps.training_step import clear_gradients, compute_gradients, run_backward
 from ddpcheck.worlds import rank as this_rank
 
 
@@ -82,3 +84,48 @@ def _perturb(state: RankState, step: int) -> None:
                 size = 0.02 + 0.1 * float(parameter.detach().abs().mean())
                 moved = size * torch.randn(parameter.shape, generator=generator)
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
+
+
+def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
+    """The operations that turn the gradients of `leaves` into zeros: nonzero ones come to them, zeros leave.
+
+    Args:
+        forward: Computes the loss; run once, and backward through it.
+        leaves: By name; those whose gradient was zero all the way from the loss are left out of the answer.
+    """
+    with recorded_lines():
+        loss = forward()
+    parents = parents_behind([loss.grad_fn])
+    came: dict[Any, bool] = {}  # node -> whether anything but zeros came to it
+    left: dict[Any, list[bool]] = {}  # node -> for each input, whether anything but zeros left
+
+    def watch(node: Any) -> Any:
+        def note(inputs: Any, outputs: Any) -> None:
+            came[node] = any(map(_is_nonzero, outputs))
+            left[node] = list(map(_is_nonzero, inputs))
+
+        return node.register_hook(note)
+
+    def turns_to_zero(node: Any, index: int) -> bool:
+        return came.get(node, False) and not any(left[node][index : index + 1])
+
+    hooks = [watch(node) for node in dict.fromkeys(node for edges in parents.values() for node, _ in edges)]
+    run_backward(loss)
+    ends = {}
+    for name, leaf in leaves.items():
+        node = next(nearest_above(leaf, parents, turns_to_zero), None)
+        if node is not None:
+            ends[name] = PathEnd("zero", operation_of(node.name()), line_of(node))
+    for hook in hooks:
+        hook.remove()
+    return ends
+
+
+def _is_nonzero(gradient: object) -> bool:
+    return isinstance(gradient, torch.Tensor) and bool(gradient.count_nonzero())
+
+
+def operation_of(node_name: str) -> str:
+    """The operation whose backward a graph node is: "mul()" for "MulBackward0"."""
+    name = re.sub(r"Backward\d*$", "", node_name)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() + "()"

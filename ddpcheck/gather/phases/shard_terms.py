@@ -16,8 +16,8 @@ from torch import nn
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.single_process import LossTerm
-from ddpcheck.gather.autograd.autograd_graph import named_parameters
-from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, recorded_lines, split_loss
+from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_lines
+from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
