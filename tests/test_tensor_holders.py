@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from ddpcheck.gather.state.tensor_holders import held_by_functions  # noqa: E402
+from ddpcheck.gather.autograd.unregistered_leaves import held_by_functions  # noqa: E402
 
 SCALE = torch.ones(1, requires_grad=True)
 TABLE = {"a": torch.ones(1), "b": [torch.ones(2)]}

@@ -1,6 +1,6 @@
 """DDP301 and 302: gradients of the wrapper's step under `torch.compile`, where a recipe asks for it.
 
-Pure functions from `findings.evidence.steps` (gathered by `gather.phases.compiled_step`) to findings.
+Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
 """
 
 from __future__ import annotations

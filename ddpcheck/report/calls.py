@@ -19,9 +19,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 MODULES = (
-    "ddpcheck.gather.phases.compiled_step",
     "ddpcheck.gather.phases.ddp_step",
-    "ddpcheck.gather.phases.float64_average",
     "ddpcheck.gather.phases.local_step",
     "ddpcheck.gather.phases.missing_gradients",
     "ddpcheck.gather.phases.model_build",
@@ -41,9 +39,7 @@ MODULES = (
 
 if TYPE_CHECKING:
     from ddpcheck.gather.phases import (
-        compiled_step,
         ddp_step,
-        float64_average,
         local_step,
         missing_gradients,
         model_build,
@@ -93,9 +89,7 @@ def try_call(
 
 __all__ = [
     "MODULES",
-    "compiled_step",
     "ddp_step",
-    "float64_average",
     "graph_phases",
     "local_step",
     "missing_gradients",

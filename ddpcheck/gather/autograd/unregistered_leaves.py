@@ -1,16 +1,25 @@
-"""Leaves of the graph that receive gradient without being parameters of the module."""
+"""Leaves of the graph that receive gradient without being parameters of the module, and who holds tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.parameters import UnregisteredTensor
-from ddpcheck.gather.autograd.autograd_graph import unregistered_tensors
-from ddpcheck.gather.state.tensor_holders import Held, held_by_functions
+from ddpcheck.gather.autograd.autograd_graph import contents, unregistered_tensors
+from ddpcheck.gather.state.reachable import function_variables, is_user_function, is_user_namespace
 from ddpcheck.recipe.recipe import Recipe
+
+_DEEPEST = 6
+_MOST = 20_000  # things to look at; who holds a data set has many
+
+Held = tuple[str, str, torch.Tensor]
+"""Name, kind of variable, and the tensor."""
 
 
 def unregistered_leaves(
@@ -52,3 +61,46 @@ def _held(module: nn.Module, recipe: Recipe | None) -> list[Held]:
     """The tensors that are no parameters of `module`, where somebody holds them; the module's own names come last."""
     own = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in own)]
+
+
+def held_by_functions(loss: Any, module: nn.Module) -> Iterator[Held]:
+    """Tensors that `loss` and the methods of modules find in globals, closures, default arguments and classes."""
+    seen = {id(submodule) for submodule in module.modules()}
+
+    def search(value: Any, name: str, kind: str, depth: int) -> Iterator[Held]:
+        if depth > _DEEPEST or len(seen) > _MOST or isinstance(value, str | bytes | int | float | None):
+            return
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield name, kind, value
+        elif isinstance(value, nn.Module):
+            for inner, parameter in value.named_parameters():
+                yield from search(parameter, f"{name}.{inner}", kind, depth)
+        elif isinstance(value, FunctionType):
+            for variable in function_variables(value) if is_user_function(value) else ():
+                yield from search(variable.value, variable.name, variable.kind, depth + 1)
+        elif isinstance(value, MethodType):
+            yield from search(value.__func__, name, kind, depth)
+            yield from search(value.__self__, name, kind, depth + 1)
+        elif isinstance(value, functools.partial):
+            yield from search(value.func, name, kind, depth + 1)
+            given = {**{f"argument {place}": item for place, item in enumerate(value.args)}, **value.keywords}
+            for key, item in given.items():
+                yield from search(item, key, "bound argument", depth + 1)
+        elif isinstance(value, type | ModuleType):
+            kind = "class attribute" if isinstance(value, type) else "global variable"
+            for key, item in list(vars(value).items()) if is_user_namespace(value) else ():
+                if not key.startswith("__") or isinstance(item, FunctionType):
+                    plain = item.__func__ if isinstance(item, staticmethod | classmethod) else item
+                    yield from search(plain, f"{name}.{key}", kind, depth + 1)
+        else:
+            for suffix, item in contents(value):
+                yield from search(item, f"{name}{suffix}", kind, depth + 1)
+            if not isinstance(value, list | tuple | dict | set | frozenset):
+                yield from search(type(value), type(value).__name__, "class attribute", depth + 1)
+
+    yield from search(loss, "loss", "", 0)
+    for cls in dict.fromkeys(cls for submodule in module.modules() for cls in type(submodule).__mro__):
+        yield from search(cls, cls.__name__, "class attribute", 0)

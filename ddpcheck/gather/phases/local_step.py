@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -30,9 +31,8 @@ from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepDa
 from ddpcheck.gather.phases.shards import blaming_empty_shards, samples_of
 from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state
-from ddpcheck.gather.state.sample_fingerprints import sample_fingerprints
 from ddpcheck.gather.steps.gradient_distance import norm
-from ddpcheck.gather.steps.seeds import batch_fingerprint, make_batch, step_seed
+from ddpcheck.gather.steps.seeds import batch_fingerprint, make_batch, sample_fingerprints, step_seed
 from ddpcheck.gather.steps.training_step import (
     Loss,
     clear_gradients,
@@ -43,7 +43,8 @@ from ddpcheck.gather.steps.training_step import (
     versions,
     visible_tensors,
 )
-from ddpcheck.recipe.pytree import to_device, tree_tensors
+from ddpcheck.recipe.pytree import to_device, tree_tensors, upcast
+from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for
 
@@ -312,3 +313,36 @@ def local_update(step: int) -> None:
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
     run_optimizer(reference.optimizer, "step")
     clear_gradients(reference.module)
+
+
+@replays_step
+def average_exactly(step: int, file: Path) -> str:
+    """The step under way again in float64, averaged over the ranks; rank 0 saves the result.
+
+    Tells a difference in the program from one that is rounding, where the ranks communicate in forward (SyncBatchNorm,
+    say), so that no process alone can compute their part.
+
+    Args:
+        step: Counted from 0.
+        file: Where to.
+
+    Returns:
+        Why that cannot be done (a model that insists on its dtype), empty where it can.
+    """
+    state = rank_state()
+    quiet = state.step.without_random
+    try:
+        module = copy.deepcopy(state.reference.module).double()
+        seed = step_seed(state.seed, step) if quiet else state.seed_of(step)
+        with unlogged():
+            gradients, _ = compute_gradients(
+                state.recipe, module, upcast(state.step.batch), step=step, seed=seed, quiet=quiet, place="in float64, "
+            )
+            owners = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
+            local = [gradients.get(name) for name in owners]
+            averaged = average_over_ranks(local, list(owners.values()), group=state.group)
+    except Exception as error:
+        return summary(error)
+    if state.rank == 0:
+        torch.save({name: value for name, value in zip(owners, averaged, strict=True) if value is not None}, file)
+    return ""

@@ -1,6 +1,6 @@
 """Variables, attributes and items that functions and objects of the user's hold, and how one is put back.
 
-The three that look through them differ in what they look for: `external_state`, `tensor_holders`, `program_data`.
+The three that look through them differ in what they look for: `external_state`, `unregistered_leaves`, `program_data`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The seeds of a check, and the global batches that are made under them."""
+"""The seeds of a check, the global batches that are made under them, and fingerprints of batches and samples."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
+
+import torch
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.gather.state.module_description import fingerprint
@@ -13,6 +15,8 @@ from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
+_MOST_BYTES = 1 << 28  # of a batch whose samples are told apart
+_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 
 
 def model_seed(seed: int) -> int:
@@ -63,3 +67,32 @@ def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> st
 def batch_fingerprint(batch: Any) -> tuple[int, ...]:
     """Tells whether two processes hold the same batch."""
     return tuple(fingerprint(tensor) for tensor in tree_tensors(batch))
+
+
+def sample_fingerprints(batch: Any) -> tuple[int, ...]:
+    """One fingerprint for each sample of `batch`, of the bits of its row in every tensor.
+
+    Returns:
+        Nothing where the tensors do not agree on the number of samples, or are too large.
+    """
+    tensors = [t.detach() for t in tree_tensors(batch) if t.dim() > 0]
+    try:
+        size = batch_size(batch)
+    except TargetError:
+        return ()
+    if size == 0 or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
+        return ()
+    if any(t.layout != torch.strided or t.is_quantized for t in tensors):
+        return ()
+    total = torch.zeros(size, dtype=torch.int64)
+    for tensor in tensors:
+        total = (total ^ (total >> 29)) * _ODD + _row_sums(tensor.cpu())
+    return tuple(total.tolist())
+
+
+def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    rows = tensor.resolve_conj().resolve_neg().contiguous().reshape(len(tensor), -1).view(torch.uint8)
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).contiguous().view(torch.int64)
+    index = torch.arange(1, padded.shape[1] + 1, dtype=torch.int64)
+    weights = (index * _ODD) | 1
+    return (((padded >> 32) & 0xFFFFFFFF ^ padded) * weights).sum(1)

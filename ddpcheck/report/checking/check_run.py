@@ -204,7 +204,7 @@ class CheckRun(CheckWorlds):
         doubtful = self._run_ddp(step, words)
         if any(item.compiles for item in self.state.steps.local) and not self.state.steps.ranks_differ:
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
-                self.state.steps.compiled += self._all(calls.compiled_step.compiled_step, step)
+                self.state.steps.compiled += self._all(calls.ddp_step.compiled_step, step)
         return doubtful
 
     def _update_alone(self, step: int, words: str) -> None:
@@ -321,7 +321,7 @@ class CheckRun(CheckWorlds):
         if not any(item.forward_calls for item in self.state.steps.local):
             return None
         file = self.world.directory / f"exact-{step}.pt"
-        return None if any(self._all(calls.float64_average.average_exactly, step, file)) else file
+        return None if any(self._all(calls.local_step.average_exactly, step, file)) else file
 
     def _look_again(self) -> None:
         asleep = zero_in_every_step(self.state)
