@@ -27,9 +27,8 @@ from ddpcheck.gather.steps.training_step import (
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import run_as_compiled
 
-_COMPILED_TOLERANCE = (
-    0.1  # of kernels that round in other places, at any depth and dtype; the smallest fault measured is 0.5
-)
+# Of kernels that round in other places, at any depth and dtype; the smallest fault measured is 0.5.
+_COMPILED_TOLERANCE = 0.1
 
 
 def ddp_step(step: int) -> DdpStepEvidence:

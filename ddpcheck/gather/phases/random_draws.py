@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.findings.evidence.steps import SharedDraw
@@ -17,6 +16,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, user_location
 from ddpcheck.gather.phases.rank_state import rank_state, replays_step
 from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.recipe.pytree import tree_tensors
 
 
@@ -71,26 +71,12 @@ def draws(step: int) -> list[SharedDraw]:
     """The random numbers that the forward pass of a step draws for its samples on this rank."""
     state = rank_state()
     log = _Draws(next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0))
-    with _modules_in(state.reference.module, log.modules), _seeding_seen(log), log:
+    modules = watched_modules(
+        state.reference.module, lambda name, _inputs: log.modules.append(name), lambda _name, _output: log.modules.pop()
+    )
+    with modules, _seeding_seen(log), log:
         state.run_loss(step, "drawing, ")
     return log.found
-
-
-@contextmanager
-def _modules_in(module: nn.Module, stack: list[str]) -> Iterator[None]:
-    """Keep the names of the submodules whose forward is running on `stack`."""
-
-    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        stack.pop()
-
-    handles = [submodule.register_forward_hook(leave) for submodule in module.modules()]
-    for name, submodule in module.named_modules():
-        handles.append(submodule.register_forward_pre_hook(lambda _module, _inputs, name=name: stack.append(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

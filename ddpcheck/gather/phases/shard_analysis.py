@@ -26,7 +26,7 @@ from ddpcheck.gather.phases.shard_terms import (
     total_gradient,
 )
 from ddpcheck.gather.phases.single_process import SingleProcess
-from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
+from ddpcheck.gather.state.randomness import constant_random_numbers
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.seeds import make_batch, step_seed
@@ -185,7 +185,7 @@ def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> Coupling
     def run(module: nn.Module, part: Any) -> Callable[[], None]:
         def forward() -> None:
             own.rewind(module)
-            with quiet_modules(module), QuietRandomness():
+            with constant_random_numbers(module):
                 compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
 
         return forward

@@ -20,7 +20,7 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_l
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
-from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
+from ddpcheck.gather.state.randomness import constant_random_numbers
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.sample_influence import FirstActivations, are_felt, changes_for
 from ddpcheck.gather.steps.seeds import step_seed
@@ -68,8 +68,7 @@ class ShardRun:
         clear_gradients(self.module)
         with contextlib.ExitStack() as stack:
             if self.own.draws or self.quiet:
-                stack.enter_context(quiet_modules(self.module))
-                stack.enter_context(QuietRandomness())
+                stack.enter_context(constant_random_numbers(self.module))
             for name in self.frozen:
                 self.module.get_submodule(name).eval()
             stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.frozen])

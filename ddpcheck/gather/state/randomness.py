@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -101,23 +102,16 @@ _watched: dict[int, OwnGenerator] = {}  # those that the recipe holds; what read
 
 def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
     """The states of the generators of torch, random and numpy, the global ones and the recipe's; see `drawn_since`."""
-    states: dict[tuple[str, int], Any] = {("random", 0): random.getstate(), ("torch", 0): _bytes(torch.get_rng_state())}
+    states: dict[tuple[str, int], Any] = {("random", 0): random.getstate(), ("torch", 0): torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy", 0] = (name, keys.tobytes(), *rest)
     if device.type == "cuda":
-        states["torch", 1] = _bytes(torch.cuda.get_rng_state(device))
+        states["torch", 1] = torch.cuda.get_rng_state(device)
     for key, own in _watched.items():
-        states[own.library, key] = repr(own.read()) if own.library == "numpy" else _plain_state(own.read())
-    return states
-
-
-def _plain_state(state: Any) -> Any:
-    return _bytes(state) if isinstance(state, torch.Tensor) else state
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.tolist())  # numpy may not be there
+        states[own.library, key] = repr(own.read()) if own.library == "numpy" else own.read()
+    # As bytes, which can be compared; by way of a list, since numpy may not be there.
+    return {key: bytes(s.tolist()) if isinstance(s, torch.Tensor) else s for key, s in states.items()}
 
 
 def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> frozenset[str]:
@@ -281,3 +275,10 @@ class quiet_modules:
     ) -> None:
         for module, dropout in self._saved:
             module.dropout = dropout
+
+
+@contextlib.contextmanager
+def constant_random_numbers(module: nn.Module) -> Iterator[None]:
+    """A block in which random operations give constants, in the recurrent layers of `module` too."""
+    with quiet_modules(module), QuietRandomness():
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +26,9 @@ _NOT_ROUNDING = 1e3  # times machine eps
 
 @dataclass(slots=True)
 class _Pass:
-    """Results of a forward pass: by module and call, and by line of the user's code, in order."""
+    """Results of a forward pass, of modules and of lines of the user's code, in the order in which they end."""
 
-    inputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
-    outputs: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
+    calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)  # name, given, made
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
 
@@ -69,27 +69,27 @@ def first_coupling(
         rounding: What is no difference, relative; 0: by the dtype.
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
-    given, made = _by_module(of_whole.inputs), _by_module(of_whole.outputs)
-    lines: dict[Location, list[torch.Tensor]] = {}
+    given: dict[str, list[torch.Tensor]] = defaultdict(list)
+    made: dict[str, list[torch.Tensor]] = defaultdict(list)
+    lines: dict[Location, list[torch.Tensor]] = defaultdict(list)
+    for called, inputs, outputs in of_whole.calls:
+        given[called] += inputs
+        made[called] += outputs
     for line, outputs in of_whole.operations:
-        lines.setdefault(line, []).extend(outputs)
-
-    def meet(full: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], *, pairs: bool = False) -> bool:
-        return _meet(full, alone, rounding, pairs=pairs)
-
-    modules = (
-        key[0]
-        for key, alone in of_part.outputs.items()
-        if meet(made.get(key[0], ()), alone) and not meet(given.get(key[0], ()), of_part.inputs[key])
+        lines[line] += outputs
+    name = next(
+        (
+            called
+            for called, inputs, outputs in of_part.calls
+            if _meet(made[called], outputs, rounding) and not _meet(given[called], inputs, rounding)
+        ),
+        None,
     )
-    first = next(
-        ((line, alone) for line, alone in of_part.operations if meet(lines.get(line, ()), alone, pairs=True)), None
-    )
-    name = next(modules, None)
     kind = "" if name is None else type(module.get_submodule(name)).__name__
-    if first is None:
-        return Coupling(name, kind)
-    return Coupling(name, kind, first[0], _is_scaled(lines[first[0]], first[1]))
+    for line, outputs in of_part.operations:
+        if _meet(lines[line], outputs, rounding, pairs=True):
+            return Coupling(name, kind, line, _is_scaled(lines[line], outputs))
+    return Coupling(name, kind)
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
@@ -108,13 +108,6 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
     return False
 
 
-def _by_module(calls: Mapping[tuple[str, int], Sequence[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
-    found: dict[str, list[torch.Tensor]] = {}
-    for (name, _), tensors in calls.items():
-        found.setdefault(name, []).extend(tensors)
-    return found
-
-
 def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
     """Whether samples depend on each other in one of `part`: its rows are in none of `whole`, of which there may be
     several (micro-batches); or, where `pairs` are asked for, it has an element for every pair of samples.
@@ -124,41 +117,39 @@ def _meet(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], rounding:
         grown = [full for full in whole if len(axes_that_grow(full, alone)) == 1]
         if grown and all(_depends(full, alone, rounding) for full in (*grown, *alike)):
             return True
-        if pairs and any(_pairs(full, alone) for full in whole):
+        if pairs and any(len(axes_that_grow(full, alone)) > 1 for full in whole):
             return True
     return False
 
 
 def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
     seen = _Pass()
-    with _kept_calls(module, seen), _Operations(seen):
+    running: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # given to calls that have not ended
+
+    def enter(name: str, inputs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            running[name].append(seen.kept(inputs))
+
+    def leave(name: str, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            seen.calls.append((name, running[name].pop(), seen.kept(output)))
+
+    with watched_modules(module, enter, leave), _Operations(seen):
         forward()
     return seen
 
 
 @contextmanager
-def _kept_calls(module: nn.Module, seen: _Pass) -> Iterator[None]:
-    counts: dict[str, int] = {}
-    given: dict[str, list[list[torch.Tensor]]] = {}  # to calls that have not ended
-
-    def before(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            with torch._C.DisableTorchFunction():
-                given.setdefault(name, []).append(seen.kept([args, kwargs]))
-
-        return hook
-
-    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            counts[name] = counts.get(name, 0) + 1
-            with torch._C.DisableTorchFunction():
-                seen.inputs[name, counts[name]] = given[name].pop()
-                seen.outputs[name, counts[name]] = seen.kept(output)
-
-        return hook
-
-    handles = [m.register_forward_pre_hook(before(name), with_kwargs=True) for name, m in module.named_modules()]
-    handles += [m.register_forward_hook(after(name)) for name, m in module.named_modules()]
+def watched_modules(
+    module: nn.Module, enter: Callable[[str, Any], object], leave: Callable[[str, Any], object]
+) -> Iterator[None]:
+    """Call `enter(name, inputs)` and `leave(name, output)` around the forward of `module` and of each submodule."""
+    handles = []
+    for name, part in module.named_modules():
+        handles += [
+            part.register_forward_pre_hook(lambda _m, *inputs, name=name: enter(name, inputs), with_kwargs=True),
+            part.register_forward_hook(lambda _m, _inputs, output, name=name: leave(name, output)),
+        ]
     try:
         yield
     finally:
@@ -174,11 +165,6 @@ def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
     allowed = (rounding or _NOT_ROUNDING * float(torch.finfo(part.dtype).eps)) * scale
     return any(float(torch.linalg.vector_norm(all_rows - row, dim=1).min()) > allowed for row in rows[:_MOST_ROWS])
-
-
-def _pairs(whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether there is an element for every pair of samples."""
-    return len(axes_that_grow(whole, part)) > 1
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:

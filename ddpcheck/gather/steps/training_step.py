@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -15,13 +16,7 @@ from torch import nn
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
-from ddpcheck.gather.state.randomness import (
-    QuietRandomness,
-    drawn_since,
-    generator_states,
-    quiet_modules,
-    seed_everything,
-)
+from ddpcheck.gather.state.randomness import constant_random_numbers, drawn_since, generator_states, seed_everything
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import copied, named_tensors, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
@@ -169,13 +164,8 @@ def compute_gradients(
     """
     clear_gradients(model)
     parameters = named_parameters(model)  # forward may put others in their place, which no optimizer or DDP knows
-    if quiet:
-        place = f"{place}random numbers silenced, "
-        with quiet_modules(model), QuietRandomness():
-            loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
-            set_status(f"step {step}: {place}backward")
-            run_backward(loss.total)
-    else:
+    place = f"{place}random numbers silenced, " if quiet else place
+    with constant_random_numbers(model) if quiet else contextlib.nullcontext():
         loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
         set_status(f"step {step}: {place}backward")
         run_backward(loss.total)
@@ -193,9 +183,6 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
     return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
-# State
-
-
 def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
     """The tensors that DDP finds in what `forward` returned, and the class of the first output in which it finds none.
 
@@ -204,8 +191,8 @@ def visible_tensors(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
     found: list[torch.Tensor] = []
     opaque = ""
     for output in outputs:
-        tensors = [tensor for tensor in tree_tensors(output) if tensor.requires_grad]
-        if not any(True for _ in tree_tensors(output)) and output is not None and not opaque:
-            opaque = type(output).__qualname__
-        found.extend(tensors)
+        tensors = list(tree_tensors(output))
+        if not tensors and output is not None:
+            opaque = opaque or type(output).__qualname__
+        found += [tensor for tensor in tensors if tensor.requires_grad]
     return found, opaque
