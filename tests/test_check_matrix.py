@@ -74,6 +74,7 @@ def test_a_layer_in_two_reentrant_checkpoints_needs_static_graph() -> None:
     assert matrix.exit_code() == 1
 
 
+@pytest.mark.slow
 def test_no_option_mends_a_loss_that_sums() -> None:
     matrix = matrix_of(broken("gradients/summed_loss"))
     assert {row.code for row in matrix.rows if row.verdict != "skipped"} == {"DDP305"}
@@ -127,11 +128,13 @@ def test_options_that_differ_between_ranks_are_a_fault_of_the_recipes_own_row_on
     assert {row.verdict for row in others} == {"right", "lossy"}
 
 
+@pytest.mark.slow
 def test_what_a_row_says_does_not_depend_on_optimizers_that_differ() -> None:
     matrix = matrix_of(broken("ranks/learning_rate"))
     assert matrix.own is not None and [finding.code for finding in matrix.own.findings] == ["DDP223"]
 
 
+@pytest.mark.slow
 def test_options_reach_the_wrapper_that_a_recipe_makes_itself(recipe) -> None:
     path = recipe(
         """
@@ -148,6 +151,7 @@ def wrap(module, device):
     assert found["defaults"] == found["gradient_as_bucket_view=True"] == "right"
 
 
+@pytest.mark.slow
 def test_what_wrap_sets_after_the_constructor_is_not_attributed_to_other_options(recipe) -> None:
     path = recipe(
         """

@@ -18,12 +18,8 @@ from ddpcheck.findings.severity import Severity
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(sys.executable).with_name("ddpcheck")
-SPELLINGS = [
-    pytest.param(
-        [str(SCRIPT)], id="ddpcheck", marks=pytest.mark.skipif(not SCRIPT.exists(), reason="ddpcheck is not installed")
-    ),
-    pytest.param([sys.executable, "-m", "ddpcheck"], id="python -m ddpcheck"),
-]
+INSTALLED = pytest.mark.skipif(not SCRIPT.exists(), reason="ddpcheck is not installed")
+MODULE = pytest.param([sys.executable, "-m", "ddpcheck"], id="python -m ddpcheck")
 UNUSED = Finding("DDP101", ("[red]head",), "It is never read.", Severity.ERROR)
 ZERO = Finding("DDP107", ("gate",), "Its gradient is zero.", Severity.WARNING)
 
@@ -61,7 +57,7 @@ def run(command: list[str], *arguments: str, **options) -> subprocess.CompletedP
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environ, timeout=60, **options)
 
 
-@pytest.mark.parametrize("command", SPELLINGS)
+@pytest.mark.parametrize("command", [pytest.param([str(SCRIPT)], id="ddpcheck", marks=INSTALLED), MODULE])
 def test_both_spellings_explain_rules_and_give_their_version(command: list[str]) -> None:
     done = run(command, "explain", "ddp101", "hang")
     assert (done.returncode, done.stderr) == (0, "")
@@ -71,7 +67,9 @@ def test_both_spellings_explain_rules_and_give_their_version(command: list[str])
     assert run(command, "--version").stdout.startswith("ddpcheck 0.")
 
 
-@pytest.mark.parametrize("command", SPELLINGS)
+@pytest.mark.parametrize(
+    "command", [pytest.param([str(SCRIPT)], id="ddpcheck", marks=[INSTALLED, pytest.mark.slow]), MODULE]
+)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -314,6 +314,7 @@ def test_random_numbers_differ_from_rank_to_rank_and_world_to_world() -> None:
     assert all(len(set(each)) == 4 for each in zip(*drawn, strict=True))
 
 
+@pytest.mark.slow
 def test_spawned_ranks_do_the_same() -> None:
     """Seed 1 (DistributedDataParallel): fork after CUDA initialisation is unsafe; workers start by spawn there."""
     with World(2, start_method="spawn") as world:
@@ -612,6 +613,7 @@ class SlowToSend:
         return str, ()
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_rank_that_takes_its_time_is_left_in_peace() -> None:
     ways = ["sleep", "child", "pipe", "compute", "pickling in a collective", "hook in a backward pass"]

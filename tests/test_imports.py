@@ -153,7 +153,6 @@ def imports_dynamo(code: str) -> bool:
 
 def test_the_monitor_does_not_import_the_compiler_before_there_is_a_wrapper() -> None:
     assert not imports_dynamo("import ddpcheck.monitor.wrapper, ddpcheck.monitor.watch")
-    assert imports_dynamo("torch.compiler.disable(print)"), "it can fail"
 
 
 def test_no_module_shares_a_name_with_the_standard_library() -> None:

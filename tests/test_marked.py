@@ -57,7 +57,7 @@ def seeded():
 def model_and_optimizer():
     import torch
     model = torch.nn.Linear(2, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, {"param_groups": list(model.parameters())}  # a real optimizer imports the compiler, for seconds
 """
 
 SOURCE = """
@@ -97,7 +97,7 @@ def test_fixtures_by_value_and_on_ranks(base, layer, on_top, rank):
 @pytest.mark.ddp
 def test_values_that_share_something_go_on_sharing_it(model_and_optimizer):
     model, optimizer = model_and_optimizer
-    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert optimizer["param_groups"][0] is model.weight
 
 @pytest.mark.ddp
 def test_parametrized_fixtures(each, each_on_rank, rank):

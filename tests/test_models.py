@@ -11,12 +11,10 @@ from ddpcheck.findings.report import Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
 from tests.models.oracle import Truth, find_truth
-from tests.tiers import needs, share
+from tests.tiers import needs
 
 pytestmark = needs("transformers")  # which the architectures come from
 
-# `make test` has a clean one and one with findings, each of a second or two; `make models` and `-m slow` have all.
-QUICK = ("bert_bare", "resnet")
 IN_OTHER_WORLDS = [("gpt2", 3), ("gpt2_padded", 4), ("resnet", 4), ("mixtral", 3)]
 
 
@@ -25,7 +23,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", share(CATALOGUE, QUICK))
+@pytest.mark.slow  # to import transformers alone takes seconds
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_what_is_said_of_an_architecture_is_what_an_oracle_finds_out(name: str) -> None:
     for needed in CATALOGUE[name].needs:
         pytest.importorskip(needed)
@@ -39,7 +38,7 @@ def test_it_is_the_same_on_more_ranks(name: str, world_size: int) -> None:
 
 
 def test_the_architectures_named_here_exist() -> None:
-    assert {*QUICK, *(name for name, _ in IN_OTHER_WORLDS)} <= set(CATALOGUE)
+    assert {name for name, _ in IN_OTHER_WORLDS} <= set(CATALOGUE)
 
 
 HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, weights=(), exact=True)

@@ -66,12 +66,14 @@ def test_where_the_single_process_cannot_run_the_rest_is_still_checked() -> None
     assert {entry.reference for entry in report.parity} == {"local"}
 
 
+@pytest.mark.slow
 def test_the_first_module_that_couples_samples_is_named_with_its_line() -> None:
     report = run(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     (finding,) = report.findings
     assert (finding.code, finding.subjects) == ("DDP304", ("1",)) and "BatchNorm1d" in finding.message
 
 
+@pytest.mark.slow
 def test_uneven_shards_are_weighed_by_their_samples() -> None:
     report = run(Net, batch=batch, shard=lambda batch, rank, world_size: batch.tensor_split(world_size)[rank])
     (finding,) = report.findings
@@ -114,6 +116,7 @@ def cancelling(step: int) -> Any:
     return x - x.mean(0) + torch.randn(64, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.slow
 def test_without_float64_the_last_digits_of_parameters_and_batch_tell_what_is_rounding() -> None:
     report = run(InsistsOnFloat32, lambda model, x: model(x).mean(), batch=cancelling)
     assert report.findings == () and "no float64 run" in report.world["notes"][0]

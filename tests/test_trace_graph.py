@@ -73,12 +73,12 @@ def recipe(text: str) -> str:
     ("name", "code", "words"),
     [
         ("unused", "DDP101", "old_head.weight"),
-        ("output_not_in_loss", "DDP102", "auxiliary.weight"),
+        pytest.param("output_not_in_loss", "DDP102", "auxiliary.weight", marks=pytest.mark.slow),
         ("detach", "DDP103", "encoder.weight"),
         ("unused_on_one_rank", "DDP104", "not on rank 1"),
-        ("alternating_heads", "DDP105", "heads.1.weight"),
+        pytest.param("alternating_heads", "DDP105", "heads.1.weight", marks=pytest.mark.slow),
         ("raw_tensor", "DDP106", "prompt"),
-        ("times_zero", "DDP107", "extra.weight"),
+        pytest.param("times_zero", "DDP107", "extra.weight", marks=pytest.mark.slow),
         ("custom_function_none", "DDP108", "scale"),
     ],
 )
@@ -109,11 +109,12 @@ def test_each_cause_is_drawn_in_its_colour(name: str, code: str, words: str) -> 
             marks=pytest.mark.slow,
         ),
         (broken("parameters/item"), "item(), which leaves torch\nat item.py:30", "xp", None),
-        (
+        pytest.param(
             broken("parameters/output_not_in_loss"),
             "linear()\nat output_not_in_loss.py:29\ndoes not reach the loss",
             "auxiliary",
             None,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["detach", "data", "detached parameter", "argmax", "item", "output not in loss"],

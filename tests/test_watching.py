@@ -837,6 +837,7 @@ def test_an_output_in_an_object_of_the_users_own_is_followed():
         train(model, 2, way=lambda step: "short", loss=lambda out: out.value.sum())
 
 
+@pytest.mark.slow
 def test_a_deep_graph_is_no_trouble():
     class Deep(nn.Module):
         def __init__(self):

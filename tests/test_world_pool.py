@@ -20,6 +20,7 @@ from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.harness import World
 from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.worlds.starting import server_pids
+from tests.tiers import share
 
 
 @pytest.fixture
@@ -423,7 +424,7 @@ def test_giving_back_does_not_wait_and_the_ranks_end_all_the_same(pool: WorldPoo
     assert world.closed and not world.directory.exists()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
+@pytest.mark.parametrize("seconds", share([0.0, 0.5], [0.5]))
 def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: float) -> None:
     script = (
         "import os, sys, time\nfrom ddpcheck.testing.world_pool import WorldPool\n"
