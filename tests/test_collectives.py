@@ -20,7 +20,7 @@ from ddpcheck.judge.collective_order import (
     judge_packing,
 )
 from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
-from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
+from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank

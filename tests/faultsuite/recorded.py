@@ -20,7 +20,7 @@ from ddpcheck.report import calls
 from ddpcheck.report.checking.check import resolve_options
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
-from ddpcheck.report.checking.check_worlds import MakeWorld, PhaseFuture
+from ddpcheck.worlds.run_future import RunFuture
 from tests.faultsuite.cases import ROOT, Case
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, dumped, fields_of, fields_that_differ, with_fields
 
@@ -29,7 +29,7 @@ COMMAND = "python -m tests.faultsuite.record"
 TWINS = ("broken", "fixed")
 
 
-def run_check(case: Case, twin: str, *, make_world: MakeWorld = World) -> Report:
+def run_check(case: Case, twin: str, *, make_world: Callable[..., Any] = World) -> Report:
     """`ddpcheck.check` of one of the two recipes of a case, in such worlds."""
     asked = resolve_options(case.target(twin), backend=None, device="cpu", seed=0, preload=(), **case.options)
     return report_of(CheckRun(asked.target, asked, progress=lambda _text: None, make_world=make_world).run())
@@ -91,7 +91,7 @@ class RecordingWorld(World):
 
 
 class _RecordingFuture:
-    def __init__(self, future: PhaseFuture[Any], world: RecordingWorld, phase: Phase) -> None:
+    def __init__(self, future: RunFuture[Any], world: RecordingWorld, phase: Phase) -> None:
         self._future = future
         self._world = world
         self._phase = phase

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ddpcheck.findings.errors import (
-    WrongTypeError,
-)
+from ddpcheck.findings.errors import WrongTypeError
 from ddpcheck.findings.report import Report
 from ddpcheck.harness import RankHosts
 from ddpcheck.recipe.target import find_file, is_path, split_target
@@ -75,11 +73,11 @@ def check(
         timeout=timeout,
         seed=seed,
         preload=preload,
+        select=select,
+        ignore=ignore,
         hosts=hosts,
     )
-    select, ignore = rule_patterns("select", select), rule_patterns("ignore", ignore)
-    state = CheckRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts).run()
-    return report_of(state, select=select, ignore=ignore)
+    return report_of(CheckRun(target, asked, progress=progress, hosts=hosts).run())
 
 
 def resolve_options(
@@ -92,6 +90,8 @@ def resolve_options(
     timeout: float,
     seed: int,
     preload: Sequence[str],
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     hosts: RankHosts | None = None,
 ) -> CheckOptions:
     """The options of a check, with the defaults that depend on the machine filled in.
@@ -117,6 +117,8 @@ def resolve_options(
         seed=seed,
         timeout=timeout,
         preload=allowed.check_modules("preload", preload),
+        select=rule_patterns("select", select),
+        ignore=rule_patterns("ignore", ignore),
         launcher=hosts.launcher if hosts is not None else None,
     )
 

@@ -1,4 +1,4 @@
-"""The report of a check: its check lines, findings and comparisons of gradients.
+"""The report of a check: its check lines (what each compared, and how much of it held), findings and comparisons.
 
 This module is light: it never imports torch.
 """
@@ -6,40 +6,51 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 from ddpcheck import __version__
-from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, select_findings
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, ParityEntry, Report, select_findings
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import counted, format_steps, join_names, make_finding
 from ddpcheck.judge.compiled_step import plain_name
-from ddpcheck.report.checking.check_lines import (
-    HEADINGS,
-    Comparison,
-    Heading,
-    Tally,
-    Told,
-    check_line,
-    heading_of,
-    is_asked,
-)
 from ddpcheck.report.checking.check_state import CheckState
 
+HEADINGS: Mapping[str, tuple[str, ...]] = {
+    "model": (),
+    "consistency": (
+        *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
+        *("DDP211", "DDP212", "DDP213", "DDP216", "DDP222", "DDP110"),
+    ),
+    "wrapping": ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503", "DDP515"),
+    "parameters": ("DDP10", "DDP112", "DDP403", "DDP405", "DDP406", "DDP407", "DDP503", "DDP513"),
+    "reducer": (
+        *("DDP301", "DDP302", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
+        *("DDP213", "DDP214", "DDP215", "DDP216", "DDP515", "DDP517"),
+    ),
+    "parity": (
+        *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP312"),
+        *("DDP505", "DDP510", "DDP514", "DDP516", "DDP519"),
+    ),
+}
+"""The checks of a report, and the codes that each may give."""
+
+UNTOLD = 0.5
+"""A tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large."""
+
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
+_OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
+_NEAR = 0.01  # an error that is no fault under any tolerance
 
 
-def report_of(state: CheckState, *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Report:
-    """The report of a check that has been judged.
-
-    Args:
-        state: Of the check.
-        select: Codes, prefixes or names of the rules to report; all where there are none.
-        ignore: Those not to report.
-    """
+def report_of(state: CheckState) -> Report:
+    """The report of a check that has been judged."""
     asked = state.asked
-    kept = select_findings(state.findings, select=select, ignore=ignore)
+    kept = select_findings(state.findings, select=asked.select, ignore=asked.ignore)
     report = Report(
         target=asked.target,
         tool={"name": "ddpcheck", "version": __version__},
@@ -58,7 +69,7 @@ def report_of(state: CheckState, *, select: Sequence[str] = (), ignore: Sequence
             **({"launcher": asked.launcher} if asked.launcher is not None else {}),
             "notes": list(dict.fromkeys(state.log.notes)),
         },
-        checks=tuple(_line(state, heading, kept, select, ignore) for heading in HEADINGS),
+        checks=tuple(_line(state, name, kept) for name in HEADINGS),
         findings=kept,
         ignored=tuple(sorted(finding.code for finding in state.findings if finding not in kept)),
         parity=tuple(sorted(_told_entries(state), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
@@ -68,21 +79,31 @@ def report_of(state: CheckState, *, select: Sequence[str] = (), ignore: Sequence
     return limited(report)
 
 
-def _line(
-    state: CheckState, heading: Heading, kept: Sequence[Finding], select: Sequence[str], ignore: Sequence[str]
-) -> CheckResult:
-    told = [Told(finding, finding) for finding in state.findings]
-    told += [Told(finding, cause) for finding, cause in state.merged]
-    here = [item for item in told if _heading_of(state, item.finding) == heading.name]
-    return check_line(
-        heading,
-        _comparison(state, heading.name),
-        here,
-        kept=frozenset(kept),
-        asked=is_asked(heading, select, ignore),
-        seconds=round(state.log.seconds.get(heading.name, 0.0), 4),
-        stopped=_why_stopped(state, heading.name, kept),
-    )
+# Check lines
+
+
+def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
+    told = [*((finding, finding) for finding in state.findings), *state.merged]
+    here = [(finding, by) for finding, by in told if _heading_of(state, finding) == name]
+    status, detail = status_of(_comparison(state, name), here, kept)
+    if stopped := _why_stopped(state, name, kept):
+        status, detail = "error", stopped
+    asked = is_asked(name, state.asked.select, state.asked.ignore)
+    return CheckResult(name, status, round(state.log.seconds.get(name, 0.0), 4), detail, asked)
+
+
+def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
+    """Whether any rule of a check is selected, and not ignored."""
+    rules = [make_finding(code, (), "") for code in RULES if code.startswith(HEADINGS[name])]
+    return not rules or bool(select_findings(rules, select=select, ignore=ignore))
+
+
+def _heading_of(state: CheckState, finding: Finding) -> str:
+    """The check that gave a finding: of several with its code the last one, where it was found after steps."""
+    plain = replace(finding, evidence=())  # causes have gathered evidence since
+    same = (plain == replace(other, evidence=(), severity=finding.severity) for other in state.found_after_steps)
+    names = [name for name, codes in HEADINGS.items() if finding.code.startswith(codes)]
+    return names[-1 if any(same) else 0] if names else ""
 
 
 def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
@@ -92,11 +113,139 @@ def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
     return "not judged, since ddpcheck itself failed" if name in state.log.unjudged else ""
 
 
-def _heading_of(state: CheckState, finding: Finding) -> str:
-    """The check that gave `finding`; causes have gathered evidence since."""
-    plain = replace(finding, evidence=())
-    same = (plain == replace(other, evidence=(), severity=finding.severity) for other in state.found_after_steps)
-    return heading_of(finding.code, after_steps=any(same))
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The comparison that one check made.
+
+    Attributes:
+        held: What held, in a sentence; empty where nothing was compared.
+        lacking: Why not all of it was compared; empty where it was.
+        differing: How much did not hold; empty where all did.
+    """
+
+    held: str = ""
+    lacking: str = ""
+    differing: str = ""
+
+
+Told = tuple[Finding, Finding]
+"""A finding of a check, and the one of the report that tells it: itself, or its cause."""
+
+
+def status_of(comparison: Comparison, told: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
+    """How a check ended, and a sentence on what was compared.
+
+    Args:
+        comparison: What was compared.
+        told: What was found in it.
+        kept: The findings that are in the report, and not ignored.
+    """
+    shown = [(finding, by) for finding, by in told if by in kept]
+    worst = min((finding.severity for finding, _ in shown), key=lambda severity: severity.rank, default=None)
+    said = _listed(shown, comparison)
+    if worst is Severity.ERROR:
+        return "failed", said
+    hidden = _listed([(finding, by) for finding, by in told if by not in kept], comparison)
+    if comparison.differing:  # in some of the steps, where others are lacking
+        if shown:
+            return "warned", said
+        return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{comparison.differing}, cause unknown")
+    if comparison.lacking:
+        return "skipped", f"{comparison.held}; {comparison.lacking}" if comparison.held else comparison.lacking
+    if worst is Severity.WARNING:
+        return "warned", said
+    if hidden:
+        return "ignored", f"ignored: {hidden}"
+    return "passed", f"{comparison.held}; {said}" if said else comparison.held
+
+
+def _listed(told: Sequence[Told], comparison: Comparison) -> str:
+    """The codes of what was found, and how much differs, or holds all the same; empty where nothing was found."""
+    said = [f.code if by is f else f"{f.code}, which comes with {by.code}" for f, by in told]
+    codes = join_names(list(dict.fromkeys(said)), most=5)
+    if not codes or comparison.differing:
+        return f"{codes}: {comparison.differing}" if codes else ""
+    stands = bool(comparison.held) and all(finding.code in _OF_BUFFERS for finding, _ in told)
+    return f"{codes}; {comparison.held}" if stands else codes
+
+
+# Comparisons
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Comparisons of gradients with one reference, counted.
+
+    Attributes:
+        held: Within a tolerance that tells something.
+        differ: Beyond their tolerance.
+        zero: Of zeros with zeros.
+        untold: Within a tolerance so large that they tell nothing.
+        steps: In which any was made.
+        farthest: The largest relative error.
+    """
+
+    held: int = 0
+    differ: int = 0
+    zero: int = 0
+    untold: int = 0
+    steps: tuple[int, ...] = ()
+    farthest: float = 0.0
+
+    @classmethod
+    def of(cls, entries: Iterable[ParityEntry]) -> Tally:
+        """Count `entries`, all with one reference."""
+        entries = list(entries)
+        steps = tuple(sorted({entry.step for entry in entries}))
+        farthest = max([0.0, *(entry.relative_error for entry in entries)])
+        return cls(**Counter(map(_kind, entries)), steps=steps, farthest=farthest)
+
+    @property
+    def only_zeros(self) -> bool:
+        """Whether nothing but zeros was compared."""
+        return not (self.held or self.differ or self.untold)
+
+    def vacuous(self) -> str:
+        """Why the comparisons tell nothing, empty where they do."""
+        if not self.steps or self.held or self.differ:
+            return ""
+        if self.untold:
+            return "rounding may be as large as the gradients themselves, so that nothing can be told"
+        return "every gradient was zero or missing, so nothing was compared"
+
+    def equal(self, what: str, of_steps: int) -> str:
+        """How many held, in a sentence that ends with `what`."""
+        more = [f"{self.zero} more {'is' if self.zero == 1 else 'are'} zero"] if self.zero else []
+        more += [f"{self.untold} more cannot be told from rounding"] if self.untold else []
+        verb = "equals" if self.held == 1 else "equal"
+        text = f"{counted(self.held, 'gradient')} in {self._when(of_steps)} {verb} {what}"
+        return f"{text} ({', '.join(more)})" if more else text
+
+    def compressed(self, hook: str, of_steps: int) -> str:
+        """A sentence on gradients that a communication hook compresses so much that they cannot be compared."""
+        count = counted(self.held + self.untold, "gradient")
+        away = f"what {hook} leaves of the average of the ranks' own is up to {self.farthest:.2g} away from it"
+        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {away}"
+
+    def differing(self, of_steps: int) -> str:
+        """How many did not hold; empty where all did."""
+        if not self.differ:
+            return ""
+        verb = "differs" if self.differ == 1 else "differ"
+        return f"{self.differ} of {counted(self.held + self.differ, 'gradient')} in {self._when(of_steps)} {verb}"
+
+    def _when(self, of_steps: int) -> str:
+        whole = len(self.steps) == of_steps
+        return counted(of_steps, "step") if whole else format_steps(self.steps)
+
+
+def _kind(entry: ParityEntry) -> str:
+    if not entry.relative_error <= entry.tolerance:
+        return "differ"
+    if not entry.reference_norm and not entry.absolute_error:
+        return "zero"
+    near = entry.relative_error <= _NEAR  # whatever the yardstick says, which may have routed otherwise
+    return "held" if near or entry.tolerance < UNTOLD else "untold"
 
 
 def _comparison(state: CheckState, name: str) -> Comparison:

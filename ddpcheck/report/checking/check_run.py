@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import (
     EXIT_HANG,
@@ -35,7 +34,7 @@ from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judg
 from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.judge.training_loop import judge_values_changed
 from ddpcheck.report import calls
-from ddpcheck.report.checking.check_state import CheckState
+from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
 from ddpcheck.report.checking.judging import (
     ddp_step_is_wrong,
@@ -46,20 +45,17 @@ from ddpcheck.report.checking.judging import (
     zero_in_every_step,
 )
 
-if TYPE_CHECKING:
-    pass
-
 
 class CheckRun(CheckWorlds):
     """One check under way: what is asked of the ranks, in which order."""
 
-    def run(self, wrap: Callable[[], WrappedModule] = calls.model_wrap.wrap) -> CheckState:
-        """Run all checks, whatever happens on the way; `wrap` is the phase that wraps the model."""
+    def run(self) -> CheckState:
+        """Run all checks, whatever happens on the way."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             try:
                 self._start_worlds(stack)
-                self._run_phases(wrap)
+                self._run_phases()
             except CheckStopped:
                 pass
             except RankError as error:
@@ -67,7 +63,7 @@ class CheckRun(CheckWorlds):
             except DdpcheckError:
                 raise
             except Exception as error:
-                self._fail_by_bug(error)
+                self.state.log.error = bug_error(error)
             if self.reference is not None:
                 self.state.take_single_process(self.reference)
             if self.single_hang and self.state.log.error is None:
@@ -78,13 +74,15 @@ class CheckRun(CheckWorlds):
 
     # Phases
 
-    def _run_phases(self, wrap: Callable[[], WrappedModule]) -> None:
+    def _run_phases(self) -> None:
         self._prepare()
         with self._phase("wrapping", "wrapping the model"):
-            self.state.wrapped = self._wrap(wrap)
+            self.state.wrapped = self._wrap()
             self._check_after_wrapping(self.state.wrapped)
         self._explained("what each program holds", None, calls.program_data.note_program_data)
-        self._run_steps()
+        for step in range(self.asked.steps):
+            self._run_step(step)
+        self._look_again()
         self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
@@ -99,11 +97,6 @@ class CheckRun(CheckWorlds):
         with self._phase("consistency", "comparing the modules of the ranks"):
             self._check_before_wrapping(built)
 
-    def _run_steps(self) -> None:
-        for step in range(self.asked.steps):
-            self._run_step(step)
-        self._look_again()
-
     def _check_before_wrapping(self, built: Sequence[BuiltModule]) -> None:
         found = judge_uninitialised([item.uninitialised for item in built])
         if len({item.digest for item in built}) > 1:
@@ -113,17 +106,16 @@ class CheckRun(CheckWorlds):
         if stopping:
             self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
-    def _wrap(self, wrap: Callable[[], WrappedModule]) -> list[WrappedModule]:
+    def _wrap(self) -> list[WrappedModule]:
         """Wrap the model; options of the wrapper that differ between ranks end the check before DDP hangs."""
         try:
-            return self._all(wrap)
+            return self._all(self.wrap)
         except RankError as error:
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
                 raise
             self.state.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
-            self.state.log.rest_skipped = "DDP221: DDP would stop, hang or abort"
-            raise CheckStopped from error
+            self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
@@ -185,16 +177,14 @@ class CheckRun(CheckWorlds):
                 what = "whether the ranks draw the same numbers"
                 self.state.single.draws = self._explained(what, [], calls.random_draws.draws, step)
             if doubtful and not self.state.repeats.differ:
-                self._repeat(step)
-        self._update_alone(step, words)
+                what = f"whether step {step} gives the same gradients again"
+                repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
+                withhold_if_noisy(self.state, step, repeated)
+        if self.state.steps.ddp_skipped:  # change the weights here, after all that puts the step's first state back
+            with self._phase("parameters", f"{words}: the optimizer"):
+                self._all(calls.local_step.local_update, step)
         for file in (state, averaged):
             file.unlink(missing_ok=True)
-
-    def _repeat(self, step: int) -> None:
-        """Find out whether a step that differs differs from itself as well."""
-        what = f"whether step {step} gives the same gradients again"
-        repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
-        withhold_if_noisy(self.state, step, repeated)
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""
@@ -206,12 +196,6 @@ class CheckRun(CheckWorlds):
             with self._phase("reducer", f"{words}: through the compiled wrapper"):
                 self.state.steps.compiled += self._all(calls.ddp_step.compiled_step, step)
         return doubtful
-
-    def _update_alone(self, step: int, words: str) -> None:
-        """Change the weights where the wrapper did not; after all that puts the step's first state back."""
-        if self.state.steps.ddp_skipped:
-            with self._phase("parameters", f"{words}: the optimizer"):
-                self._all(calls.local_step.local_update, step)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""

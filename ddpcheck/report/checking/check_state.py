@@ -38,7 +38,15 @@ class CheckOptions:
     seed: int
     timeout: float
     preload: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
     launcher: str | None = None  # who has started the processes that the ranks belong to
+
+
+def bug_error(error: Exception) -> ReportError:
+    """The error of a report on what should not have been raised in this process."""
+    bug = as_bug(error)
+    return ReportError(str(bug), EXIT_USAGE, bug.detail)
 
 
 @dataclass
@@ -89,8 +97,7 @@ class CheckLog:
         try:
             return judge(*args, **kwargs)
         except Exception as error:
-            bug = as_bug(error)
-            self.add_bug(ReportError(str(bug), EXIT_USAGE, bug.detail))
+            self.add_bug(bug_error(error))
             self.unjudged.add(part)
             return []
 

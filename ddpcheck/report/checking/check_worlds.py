@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import (
     EXIT_HANG,
@@ -24,17 +23,19 @@ from ddpcheck.findings.errors import (
     UsageError,
 )
 from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import NoExplanation
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import Finding, Location, ReportError
-from ddpcheck.gather.collectives.collective_log import read_log
-from ddpcheck.harness import RankHosts, Watch, World
+from ddpcheck.gather.collectives.collective_log import log_path, read_log
+from ddpcheck.harness import RankHosts, RunFuture, World
+from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
-from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
 from ddpcheck.report.checking.judging import judge_wrapper_failure
 from ddpcheck.worlds import preloading
+from ddpcheck.worlds import rank as this_rank
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
@@ -45,69 +46,38 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class PhaseFuture(Protocol[Result]):
-    """A phase that is running."""
-
-    def result(self) -> list[Result]:
-        """Wait for the answers, one a rank; raises `RankError` where a rank fails."""
-
-
-class PhaseWorld(Protocol):
-    """A world as a check needs it: its ranks run phases.
-
-    Attributes:
-        directory: Holds the ranks' logs of collectives.
-        failed: Whether a phase failed, so that no other can run.
-        closed: Whether it is closed.
-    """
-
-    directory: Path
-    failed: bool
-    closed: bool
-
-    def run(self, call: Callable[[], Result], /, *, timeout: float | None = None) -> list[Result]:
-        """Run a phase, and wait for its answers, one a rank; raises `RankError` where a rank fails."""
-
-    def start(self, call: Callable[[], Result], /) -> PhaseFuture[Result]:
-        """Start a phase, and do not wait."""
-
-    def close(self) -> None:
-        """End the ranks."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
-
-
-class MakeWorld(Protocol):
-    """Makes the worlds of a check, as the constructor of `World` does."""
-
-    def __call__(
-        self,
-        world_size: int,
-        /,
-        *,
-        backend: str,
-        device: str,
-        timeout: float,
-        process_group: bool,
-        preload: Sequence[str],
-        hash_seeds: bool,
-        watch: Watch | None,
-        hosts: RankHosts | None,
-    ) -> PhaseWorld: ...
-
-
 class CheckStopped(Exception):
     """The rest of the check cannot be run; the reason is in the state already."""
+
+
+class CollectiveMismatchWatch:
+    """Sees a hang before the deadline: a rank waits in a collective that its peer has finished without.
+
+    Handed to `World` as `watch`. It speaks only when nothing has moved for `patience` seconds.
+    """
+
+    def __init__(self, patience: float = 2.0) -> None:
+        self._patience = patience
+        self._since: dict[tuple[int, ...], float] = {}
+
+    def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        if not running or not all(this_rank.read_slots(world.directory, rank)[1] for rank in running):
+            self._since.clear()  # somebody is at work: it may still come
+            return None
+        logs = [log_path(world.directory, rank) for rank in range(world.world_size)]
+        sizes = tuple(log.stat().st_size if log.exists() else 0 for log in logs)
+        since = self._since.setdefault(sizes, time.monotonic())
+        if time.monotonic() - since < self._patience:
+            return None
+        findings = judge_collectives([read_log(world.directory, rank) for rank in range(world.world_size)])
+        return findings[0].message.rstrip(".") if findings else None
 
 
 class CheckWorlds:
     """A world of ranks and a single process at work on a target, and the `CheckState` that comes of it.
 
-    Where `reference` is given, the results of the single process are those of that finished check of the same target.
+    `wrap` is the phase that wraps the model. Where `reference` is given, the results of the single process are those of
+    that finished check of the same target.
     """
 
     def __init__(
@@ -115,15 +85,17 @@ class CheckWorlds:
         target: Recipe | str,
         asked: CheckOptions,
         *,
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] | None = None,
         hosts: RankHosts | None = None,
-        make_world: MakeWorld = World,
+        wrap: Callable[[], WrappedModule] = calls.model_wrap.wrap,
+        make_world: Callable[..., World] = World,
         reference: CheckState | None = None,
     ) -> None:
         self.target = target
         self.asked = asked
-        self.progress = progress
+        self.progress = progress or (lambda _words: None)
         self.hosts = hosts
+        self.wrap = wrap
         self.make_world = make_world
         self.reference = reference
         self.state = CheckState(asked)
@@ -142,7 +114,7 @@ class CheckWorlds:
                 self.single = stack.enter_context(self._make_world(1, group=False))
             self._worlds = stack
 
-    def _make_world(self, world_size: int, *, group: bool) -> PhaseWorld:
+    def _make_world(self, world_size: int, *, group: bool) -> World:
         return self.make_world(
             world_size,
             backend=self.asked.backend if group else "gloo",
@@ -181,11 +153,11 @@ class CheckWorlds:
             self.state.log.add_unexplained(what, result)
         return [otherwise if isinstance(result, NoExplanation) else result for result in results]
 
-    def _start_single(self, call: Callable[[], Result]) -> PhaseFuture[Result]:
+    def _start_single(self, call: Callable[[], Result]) -> RunFuture[Result]:
         self._last_single = call
         return self.single.start(call)
 
-    def _settle_single(self, pending: PhaseFuture[Result]) -> Result | None:
+    def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
         """The result of the single process, or None when it cannot be had; then the reason is noted."""
         try:
             return pending.result()[0]
@@ -193,22 +165,18 @@ class CheckWorlds:
             first = error.first
             if first is not None and isinstance(first.exception, UsageError):
                 raise
+            said = str(first.message if first else error).removeprefix("rank 0 ")
+            skipped = f"the single process {said}"
             if first is not None and first.bug:
                 self.state.log.add_bug(ReportError(first.bug, EXIT_USAGE, error.detail))
-                self.state.single.skipped = f"the single process {first.message.removeprefix('rank 0 ')}"
-                return None
-            said = str(first.message if first else error).removeprefix("rank 0 ")
-            if first is not None and "silenced" in first.place:
-                self.state.single.skipped = f"not comparable with random numbers silenced: the single process {said}"
-                return None
-            if isinstance(error, HangError):
-                self.single_hang = f"the single process hung: {error}"
-                self.state.single.skipped = self.single_hang
-                return None
-            if not self._alone_in_group and any(words in said for words in _NO_GROUP):
+            elif first is not None and "silenced" in first.place:
+                skipped = f"not comparable with random numbers silenced: {skipped}"
+            elif isinstance(error, HangError):
+                skipped = self.single_hang = f"the single process hung: {error}"
+            elif not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 retried: Result | None = self._retry_in_group()
                 return retried
-            self.state.single.skipped = f"the single process {said}"
+            self.state.single.skipped = skipped
             return None
 
     def _retry_in_group(self) -> Any:
@@ -270,11 +238,6 @@ class CheckWorlds:
             self.state.findings += found
             stuck = isinstance(error, HangError) or any(finding.code == "DDP403" for finding in found)
             self.state.log.error = ReportError(str(error), EXIT_HANG if stuck else EXIT_TARGET, error.detail)
-
-    def _fail_by_bug(self, error: Exception) -> None:
-        """Something in this process raised that should not have: keep it, and judge what there is."""
-        bug = as_bug(error)
-        self.state.log.error = ReportError(str(bug), EXIT_USAGE, bug.detail)
 
     def _add(self, found: Sequence[Finding]) -> None:
         """Keep findings, with the lines that made their first subjects."""

@@ -6,9 +6,9 @@ This module is light: torch is only imported on the ranks.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import (
     EXIT_HANG,
@@ -26,7 +26,7 @@ from ddpcheck.findings.wording import format_ranks, format_steps
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
-from ddpcheck.report.checking.collective_mismatch_watch import CollectiveMismatchWatch
+from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.report.graph.drawing_data import Detail, GraphView, Mark
 
 if TYPE_CHECKING:
@@ -42,40 +42,16 @@ MARKED = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", 
 _ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
 
 
-def require_graphviz() -> None:
-    """Raise a `UsageError` where the package that writes dot source is not installed."""
-    if importlib.util.find_spec("graphviz") is None:
-        raise UsageError("drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'")
-
-
 def trace_graph(
-    target: Recipe | str,
-    *,
-    detail: Literal["auto", "operations", "modules"] = "auto",
-    world_size: int = 2,
-    backend: str | None = None,
-    device: str = "cpu",
-    steps: int = 3,
-    timeout: float = 30.0,
-    seed: int = 0,
-    preload: Sequence[str] = (),
-    progress: Callable[[str], None] = lambda _text: None,
-    hosts: RankHosts | None = None,
+    target: Recipe | str, *, detail: str = "auto", hosts: RankHosts | None = None, **options: Any
 ) -> tuple[Report, GraphView, tuple[Mark, ...]]:
     """Check a recipe, and gather the graph of rank 0's loss in the first step.
 
     Args:
         target: As for `ddpcheck.check`.
-        detail: Whether the nodes are operations or modules; "auto" decides by their number.
-        world_size: As for `ddpcheck.check`, and so are the following.
-        backend: "gloo" or "nccl".
-        device: "cpu" or "cuda".
-        steps: Training steps of the check; the picture shows the first.
-        timeout: Seconds that one phase may take before it counts as a hang.
-        seed: Of all random numbers.
-        preload: Modules that are imported once, before ranks are forked; see `World`.
-        progress: Called with a few words at the beginning of each phase.
+        detail: One of `DETAILS`, what the nodes are; "auto" decides by their number.
         hosts: Processes that a launcher has started.
+        **options: The others of `ddpcheck.check`.
 
     Returns:
         The report of the check, the picture, and the parameters to mark in it.
@@ -88,49 +64,33 @@ def trace_graph(
     """
     if detail not in DETAILS:
         raise UsageError(f"--detail must be {', '.join(DETAILS[:-1])} or {DETAILS[-1]}, not {detail!r}")
-    require_graphviz()
-    report = check(
-        target,
-        world_size=world_size,
-        backend=backend,
-        device=device,
-        steps=steps,
-        timeout=timeout,
-        seed=seed,
-        preload=preload,
-        progress=progress,
-        hosts=hosts,
-    )
+    if importlib.util.find_spec("graphviz") is None:
+        raise UsageError("drawing needs the Python package graphviz: pip install 'ddpcheck[graph]'")
+    report = check(target, hosts=hosts, **options)
     bug = report.error is not None and report.error.exit_code == EXIT_USAGE
     if report.error is not None and not (bug and all(check.status != "error" for check in report.checks)):
         kinds: Mapping[int, type[DdpcheckError]] = {EXIT_TARGET: TargetError, EXIT_HANG: HangError}
         raise kinds.get(report.error.exit_code, BugError)(report.error.message, detail=report.error.detail)
-    progress("following the loss's graph")
-    codes = {finding.code for finding in report.findings}
-    with World(
-        world_size,
-        backend=str(report.world["backend"]),
-        device=device,
-        timeout=timeout,
-        watch=CollectiveMismatchWatch(),
-        hosts=hosts,
-    ) as world:
-        try:
-            picture = _gather(world, report, target, seed, detail, lazy="DDP110" in codes)
-        except RankError as error:
-            first = error.first
-            if first is not None and isinstance(first.exception, DdpcheckError):
-                raise first.exception from error
-            if first is not None and first.bug:
-                raise BugError(first.bug, detail=error.detail) from error
-            raise
-    return report, picture, marks(report.findings)
+    if options.get("progress"):
+        options["progress"]("following the loss's graph")
+    settings = {name: report.world[name] for name in ("world_size", "backend", "device", "timeout")}
+    try:
+        with World(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
+            return report, _gather(world, report, target, detail), marks(report.findings)
+    except RankError as error:
+        first = error.first
+        if first is not None and isinstance(first.exception, DdpcheckError):
+            raise first.exception from error
+        if first is not None and first.bug:
+            raise BugError(first.bug, detail=error.detail) from error
+        raise
 
 
-def _gather(world: World, report: Report, target: Any, seed: int, detail: str, *, lazy: bool) -> GraphView:
+def _gather(world: World, report: Report, target: Recipe | str, detail: str) -> GraphView:
+    lazy = any(finding.code == "DDP110" for finding in report.findings)
     wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
     wrapped = wrapping in ("passed", "failed") and not lazy
-    world.run(partial(calls.graph_phases.prepare, target, seed, wrapped=wrapped, materialise=lazy))
+    world.run(partial(calls.graph_phases.prepare, target, report.world["seed"], wrapped=wrapped, materialise=lazy))
     size = world.run(calls.graph_phases.run_step)[0]
     small = size is not None and size <= MOST_OPERATIONS
     chosen: Detail = "operations" if detail == "operations" or (detail == "auto" and small) else "modules"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,7 +36,6 @@ from ddpcheck.report.matrix.option_sets import (
     first_option_sets,
     further_option_sets,
 )
-from ddpcheck.report.settings import rule_patterns
 from ddpcheck.worlds import preloading
 
 if TYPE_CHECKING:
@@ -100,11 +99,11 @@ def check_matrix(
         timeout=timeout,
         seed=seed,
         preload=preload,
+        select=select,
+        ignore=ignore,
         hosts=hosts,
     )
-    select, ignore = rule_patterns("select", select), rule_patterns("ignore", ignore)
-    rules = {"select": select, "ignore": ignore}
-    matrix = _MatrixRun(target, asked, rules=rules, progress=progress or (lambda _text: None), hosts=hosts)
+    matrix = _MatrixRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts)
     return matrix.run(step_times=step_times)
 
 
@@ -116,7 +115,6 @@ class _MatrixRun:
         target: Recipe | str,
         asked: CheckOptions,
         *,
-        rules: Mapping[str, Sequence[str]],
         progress: Callable[[str], None],
         hosts: RankHosts | None,
     ) -> None:
@@ -124,7 +122,6 @@ class _MatrixRun:
         self.asked = asked
         self.progress = progress
         self.hosts = hosts
-        self._rules = rules
         self._references: list[CheckState] = []  # one, or two that differ in whether the wrapper broadcasts buffers
         self._facts = ModelFacts()
         self._noise: float | None = None
@@ -184,9 +181,10 @@ class _MatrixRun:
             self.asked,
             progress=lambda phase: self.progress(f"{words}: {phase}"),
             hosts=self.hosts,
+            wrap=partial(calls.matrix_phases.wrap, options),
             reference=reference,
         )
-        state = checking.run(partial(calls.matrix_phases.wrap, options))
+        state = checking.run()
         stopped = state.log.error is not None or state.log.rest_skipped
         if not (reference or stopped or state.repeats.differ or state.steps.ranks_differ):
             self._references.append(state)
@@ -254,7 +252,7 @@ class _MatrixRun:
         return self._judged(state, options, own=False)
 
     def _judged(self, state: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:
-        report = report_of(state, **self._rules)
+        report = report_of(state)
         findings = report.findings
         hidden = any(f.severity is Severity.ERROR for f in state.findings if f not in findings)
         errors = [finding for finding in findings if finding.severity is Severity.ERROR]
