@@ -103,10 +103,8 @@ def average_over_ranks(
         UsageError: The ranks hand over different positions; it is raised on all of them.
     """
     somewhere = [max(kind) for kind in _kinds_over_ranks(tensors, like, group)]
-    result: list[torch.Tensor | None] = [None] * len(tensors)
-    for index, mean in _means(tensors, like, somewhere, _BUCKET, group):
-        result[index] = mean
-    return result
+    means = dict(_means(tensors, like, somewhere, _BUCKET, group))
+    return [means.get(index) for index in range(len(tensors))]
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> float:
@@ -148,9 +146,7 @@ def _kinds_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[set[int]]:
     """The kinds of each position over all ranks: `_MISSING` (only where no rank holds more), `_DENSE`, `_SPARSE`."""
-    kinds = [
-        _MISSING if tensor is None else _DENSE if tensor.layout == torch.strided else _SPARSE for tensor in tensors
-    ]
+    kinds = [_MISSING if t is None else _DENSE if t.layout == torch.strided else _SPARSE for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return [{kind} for kind in kinds]
     device = _device_for(like, group)
@@ -188,9 +184,7 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
 def _device_for(like: Sequence[torch.Tensor], group: Any) -> torch.device:
     if like:
         return like[0].device
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    )
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 # --- Means -----------------------------------------------------------------------------------------------------------
@@ -258,25 +252,13 @@ def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any)
     """The mean of a gradient that is sparse on every rank that has it: COO, with the rows that any of them has."""
     width = torch.tensor([gradient.sparse_dim() if gradient is not None else 1], device=owner.device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
-    shape = owner.shape[: int(width)]
-    rows = torch.zeros(shape.numel(), dtype=torch.uint8, device=owner.device)
-    value = torch.zeros_like(owner, memory_format=torch.contiguous_format).detach()
+    rows = torch.zeros(owner.shape[: int(width)], dtype=torch.uint8, device=owner.device)
     if gradient is not None:
         gradient = gradient.detach().coalesce()
-        value = gradient.to_dense()
-        rows = (
-            torch.sparse_coo_tensor(
-                gradient.indices(),
-                torch.ones(gradient.indices().shape[1], dtype=torch.uint8, device=owner.device),
-                shape,
-                check_invariants=False,
-            )
-            .to_dense()
-            .reshape(-1)
-        )
+        rows[tuple(gradient.indices())] = 1
     dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
-    ((_, mean),) = _means([value], [owner], [_DENSE], 0, group)
-    indices = rows.reshape(shape).nonzero().T
+    ((_, mean),) = _means([gradient], [owner], [_DENSE], 0, group)
+    indices = rows.nonzero().T
     return torch.sparse_coo_tensor(
         indices, mean[tuple(indices)], owner.shape, check_invariants=False, is_coalesced=True
     )

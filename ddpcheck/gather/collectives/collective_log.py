@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -39,8 +39,6 @@ _FUNCTIONAL = (  # of torch.distributed._functional_collectives
     *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor", "permute_tensor"),
     *("reduce_scatter_single", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced"),
     *("all_gather_single_coalesced", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    *("all_gather_tensor_autograd", "all_gather_single_autograd", "reduce_scatter_tensor_autograd"),
-    *("reduce_scatter_single_autograd", "all_to_all_single_autograd"),
 )
 _FUNCTIONAL_OPERATORS = (  # of torch.ops._c10d_functional
     *("all_reduce", "all_reduce_", "broadcast", "broadcast_", "all_gather_into_tensor", "reduce_scatter_tensor"),
@@ -70,7 +68,14 @@ def read_log(directory: Path, rank: int) -> list[Call]:
     return calls
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """What this thread does with collectives: how deep it is in `unlogged`, and what stands in for them."""
+
+    depth = 0
+    standing: Standing | None = None
+
+
+_thread = _Thread()
 
 Standing = Callable[[str, Mapping[str, Any], Call], Any]
 """Stands in for a collective: gets its name, its arguments by name and its description, and returns its result."""
@@ -89,39 +94,48 @@ def replaced_by(standing: Standing) -> Iterator[None]:
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
     """Collectives that ddpcheck itself makes in the block stay out of the log."""
-    depth = getattr(_thread, "depth", 0)
-    _thread.depth = depth + 1
+    _thread.depth += 1
     try:
         yield
     finally:
-        _thread.depth = depth
+        _thread.depth -= 1
 
 
 def record_collectives(directory: Path, rank: int) -> None:
     """From now on, log the collectives of this process; to be called before the user's code is imported."""
     import torch
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     global _log
-    _log = descriptor = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for name in (*COLLECTIVES, *_POINT_TO_POINT):
-        original = getattr(distributed_c10d, name, None)
-        if original is not None:
-            logged = _logged(name, original, descriptor, matched=name not in _POINT_TO_POINT)
-            setattr(distributed_c10d, name, logged)
-            if getattr(dist, name, None) is original:
-                setattr(dist, name, logged)
+    _log = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    replace_functions(COLLECTIVES, _logged)
+    replace_functions(_POINT_TO_POINT, functools.partial(_logged, matched=False))
     with contextlib.suppress(ImportError):  # private to torch
         from torch.distributed import _functional_collectives as functional
 
-        for name in _FUNCTIONAL:
+        for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
             if (original := getattr(functional, name, None)) is not None:
-                setattr(functional, name, _logged(name, original, descriptor, functional=True))
-    _record_operators(torch, descriptor)
+                setattr(functional, name, _logged(name, original, functional=True))
+    _record_operators(torch)
     work: Any = distributed_c10d.Work
     with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
         work.wait = _waiting(work.wait)
+
+
+def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> contextlib.ExitStack:
+    """Put `make(name, function)` in the place of functions of `torch.distributed`; the stack puts these back."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    stack = contextlib.ExitStack()
+    for name in names:
+        if (original := getattr(distributed_c10d, name, None)) is not None:
+            made = make(name, original)
+            for holder in (distributed_c10d, dist):
+                if getattr(holder, name, None) is original:
+                    stack.callback(setattr, holder, name, original)
+                    setattr(holder, name, made)
+    return stack
 
 
 _log: int | None = None
@@ -129,15 +143,19 @@ _log: int | None = None
 
 def note_collective(operation: str, payload: str) -> None:
     """Log what DDP is about to make in C++, as a collective that all ranks have to join."""
-    if _log is not None and getattr(_thread, "depth", 0) == 0:
-        call = replace(_describe_call(operation, {}, backward=False), payload=payload)
+    if not _thread.depth:
+        _write(replace(_describe_call(operation, {}, backward=False), payload=payload))
+
+
+def _write(call: Call) -> None:
+    if _log is not None:
         os.write(_log, (json.dumps(asdict(call)) + "\n").encode())
 
 
 _kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go
 
 
-def _record_operators(torch: Any, descriptor: int) -> None:
+def _record_operators(torch: Any) -> None:
     """Log functional collectives that are called as operators of torch.
 
     A kernel of our own for each device stands before torch's, which is for all of them, and calls it. `torch.ops` stays
@@ -156,7 +174,7 @@ def _record_operators(torch: Any, descriptor: int) -> None:
                 kernel = _waiting(original)
             else:
                 parameters = tuple(argument.name for argument in operator.default._schema.arguments)
-                kernel = _logged(name, original, descriptor, functional=True, parameters=parameters)
+                kernel = _logged(name, original, functional=True, parameters=parameters)
             for device in ("CPU", "CUDA"):
                 library.impl(name, kernel, device)
         _kernels.append(library)
@@ -168,7 +186,7 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @passes_on
     def wait(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0 or this_rank.own_slots()[1]:
+        if torch.compiler.is_compiling() or _thread.depth or this_rank.own_slots()[1]:
             return original(*args, **kwargs)
         this_rank.set_collective(f"wait() at {user_location(sys._getframe(1))}")
         try:
@@ -182,7 +200,6 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _logged(
     name: str,
     original: Callable[..., Any],
-    descriptor: int,
     *,
     matched: bool = True,
     functional: bool = False,
@@ -196,17 +213,17 @@ def _logged(
     @functools.wraps(original)
     @passes_on
     def logged(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(_thread, "depth", 0) > 0:
+        if torch.compiler.is_compiling() or _thread.depth:
             return original(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if name == "new_group" and given.get("use_local_synchronization"):
             return original(*args, **kwargs)  # its members alone
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
         call = _describe_call(operation, given, backward=backward)
-        if getattr(_thread, "standing", None) is not None:
+        if _thread.standing is not None:
             return _thread.standing(operation, given, call)
         if matched:
-            os.write(descriptor, (json.dumps(asdict(call)) + "\n").encode())
+            _write(call)
         this_rank.set_collective(str(call))
         try:
             with unlogged():
@@ -237,14 +254,11 @@ def _has_backward(name: str) -> bool:
 def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
-    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-    tensors += [
-        t for value in given.values() if isinstance(value, list | tuple) for t in value if isinstance(t, torch.Tensor)
-    ]
+    nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
+    tensors = [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
     payload = []
     if name in _MATCHED_BY_PAYLOAD and tensors:
-        first = given.get("tensor", tensors[0])
-        first = first if isinstance(first, torch.Tensor) else tensors[0]
+        first = given["tensor"] if isinstance(given.get("tensor"), torch.Tensor) else tensors[0]
         payload.append(f"{str(first.dtype).removeprefix('torch.')} of shape {tuple(first.shape)}")
     if name == "new_group":
         payload.append("all ranks" if given.get("ranks") is None else f"ranks {sorted(given['ranks'])}")
@@ -274,20 +288,13 @@ def _group_of(given: Any) -> tuple[str, tuple[int, ...]]:
     with contextlib.suppress(Exception):  # what is no group, the call itself will complain of
         group: Any = dist.group.WORLD if given is None else given
         group = group.get_group() if hasattr(group, "get_group") else group
-        group = _group_named(group) if isinstance(group, str) else group
+        if isinstance(group, str):
+            group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch
         if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
             everyone = set(group) == set(range(dist.get_world_size()))
             return _group_of(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
         return str(group.group_name), tuple(dist.get_process_group_ranks(group))
     return "", ()
-
-
-def _group_named(name: str) -> Any:
-    """The process group of that name; private to torch."""
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
-    return resolve(name)
 
 
 def _called_by_autograd_function() -> bool:

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.findings.exception_origin import passes_on
-from ddpcheck.gather.collectives.collective_log import COLLECTIVES
+from ddpcheck.gather.collectives.collective_log import COLLECTIVES, replace_functions
 
 
 class _Done:
@@ -72,26 +70,16 @@ def alone() -> Iterator[None]:
     Raises:
         CommunicatesError: From inside the block, where it communicates in another way.
     """
-    with contextlib.ExitStack() as stack:
-        for name in COLLECTIVES:
-            original = getattr(distributed_c10d, name, None)
-            if original is None:
-                continue
-            answer = _answering(name, original)
-            for holder in (distributed_c10d, dist):
-                if getattr(holder, name, None) is original:
-                    stack.callback(setattr, holder, name, original)
-                    setattr(holder, name, answer)
-        stack.enter_context(_NoCommunication())  # type: ignore[no-untyped-call]
+
+    def answering(name: str, original: Any) -> Any:
+        parameters = tuple(inspect.signature(original).parameters)
+
+        @functools.wraps(original)
+        @passes_on
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return answer_alone(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
+
+        return answer
+
+    with replace_functions(COLLECTIVES, answering), _NoCommunication():  # type: ignore[no-untyped-call]
         yield
-
-
-def _answering(name: str, original: Any) -> Any:
-    parameters = tuple(inspect.signature(original).parameters)
-
-    @functools.wraps(original)
-    @passes_on
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return answer_alone(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
-
-    return answer

@@ -126,22 +126,14 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def group_timeout(group: Any = None) -> float:
+def group_timeout(group: Any) -> float:
     """Seconds after which an operation of `group` gives up, or those of the store where the group does not tell."""
-    import torch.distributed as dist
-
-    try:
-        whole: Any = group or dist.group.WORLD
-        backend = whole._get_backend(_devices(group)[0])
-        return float(backend.options._timeout.total_seconds())
-    except Exception:  # not every backend has options
-        return float(default_store().timeout.total_seconds())
-
-
-def _devices(group: Any) -> list[Any]:
-    """The kinds of device whose tensors `group` takes."""
     import torch
     import torch.distributed as dist
 
-    pairs = str(dist.get_backend_config(group)).split(",")
-    return [torch.device(pair.partition(":")[0]) for pair in pairs]
+    try:
+        device = str(dist.get_backend_config(group)).split(",")[0].partition(":")[0]  # the first that it takes
+        whole: Any = group or dist.group.WORLD
+        return float(whole._get_backend(torch.device(device)).options._timeout.total_seconds())
+    except Exception:  # not every backend has options
+        return float(default_store().timeout.total_seconds())

@@ -144,12 +144,21 @@ def watched_modules(
     module: nn.Module, enter: Callable[[str, Any], object], leave: Callable[[str, Any], object]
 ) -> Iterator[None]:
     """Call `enter(name, inputs)` and `leave(name, output)` around the forward of `module` and of each submodule."""
-    handles = []
-    for name, part in module.named_modules():
-        handles += [
-            part.register_forward_pre_hook(lambda _m, *inputs, name=name: enter(name, inputs), with_kwargs=True),
-            part.register_forward_hook(lambda _m, _inputs, output, name=name: leave(name, output)),
-        ]
+
+    def before(name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:  # what it returned would be taken for inputs
+            enter(name, [args, kwargs])
+
+        return hook
+
+    def after(name: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            leave(name, output)
+
+        return hook
+
+    handles = [part.register_forward_pre_hook(before(name), with_kwargs=True) for name, part in module.named_modules()]
+    handles += [part.register_forward_hook(after(name)) for name, part in module.named_modules()]
     try:
         yield
     finally:
