@@ -29,11 +29,11 @@ from typing import Any, Literal, Self, TypeVar
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
-from ddpcheck.worlds.options import WorldOptions
 from ddpcheck.worlds.rank_processes import RankProcesses
 from ddpcheck.worlds.run_future import RunFuture
 from ddpcheck.worlds.spawning import SpawnedRanks
 from ddpcheck.worlds.starting import RankHosts
+from ddpcheck.worlds.validation import WorldOptions
 
 __all__ = ["RankHosts", "RunFuture", "Watch", "World"]
 
@@ -102,17 +102,7 @@ class World:
         self.closed = True  # until there is something to close
         self.failed = False
         self._options = WorldOptions(
-            world_size,
-            backend,
-            device,
-            timeout,
-            startup_timeout,
-            start_method,
-            process_group,
-            threads,
-            env,
-            preload,
-            hash_seeds,
+            world_size, backend, device, timeout, startup_timeout, start_method, process_group, threads, env, preload
         )
         if hosts is not None and world_size != hosts.world_size:
             raise UsageError(
@@ -223,8 +213,8 @@ class World:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
 
     def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
-        if timeout is not None:
-            validation.check_seconds("timeout", timeout)
+        timeout = self.timeout if timeout is None else timeout
+        validation.check_seconds("timeout", timeout)
         self._processes.run += 1
         for rank in self._processes.ranks:
             rank.answer = rank.failing = None
@@ -235,20 +225,19 @@ class World:
                 last = (payload, wire.pack(("task", self._processes.run, payload, rewritten)))
             self._processes.post(rank, last[1])
         watch = partial(self._watch, self) if self._watch is not None else None
-        self._pending = RunFuture(self, self._processes, self.timeout if timeout is None else timeout, watch)
+        self._pending = RunFuture(self, self._processes, timeout, watch)
         return self._pending
 
     def _check_open(self) -> None:
         if self._owner != os.getpid():
             raise DdpcheckError("This world belongs to the process that made it; make another one in this process.")
+        at_work = self._pending is not None and not self._pending.done()  # which may find that it has failed
         if self.failed:
             raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
         if self.closed or self._closing:
             raise DdpcheckError("This world is closed; make a new World.")
-        if self._pending is not None and not self._pending.done():
+        if at_work:
             raise DdpcheckError("This world is still at work; wait for the result of its last start().")
-        if self.failed:  # found by done() just now
-            raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
 
     def _config(self, rank: int) -> wire.RankConfig:
         return wire.RankConfig(
@@ -264,9 +253,10 @@ class World:
         )
 
     def _process_context(self) -> wire.ProcessContext:
+        asked_for = self._options.env or {}
         return wire.ProcessContext(
-            environment={**starting.inherited_environment(), **self._options.variables},
-            explicit=frozenset(self._options.variables),
+            environment={**starting.inherited_environment(), **asked_for},
+            explicit=frozenset(asked_for),
             cwd=os.getcwd(),
             path=starting.import_path(),
             argv=tuple(sys.argv),

@@ -17,7 +17,7 @@ from typing import Any
 from ddpcheck.findings.errors import RankError
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, require
-from ddpcheck.worlds.options import WorldOptions
+from ddpcheck.worlds.validation import WorldOptions
 
 FOLDER = Path(sys.argv[1])
 

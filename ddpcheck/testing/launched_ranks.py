@@ -28,9 +28,9 @@ from ddpcheck.testing.record import Lent
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, detect, require
-from ddpcheck.worlds.options import WorldOptions
 from ddpcheck.worlds.preloading import import_named
 from ddpcheck.worlds.rank_setup import seed
+from ddpcheck.worlds.validation import WorldOptions
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 LAUNCHED = pytest.StashKey[RankGroup]()
@@ -82,7 +82,7 @@ class JoinedRanks(Ranks):
         if not options.get("process_group", True):
             raise UsageError(f"process_group=False is not possible on ranks that {launch.launcher} started.")
         # These ranks live on in any case, and their liveness is watched without a callback.
-        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch")}
+        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch", "hash_seeds")}
         return JoinedWorld(self._launched, self._capture, WorldOptions(**{"startup_timeout": STARTUP, **asked}))
 
     def release(self, world: Lent, *, broken: bool) -> None:
@@ -137,7 +137,7 @@ class JoinedWorld(LaunchedWorld):
         payload = self.session.gather("a run", mine, timeout=self.startup_timeout)[0]
         self._attachments = {}
         try:
-            with _process_restored(), _environment(self._options.variables):
+            with _process_restored(), _environment(self._options.env or {}):
                 return super().run(self._call, payload, timeout=timeout)
         finally:
             for rank, data in self._attachments.items():

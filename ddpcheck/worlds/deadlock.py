@@ -11,13 +11,13 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Sequence
 
 from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
 from ddpcheck.findings.wording import format_ranks
-from ddpcheck.worlds.rank_processes import Rank, RankProcesses
+from ddpcheck.worlds.rank_processes import RankProcesses
 
 INTERVAL = 0.5  # seconds between two looks
 _SECONDS = 3.0  # of stillness
@@ -38,63 +38,57 @@ class DeadlockDetector:
     def reset(self) -> None:
         """Forget what was seen: time has passed in which nobody looked."""
         self._since: float | None = None
-        self._used: dict[int, float] = {}
+        self._used: list[float] = []
         self._stacks: dict[int, tuple[Frame, ...]] = {}
 
-    def wait(self, now: float) -> float | None:
-        """Seconds until the next look is due; `None` where a deadlock cannot be detected."""
-        if not self._possible:
-            return None
-        return max(0.0, self._next - now)
+    def wait(self, now: float) -> float:
+        """Seconds until the next look is due; infinite where a deadlock cannot be detected."""
+        return max(0.0, self._next - now) if self._possible else math.inf
 
     def verdict(self, now: float) -> str:
         """Look, if it is time, and return the sentence that ends the run; empty as long as there may be hope."""
-        if self.wait(now) != 0.0:
+        if self.wait(now) > 0.0:
             return ""
         self._next = now + INTERVAL
-        finished = [rank for rank in self._processes.ranks if rank.answer is not None]
-        waiting = [rank for rank in self._processes.ranks if rank.answer is None]
-        used = self._quiet()
-        if used is None or self._since is None or used.keys() != self._used.keys():
-            self._start(now, used)
+        used = self._processor_seconds()
+        if self._since is None or used is None or not self._is_still(used, now - self._since):
+            self.reset()
+            if used is not None:
+                self._since, self._used = now, used
             return ""
-        allowed = 0.02 + _SHARE * (now - self._since)  # the first term: the kernel counts in steps of 10 ms
-        if any(used[number] - self._used[number] > allowed for number in used):
-            self._start(now, used)
-            return ""
-        if now - self._since < _QUIET:
-            return ""
-        stacks = self._waiting_stacks(waiting)
-        if not stacks or (self._stacks and stacks != self._stacks):
-            self._start(now, used)
-            return ""
-        self._stacks = stacks
         if now - self._since < _SECONDS:
             return ""
-        late, gone = format_ranks([rank.number for rank in waiting]), [rank.number for rank in finished]
-        if not gone:
+        finished = [rank.number for rank in self._processes.ranks if rank.number not in self._stacks]
+        if not finished:
             return "every rank waits for another one, in collectives that do not match"
         return (
-            f"{late} {'waits' if len(waiting) == 1 else 'wait'} in a collective, and {format_ranks(gone)} "
-            f"{'has' if len(gone) == 1 else 'have'} finished without it, or joined it with another shape"
+            f"{format_ranks([*self._stacks])} {'waits' if len(self._stacks) == 1 else 'wait'} in a collective, and "
+            f"{format_ranks(finished)} {'has' if len(finished) == 1 else 'have'} finished without it, or joined it "
+            "with another shape"
         )
 
-    def _start(self, now: float, used: dict[int, float] | None) -> None:
-        self.reset()
-        if used is not None:
-            self._since, self._used = now, used
+    def _is_still(self, used: list[float], seconds: float) -> bool:
+        """Whether nothing has happened for some seconds, and all who have not finished wait for others."""
+        allowed = 0.02 + _SHARE * seconds  # the first term: the kernel counts in steps of 10 ms
+        if any(after - before > allowed for before, after in zip(self._used, used, strict=True)):
+            return False
+        if seconds < _QUIET:
+            return True
+        before, self._stacks = self._stacks, self._waiting_stacks()
+        return bool(self._stacks) and before in ({}, self._stacks)
 
-    def _quiet(self) -> dict[int, float] | None:
-        """The processor seconds of each rank so far; `None` when one is at work, or about to be, at this moment."""
-        used = {}
+    def _processor_seconds(self) -> list[float] | None:
+        """What each rank has used so far; `None` when one is at work, or about to be, at this moment."""
+        used = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := _sleeping(rank.pid)) is None:
                 return None
-            used[rank.number] = seconds
+            used.append(seconds)
         return used
 
-    def _waiting_stacks(self, waiting: Sequence[Rank]) -> dict[int, tuple[Frame, ...]]:
+    def _waiting_stacks(self) -> dict[int, tuple[Frame, ...]]:
         """The stacks of the ranks that have not finished; empty when one of them is not waiting for another rank."""
+        waiting = [rank for rank in self._processes.ranks if rank.answer is None]
         dumps = self._processes.dump_stacks(everyone=True)
         stacks = {rank.number: own_stack(dumps.get(rank.number, "")) for rank in waiting}
         if any(rank.answer is not None for rank in waiting) or not all(map(waits_for_others, stacks.values())):

@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -82,11 +83,8 @@ def _pickled(error: BaseException) -> bytes | None:
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
     """Describe a rank that reported a failure itself."""
     exception = None
-    if reply["exception"] is not None:
-        try:
-            exception = wire.loads(reply["exception"])
-        except Exception:  # its class cannot be imported here: the text must do
-            exception = None
+    with contextlib.suppress(Exception):  # where there is none, or its class cannot be imported here, the text must do
+        exception = wire.loads(reply["exception"])
     text = _first_line(reply["text"])
     if reply["kind"] == "exited":
         message = f"rank {rank} called exit({text}) in the middle of a run"
@@ -102,6 +100,8 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         type=reply["type"],
         traceback=reply["traceback"],
         exception=exception if isinstance(exception, BaseException) else None,
+        place=reply["place"],
+        collective=reply["collective"],
         location=reply["location"],
         exit_code=reply["code"],
         bug=reply["bug"],

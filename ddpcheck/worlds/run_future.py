@@ -5,16 +5,19 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from ddpcheck.findings.errors import DdpcheckError
-from ddpcheck.worlds import run_failure, wire
+from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.deadlock import DeadlockDetector
-from ddpcheck.worlds.rank import read_compiling
-from ddpcheck.worlds.rank_processes import Rank, RankProcesses
+from ddpcheck.worlds.rank import read_compiling, read_slots
+from ddpcheck.worlds.rank_processes import RankProcesses
 
 Result = TypeVar("Result")
 
@@ -71,8 +74,7 @@ class RunFuture(Generic[Result]):
 
     def done(self) -> bool:
         """Return whether `result` would return or raise at once."""
-        if not self.complete:
-            self._guarded(block=False)
+        self._go_on(block=False)
         return self.complete
 
     def result(self) -> list[Result]:
@@ -82,28 +84,25 @@ class RunFuture(Generic[Result]):
             RankError: When a rank fails.
             HangError: When a rank does not finish in time.
         """
-        if not self.complete:
-            self._guarded(block=True)
+        self._go_on(block=True)
         if self._error is not None:
             raise self._error
         assert self._results is not None
         return self._results
 
-    def _guarded(self, block: bool) -> None:
-        world = self._world
-        if world.closed:
+    def _go_on(self, block: bool) -> None:
+        if not self.complete and self._world.closed:
             self._error = DdpcheckError("The world was closed before its run had finished.")
-            return
+        wait = 0.0
         try:
-            self._processes.poll(0)
             while not self.complete:
-                wait = self._advance()
-                if not block or self.complete:
-                    return
                 self._processes.poll(wait)
+                wait = self._advance()
+                if not block:
+                    return
         except BaseException as error:  # Ctrl-C above all: nothing may go on behind our back
             self._error = error if isinstance(error, Exception) else DdpcheckError("The run was interrupted.")
-            world.close()
+            self._world.close()
             raise
 
     def _advance(self) -> float:
@@ -111,44 +110,34 @@ class RunFuture(Generic[Result]):
         ranks = self._processes.ranks
         now = time.monotonic()
         if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):
-            self._settle(ranks)
+            self._settle()
             return 0.0
-        running = [rank for rank in ranks if rank.answer is None and rank.ended is None]
-        bad = self._processes.error or any(_has_failed(rank) for rank in ranks)
-        if bad:
+        running = frozenset(rank.number for rank in ranks if rank.answer is None and rank.ended is None)
+        bad = any(rank.ended is not None if rank.answer is None else rank.answer[0] == "failure" for rank in ranks)
+        if bad or self._processes.error:
             if self._failed_at is None:
                 self._failed_at = now
-            if not running or self._processes.error or now >= self._failed_at + _GRACE:
-                self._fail(None)
-                return 0.0
-            return self._failed_at + _GRACE - now
+            grace = self._failed_at + _GRACE - now
+            return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         deadline, headline = self._deadline()
         if now >= deadline:  # what torch.compile takes comes on top; files are read only now
-            deadline += min(self._compilation(now), _LONGEST_COMPILATION)
+            compiled = sum(read_compiling(self._world.directory, rank.number, now) for rank in ranks)
+            deadline += min(compiled, _LONGEST_COMPILATION)  # together they have waited no longer
         if now >= deadline:
-            self._fail(headline)
-            return 0.0
-        wait = deadline - now
+            return self._fail(headline)
         if stuck := self._deadlock.verdict(now):
-            self._fail(stuck)
-            return 0.0
-        if (look := self._deadlock.wait(now)) is not None:
-            wait = min(wait, look)
+            return self._fail(stuck)
+        waits = [deadline - now, self._deadlock.wait(now)]
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
-                sentence = self._watch(finished, frozenset(rank.number for rank in running))
+                sentence = self._watch(finished, running)
                 self._allow(time.monotonic() - now)
                 if sentence:
-                    self._fail(sentence)
-                    return 0.0
+                    return self._fail(sentence)
                 self._next_watch = time.monotonic() + _TICK
-            wait = min(wait, max(0.0, self._next_watch - now))
-        return wait
-
-    def _fail(self, headline: str | None) -> None:
-        self._world.failed = True
-        self._error = run_failure.end_of(self._processes, self._world.directory, headline)
+            waits.append(max(0.0, self._next_watch - now))
+        return min(waits)
 
     def _allow(self, seconds: float) -> None:
         """Do not count time that `watch` has taken: it may have been a person at a debugger."""
@@ -165,14 +154,9 @@ class RunFuture(Generic[Result]):
             started = max(started, rank.ready)
         return started + self._timeout + self._allowed, f"{{ranks}} did not finish within {self._timeout:g} s"
 
-    def _compilation(self, now: float) -> float:
-        """The seconds that the ranks have compiled in this run until `now`; together they have waited no longer."""
-        directory = self._world.directory
-        return sum(read_compiling(directory, rank.number, now) for rank in self._processes.ranks)
-
-    def _settle(self, ranks: Iterable[Rank]) -> None:
+    def _settle(self) -> None:
         results = []
-        for rank in ranks:
+        for rank in self._processes.ranks:
             assert rank.answer is not None
             try:
                 results.append(wire.loads(rank.answer[1]))
@@ -185,8 +169,53 @@ class RunFuture(Generic[Result]):
             rank.answer = ("result", b"")
         self._results = results
 
+    # --- A run that has failed -----------------------------------------------------------------------------------
 
-def _has_failed(rank: Rank) -> bool:
-    if rank.answer is not None:
-        return rank.answer[0] == "failure"
-    return rank.ended is not None
+    def _fail(self, headline: str | None) -> float:
+        """End every rank, and settle on the exception that says what happened: a hang when there is a headline."""
+        self._world.failed = True
+        self._error = self._end_ranks(headline)
+        if isinstance(self._error, RankError):
+            for rank in self._processes.ranks:
+                if rank.answer is not None and rank.answer[0] == "result":
+                    with contextlib.suppress(Exception):  # what cannot be read back is no reason to lose the error
+                        self._error.results[rank.number] = wire.loads(rank.answer[1])
+        return 0.0
+
+    def _end_ranks(self, headline: str | None) -> BaseException:
+        processes = self._processes
+        if processes.refused:
+            processes.kill()
+            return UsageError(processes.error)
+        dumps = processes.dump_stacks()
+        now = time.monotonic()
+        replies = {rank.number: rank.failing for rank in processes.ranks if rank.answer is None}
+        processes.kill()
+        found = []
+        for rank in processes.ranks:
+            place, collective = read_slots(self._world.directory, rank.number)
+            output = failures.tail(processes.path(rank.number, "out"))
+            # What a stuck rank says once others are being killed is about that: they are not all killed at once.
+            if rank.answer is not None and rank.number not in dumps:
+                kind, reply = rank.answer
+                if kind == "result":
+                    continue
+                if reply["usage"] and headline is None and reply["place"] == "starting up":
+                    return UsageError(reply["text"])
+                failure = failures.raised(rank.number, reply)
+            elif rank.ended is not None and rank.number not in dumps:
+                last_words = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
+                failure = replace(last_words, place=place, collective=collective)
+            elif (reply := replies.get(rank.number)) is not None:
+                failure = failures.raised(rank.number, reply)
+            else:
+                failure = failures.stuck(rank.number, now, dumps.get(rank.number, ""), place, collective)
+            found.append(replace(failure, output=output))
+        if headline is not None:
+            late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]
+            return failures.hang(found, headline.replace("{ranks}", format_ranks(late)))
+        if not found or (processes.error and all(one.kind == "stuck" for one in found)):
+            return RankError(
+                f"The ranks could not go on: {processes.error or 'they ended while they were being asked'}.", found
+            )
+        return failures.error(found)

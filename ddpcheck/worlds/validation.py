@@ -1,4 +1,4 @@
-"""Validation of the arguments of a `World`, before a process starts.
+"""The options of a world and the tasks for its ranks, validated before a process starts.
 
 This module is light: it never imports torch.
 """
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ddpcheck.findings.errors import ChoiceError, UsageError, WrongTypeError
 from ddpcheck.worlds import wire
@@ -38,29 +38,9 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 def check_seconds(name: str, value: object) -> None:
     """Refuse all but a finite number above 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not isinstance(value, (int, float)) or not number or not value > 0 or math.isinf(value):
+    if not isinstance(value, (int, float)) or not number or not 0 < value < math.inf:
         kind = UsageError if number else WrongTypeError
         raise kind(f"{name} must be a number of seconds above 0, got {value!r}.")
-
-
-def check_world(world_size: object, backend: object, device: object, timeout: object, startup_timeout: object) -> None:
-    """Refuse what no world can be."""
-    check_count("world_size", world_size, MAX_WORLD_SIZE)
-    check_choice("backend", backend, BACKENDS)
-    check_choice("device", device, DEVICES)
-    check_seconds("timeout", timeout)
-    check_seconds("startup_timeout", startup_timeout)
-    if backend == "nccl" and device == "cpu":
-        raise UsageError("backend 'nccl' works on GPUs only; pass device='cuda', or backend='gloo'.")
-
-
-def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of `env`, having refused all but strings."""
-    env = dict(env or {})
-    for key, value in env.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise WrongTypeError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
-    return env
 
 
 def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
@@ -73,8 +53,48 @@ def check_modules(name: str, modules: Sequence[str]) -> tuple[str, ...]:
     return tuple(modules)
 
 
-def choose_start_method(method: object) -> Literal["fork", "spawn"]:
-    """Return how ranks start on this system; `None` leaves it to us."""
+@dataclasses.dataclass(slots=True)
+class WorldOptions:
+    """The options of a `World`, which says what each means, or of a world of ranks that a launcher has started.
+
+    Raises:
+        UsageError: An option makes no sense.
+    """
+
+    world_size: int = 2
+    backend: str = "gloo"
+    device: str = "cpu"
+    timeout: float = 30.0
+    startup_timeout: float = 120.0
+    start_method: str | None = None
+    process_group: bool = True
+    threads: int | None = None
+    env: Mapping[str, str] | None = None
+    preload: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_count("world_size", self.world_size, MAX_WORLD_SIZE)
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("device", self.device, DEVICES)
+        check_seconds("timeout", self.timeout)
+        check_seconds("startup_timeout", self.startup_timeout)
+        if self.backend == "nccl" and self.device == "cpu":
+            raise UsageError("backend 'nccl' works on GPUs only; pass device='cuda', or backend='gloo'.")
+        if not self.process_group and self.world_size != 1:
+            raise UsageError(
+                f"process_group=False needs world_size=1, got {self.world_size}; ranks of a larger world need one."
+            )
+        if self.threads is not None:
+            check_count("threads", self.threads, MAX_WORLD_SIZE)
+        self.start_method = _choose_start_method(self.start_method)
+        self.env = dict(self.env or {})
+        for key, value in self.env.items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise WrongTypeError(f"env must map strings to strings, got {key!r}: {value!r}; write numbers as text.")
+        self.preload = check_modules("preload", self.preload)
+
+
+def _choose_start_method(method: str | None) -> str:
     if sys.platform == "win32":
         raise UsageError("ddpcheck cannot start ranks on Windows; run it on Linux or macOS, or under WSL.")
     if method is None:
@@ -82,7 +102,7 @@ def choose_start_method(method: object) -> Literal["fork", "spawn"]:
     check_choice("start_method", method, ("fork", "spawn"))
     if method == "fork" and sys.platform != "linux":
         raise UsageError("start_method 'fork' works on Linux only; use 'spawn' here.")
-    return "fork" if method == "fork" else "spawn"
+    return method
 
 
 def cores() -> int:
@@ -124,9 +144,7 @@ def _part_that_stays(value: object) -> str:
     """Which field of a dataclass, such as a recipe, cannot be pickled, also as an argument of a partial; else empty."""
     if isinstance(value, partial):
         return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
-    if not dataclasses.is_dataclass(value):
-        return ""
-    for field in dataclasses.fields(value):
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         try:
             wire.dumps(getattr(value, field.name))
         except Exception:

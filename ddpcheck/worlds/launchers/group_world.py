@@ -19,8 +19,8 @@ from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers.group_run import RankOutcome, Run, check_thread
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.launchers.store import StoreGoneError
-from ddpcheck.worlds.options import WorldOptions
 from ddpcheck.worlds.rank_setup import choose_device
+from ddpcheck.worlds.validation import WorldOptions
 
 _AFTERWARDS = 1e6  # for `RankFailure.when`: ranks that are stuck are so after whatever has happened
 
@@ -204,8 +204,7 @@ def _settle(outcomes: dict[int, RankOutcome], seconds: float) -> list[Any]:
 
 def _failure(rank: int, outcome: RankOutcome) -> RankFailure:
     if outcome.reply is not None:
-        failure = failures.raised(rank, dict(outcome.reply))
-        return replace(failure, when=outcome.when, place=outcome.reply["place"], collective=outcome.reply["collective"])
+        return replace(failures.raised(rank, dict(outcome.reply)), when=outcome.when)
     if outcome.kind == "gone":
         return RankFailure(rank, "died", outcome.reason, outcome.when, exit_code=outcome.code)
     failure = failures.stuck(rank, _AFTERWARDS, outcome.stack, outcome.place, outcome.collective)
