@@ -24,13 +24,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ddpcheck.worlds import preloading, wire
 from ddpcheck.worlds import rank as rank_module
-from ddpcheck.worlds.child_processes import children, kill, threads
 from ddpcheck.worlds.huge_pages import collapse_memory
 
 _MAX_PACKET = 1 << 16
@@ -42,8 +41,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 
-_Order = tuple[int, tuple[str, ...], list[int]]
-"""Ranks to be forked: the number of their world, what is to be imported before, and a socket for each."""
+class _Order(NamedTuple):
+    """Ranks to be forked, a socket for each; in a world made ahead of its use they wait until all is imported."""
+
+    world: int
+    preload: tuple[str, ...]
+    ahead: bool
+    fds: list[int]
 
 
 @dataclass
@@ -51,9 +55,8 @@ class _World:
     """One world as the server sees it."""
 
     notify: socket.socket
-    size: int
+    awaited: list[int]  # ranks that are still to be forked
     pids: dict[int, int] = field(default_factory=dict)  # rank -> pid, while it lives
-    forked: int = 0
     backlog: bytearray = field(default_factory=bytearray)
 
     def tell(self, message: object) -> None:
@@ -78,7 +81,7 @@ class Server:
     `_interrupted` has a timer interrupt it, and the handler of SIGALRM runs `_attend`, a pass of the server's loop. It
     runs between any two bytecodes of foreign code, so it must not touch what an import may be changing: it imports
     nothing, forks nothing (a child would go on with half a module), takes no lock of the import system or of logging,
-    and writes no standard stream. A fork that is asked for meanwhile is put into `_due`, and the loop opens it later.
+    and writes no standard stream. A fork that is asked for is put into `_orders`, and the loop sees to it later.
     The handler sets the timer again only at its end, so that it never interrupts itself.
 
     Rejected: a thread that attends, since a process with a second thread cannot be forked safely (the child would
@@ -96,14 +99,12 @@ class Server:
         self._unsafe = ""  # why no rank can be forked any more
         self._refusals: dict[str, str] = {}  # by module that was asked for: why it cannot be had, empty where it can
         self._directories: list[str] = []  # of all worlds; the parent removes each, if it lives
-        self._opened = False  # whether anybody has asked for a world
         self._complete = False  # whether all is imported that a rank may need
-        self._busy = False  # with something that must not be forked in the middle of
-        self._due: list[_Order] = []  # to be opened as soon as we are not
-        self._waiting: list[_Order] = []  # to be opened when all is imported
+        self._importing = False
+        self._orders: list[_Order] = []
         self._libc = ctypes.CDLL(None)
 
-    def preload(self, names: tuple[str, ...]) -> None:
+    def preload(self, names: Sequence[str]) -> None:
         """Import what every rank needs; a failure is kept for whoever asks for a world."""
         gc.disable()  # a fifth of the time of an import of torch
         try:
@@ -115,21 +116,21 @@ class Server:
             traceback.print_exc()
 
     def _chores(self) -> Iterator[bool]:
-        """Do what can be put off while nobody asks for anything; yields whether worlds that are made ahead still wait.
+        """Do what can be put off while nobody asks for anything, a part at a time; yields `True` after each.
 
         The first world of a session does not wait for them. What comes later is forked with less to do: most ranks need
         what is imported here, and large pages make a fork and an exit several times as fast.
         """
-        if not self._broken:
-            for name in () if os.environ.get(preloading.ONLY_WHAT_IS_ASKED_FOR) else preloading.DDP:
+        if not self._broken and not os.environ.get(preloading.ONLY_WHAT_IS_ASKED_FOR):
+            for name in preloading.DDP:
                 preloading.import_named(name)  # where it fails, the rank that needs it will say so better
                 yield True
-            gc.collect()
-            gc.freeze()
-            yield False
-            for _ in collapse_memory(self._libc):
-                yield False
-        yield False
+        gc.collect()
+        gc.freeze()
+        self._complete = True
+        yield True
+        for _ in collapse_memory(self._libc):
+            yield True
 
     def serve(self) -> None:
         """Work until the parent is gone, then end every rank."""
@@ -141,20 +142,24 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         gc.freeze()
-        chores: Iterator[bool] | None = self._chores()
+        chores, more = self._chores(), True
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._sock, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             ready: list[Any] = []
             while self._attend(self._sock in ready):
-                while self._due:
-                    self._open(*self._due.pop(0))
-                ready = [key.fileobj for key, _ in selector.select(_TICK if chores is None else 0)]
+                while order := next((each for each in self._orders if self._complete or not each.ahead), None):
+                    self._orders.remove(order)
+                    self._open(order)
+                ready = [key.fileobj for key, _ in selector.select(0 if more else _TICK)]
                 if wake_read in ready:
-                    _drain(wake_read)
-                elif chores is not None and self._opened and not ready:
-                    chores = self._do(chores)
+                    with contextlib.suppress(BlockingIOError):
+                        while wake_read.recv(4096):
+                            pass
+                elif more and not ready:
+                    with self._interrupted():
+                        more = next(chores, False)
         self._end()
 
     def _attend(self, asked: bool) -> bool:
@@ -167,22 +172,12 @@ class Server:
             self._drop_if_over(number)
         return True
 
-    def _do(self, chores: Iterator[bool]) -> Iterator[bool] | None:
-        """Do one part of what was put off; returns the rest."""
-        with self._interrupted():
-            still = next(chores, None)
-        if not still:
-            self._complete = True
-            self._due += self._waiting
-            self._waiting.clear()
-        return None if still is None else chores
-
     @contextlib.contextmanager
     def _interrupted(self) -> Iterator[None]:
         """Attend to ranks and parent during an import, as the class says; forks wait for its end."""
 
         def look(*_: object) -> None:
-            if not self._busy:  # a signal that was on its way at the end
+            if not self._importing:  # a signal that was on its way at the end
                 return
             asked = bool(select.select([self._sock], [], [], 0)[0])
             if not self._attend(asked):
@@ -191,13 +186,13 @@ class Server:
                 os._exit(0)
             signal.setitimer(signal.ITIMER_REAL, _LOOK)  # only now, or one look would interrupt another
 
-        self._busy = True
+        self._importing = True
         signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, _LOOK)
         try:
             yield
         finally:
-            self._busy = False
+            self._importing = False
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self) -> bool:
@@ -208,30 +203,32 @@ class Server:
         if not data:
             return False
         request = pickle.loads(data)
-        operation = request["operation"]
-        if operation == "open":
-            self._opened = True
+        if request["operation"] == "signal":
+            world = self._worlds.get(request["world"])
+            for rank in request["ranks"]:
+                if world is not None and rank in world.pids:
+                    _kill(world.pids[rank], request["signal"])
+            return True
+        if request["operation"] == "open":
             notify = socket.socket(fileno=fds.pop(0))
             notify.setblocking(False)
-            self._worlds[request["world"]] = _World(notify, request["size"])
+            self._worlds[request["world"]] = _World(notify, request["ranks"])
             self._directories = [*filter(os.path.exists, self._directories), request["directory"]]
-        if operation in ("open", "more"):
-            order = (request["world"], request["preload"], fds)
-            if request["ahead"] and not self._complete:
-                self._waiting.append(order)
-            elif self._busy:
-                self._due.append(order)
-            else:
-                self._open(*order)
-        elif operation == "signal":
-            self._signal(request["world"], request["ranks"], request["signal"])
+        self._orders.append(_Order(request["world"], request["preload"], request["ahead"], fds))
         return True
 
-    def _open(self, number: int, preload: tuple[str, ...], fds: list[int]) -> None:
-        if refusal := self._import_named(preload):
-            self._refuse(number, refusal, fds)
-        else:
-            self._fork_all(number, fds)
+    def _open(self, order: _Order) -> None:
+        refusal = self._import_named(order.preload)
+        world = self._worlds.get(order.world)
+        if world is not None and refusal:
+            world.awaited.clear()
+            world.tell(("refused", refusal, bool(self._unsafe)))
+        elif world is not None and world.awaited:
+            world.tell(("forked", self._fork_all(order, world)))
+        for fd in order.fds:
+            os.close(fd)
+        if world is not None:
+            self._drop_if_over(order.world)
 
     def _import_named(self, names: tuple[str, ...]) -> str:
         """Import what the user wants in every rank, once; returns why that cannot be, in a sentence."""
@@ -240,7 +237,9 @@ class Server:
                 with self._interrupted():
                     self._refusals[name] = preloading.import_named(name)
                 gc.freeze()
-                if (count := threads()) > 1:  # a fork copies one thread, and the locks that the others hold
+                if (
+                    count := len(os.listdir("/proc/self/task"))
+                ) > 1:  # a fork copies one thread, and the locks that the others hold
                     many = "a thread" if count == 2 else f"{count - 1} threads"
                     self._unsafe = (
                         f"preload: importing {name!r} leaves {many} running, and such a process cannot "
@@ -250,47 +249,27 @@ class Server:
                 return self._refusals[name]
         return self._unsafe
 
-    def _refuse(self, number: int, sentence: str, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
-        world = self._worlds.get(number)
-        if world is None:
-            return
-        world.size = 0
-        world.tell(("refused", sentence, bool(self._unsafe)))
-        self._drop_if_over(number)
-
-    def _fork_all(self, number: int, fds: list[int]) -> None:
-        world = self._worlds.get(number)
-        if world is None or world.forked == world.size:
-            for fd in fds:
-                os.close(fd)
-            return
-        forked = []
+    def _fork_all(self, order: _Order, world: _World) -> list[tuple[int, int]]:
         sys.path_importer_cache.clear()  # every rank does, and to free what is shared with us costs it milliseconds
-        for index, fd in enumerate(fds):
-            rank = world.forked
+        forked = []
+        for fd in order.fds:
             try:
                 if self._broken:
                     raise ImportError(self._broken)
                 pid = os.fork()
             except Exception as error:
-                for unused in fds[index:]:
-                    os.close(unused)
-                world.size = world.forked
+                world.awaited.clear()
                 world.tell(("error", f"{type(error).__name__}: {error}"))
                 break
             if pid == 0:
-                self._become_rank(fd, fds[index + 1 :])
-            os.close(fd)
-            world.forked += 1
+                self._become_rank(fd, order.fds)
+            rank = world.awaited.pop(0)
             world.pids[rank] = pid
-            self._ranks[pid] = (number, rank)
+            self._ranks[pid] = (order.world, rank)
             forked.append((rank, pid))
-        world.tell(("forked", forked))
-        self._drop_if_over(number)
+        return forked
 
-    def _become_rank(self, fd: int, others: list[int]) -> NoReturn:
+    def _become_rank(self, own: int, siblings: list[int]) -> NoReturn:
         try:
             os.setsid()
             self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -304,19 +283,13 @@ class Server:
             self._selector.close()
             for end in (*self._wake, self._sock, *(world.notify for world in self._worlds.values())):
                 end.close()
-            for other in (*others, *(fd for _, _, fds in (*self._due, *self._waiting) for fd in fds)):
-                os.close(other)
+            for fd in (*siblings, *(fd for order in self._orders for fd in order.fds)):
+                if fd != own:
+                    os.close(fd)
             gc.enable()
-            rank_module.main(socket.socket(fileno=fd))
+            rank_module.main(socket.socket(fileno=own))
         finally:
             os._exit(70)
-
-    def _signal(self, number: int, ranks: list[int], number_of_signal: int) -> None:
-        world = self._worlds.get(number)
-        for rank in ranks:
-            pid = world.pids.get(rank) if world is not None else None
-            if pid is not None:
-                kill(pid, number_of_signal)
 
     def _reap(self) -> None:
         while True:
@@ -329,7 +302,7 @@ class Server:
             pid = info.si_pid
             known = self._ranks.pop(pid, None)
             if known is not None:
-                kill(pid, signal.SIGKILL)  # its group: loader workers and the like; the zombie keeps the number ours
+                _kill(pid, signal.SIGKILL)  # its group: loader workers and the like; the zombie keeps the number ours
             _, status = os.waitpid(pid, 0)
             if known is not None:
                 number, rank = known
@@ -340,7 +313,7 @@ class Server:
 
     def _drop_if_over(self, number: int) -> None:
         world = self._worlds[number]
-        if not world.pids and world.forked == world.size and not world.backlog:
+        if not world.pids and not world.awaited and not world.backlog:
             world.notify.close()
             del self._worlds[number]
 
@@ -348,33 +321,40 @@ class Server:
         """The parent is gone or has said goodbye: leave nothing."""
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
-            kill(pid, signal.SIGKILL)
-        while (left := children()) and time.monotonic() < deadline:
+            _kill(pid, signal.SIGKILL)
+        while (left := _children()) and time.monotonic() < deadline:
             for pid in left:
                 if pid not in self._ranks:
-                    kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
+                    _kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
             self._reap()
             time.sleep(0.002)
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _drain(sock: socket.socket) -> None:
+def _kill(pid: int, number: int) -> None:
+    """Signal a child that has not been reaped; SIGKILL goes to its whole group."""
+    with contextlib.suppress(OSError):
+        whole = number == signal.SIGKILL and os.getpgid(pid) == pid
+        (os.killpg if whole else os.kill)(pid, number)
+
+
+def _children() -> list[int]:
+    """The children of this process, also those that its own children have left to it."""
     try:
-        while sock.recv(4096):
-            pass
-    except (BlockingIOError, InterruptedError):
-        pass
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:  # a kernel without the list
+        return []
 
 
-def main(fd: int, parent: int, names: str = "[]") -> None:
+def main(fd: int, parent: int, names: str) -> None:
     """Run the server on socket `fd` for process `parent`; `names` is a JSON list of more modules to preload."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     server = Server(sock, parent)
-    more: list[Any] = json.loads(names)
-    server.preload(tuple(str(name) for name in more))
+    server.preload(json.loads(names))
     server.serve()
     sys.stderr.flush()
     os._exit(0)

@@ -92,67 +92,54 @@ def acting_as_rank(context: RankContext) -> Iterator[None]:
 
 # --- Slots: what the parent can read when nothing else works ---------------------------------------------------
 
-_SLOT = 2048
-_LENGTH = struct.Struct("=H")
+_TEXT = struct.Struct("=2048s")  # what does not fit is cut off, the rest is filled with zeros
 _COMPILING = struct.Struct("=dd")
 
 
 def set_status(text: str) -> None:
     """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
     if _slots is not None:
-        _write_slot(_slots, 0, text)
+        _TEXT.pack_into(_slots, 0, text.encode("utf-8", "replace"))
 
 
 def set_collective(text: str) -> None:
     """Say which collective this rank is about to wait in, `""` when it is in none."""
     if _slots is not None:
-        _write_slot(_slots, _SLOT, text)
+        _TEXT.pack_into(_slots, _TEXT.size, text.encode("utf-8", "replace"))
 
 
 def set_compiling(seconds: float, since: float) -> None:
     """Say how long this rank has compiled in this run, and since when, by `time.monotonic()`, it does; 0: not now."""
     if _slots is not None:
-        _COMPILING.pack_into(_slots, 2 * _SLOT, seconds, since)
+        _COMPILING.pack_into(_slots, 2 * _TEXT.size, seconds, since)
 
 
 def read_compiling(directory: Path, rank: int, now: float) -> float:
     """Return the seconds that a rank has compiled in its last run until `now`."""
     try:
         data = (directory / f"rank{rank}.slots").read_bytes()
-        seconds, since = _COMPILING.unpack_from(data, 2 * _SLOT)
+        seconds, since = _COMPILING.unpack_from(data, 2 * _TEXT.size)
     except (OSError, struct.error):
         return 0.0
     return float(seconds + max(0.0, now - since if since else 0.0))
 
 
-def _write_slot(slots: mmap.mmap, offset: int, text: str) -> None:
-    data = text.encode("utf-8", "replace")[: _SLOT - _LENGTH.size]
-    slots[offset : offset + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
-
-
 def read_slots(directory: Path, rank: int) -> tuple[str, str]:
     """Return the place and the collective of a rank as it last set them; both empty where it never did."""
     try:
-        data = (directory / f"rank{rank}.slots").read_bytes()
-    except OSError:
+        return _texts((directory / f"rank{rank}.slots").read_bytes())
+    except (OSError, struct.error):
         return "", ""
-    return _read_slot(data, 0), _read_slot(data, _SLOT)
 
 
 def own_slots() -> tuple[str, str]:
     """Return what this rank last said with `set_status` and `set_collective`."""
-    if _slots is None:
-        return "", ""
-    data = _slots[:]
-    return _read_slot(data, 0), _read_slot(data, _SLOT)
+    return _texts(_slots) if _slots is not None else ("", "")
 
 
-def _read_slot(data: bytes, offset: int) -> str:
-    if len(data) < 2 * _SLOT:
-        return ""
-    start = offset + _LENGTH.size
-    length = min(_LENGTH.unpack_from(data, offset)[0], _SLOT - _LENGTH.size)
-    return data[start : start + length].decode("utf-8", "replace")
+def _texts(slots: bytes | mmap.mmap) -> tuple[str, str]:
+    place, collective = (_TEXT.unpack_from(slots, start)[0].partition(b"\0")[0] for start in (0, _TEXT.size))
+    return place.decode("utf-8", "replace"), collective.decode("utf-8", "replace")
 
 
 # --- The life of a rank ------------------------------------------------------------------------------------------
@@ -341,8 +328,8 @@ def _set_up(config: wire.RankConfig) -> None:
 def _open_slots(path: Path) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
-        os.ftruncate(fd, 2 * _SLOT + _COMPILING.size)
-        return mmap.mmap(fd, 2 * _SLOT + _COMPILING.size)
+        os.ftruncate(fd, size := 2 * _TEXT.size + _COMPILING.size)
+        return mmap.mmap(fd, size)
     finally:
         os.close(fd)
 

@@ -22,7 +22,7 @@ class SpawnedRanks:
     """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
 
     def __init__(
-        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
     ) -> None:
         self.channel: socket.socket | None = None
         self.over = False

@@ -7,6 +7,7 @@ else, except that a fork costs milliseconds and an exec costs an import of torch
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -17,13 +18,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds import wire
-from ddpcheck.worlds.wire import MAX_FDS
 
 _SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -66,9 +66,8 @@ class StartedRanks(Protocol):
     channel: socket.socket | None
     """Readable when there may be events; `None` when one has to ask from time to time."""
 
-    @property
-    def over(self) -> bool:
-        """Whether there will be no more events."""
+    over: bool
+    """Whether there will be no more events."""
 
     def events(self) -> list[Event]:
         """The events since the last call; does not wait."""
@@ -80,12 +79,11 @@ class StartedRanks(Protocol):
         """Let go of descriptors; the ranks must be dead."""
 
 
-class Starter(Protocol):
-    """Starts ranks: each finds its end of a socket pair at a descriptor, and its files in the directory."""
+Starter = Callable[[str, Mapping[int, int], str, Sequence[str], bool], StartedRanks]
+"""Starts ranks: each finds its files in the directory, and its end of a socket pair at its descriptor of the mapping.
 
-    def __call__(
-        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
-    ) -> StartedRanks: ...
+The others are the hash seed, the modules to be imported before, and whether the ranks are made ahead of their use.
+"""
 
 
 class RankHosts(Protocol):
@@ -147,23 +145,14 @@ class _ForkServer:
     """The parent's handle on a fork server."""
 
     def __init__(self, hash_seed: str) -> None:
-        self.pid = os.getpid()
+        self.hash_seed = hash_seed
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # lives as long as the server
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock = ours
-        more = [name for name in _IN_TESTS if name in sys.modules]
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path, more = json.dumps(import_path()), json.dumps([name for name in _IN_TESTS if name in sys.modules])
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *interpreter(),
-                    "-c",
-                    _SERVER_CODE,
-                    str(theirs.fileno()),
-                    str(self.pid),
-                    json.dumps(import_path()),
-                    json.dumps(more),
-                ],
+            self.process = subprocess.Popen(
+                [*interpreter(), "-c", _SERVER_CODE, str(theirs.fileno()), str(os.getpid()), path, more],
                 env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -174,11 +163,7 @@ class _ForkServer:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
+        return self.process.poll() is None
 
     def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
         """Send a request.
@@ -202,16 +187,16 @@ class _ForkServer:
         self._sock.close()
         self._log.close()
         try:
-            self._process.wait(2.0)
+            self.process.wait(2.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def forget(self) -> None:
         """After a fork of the parent: this is the other process's server."""
         self._sock.close()
         self._log.close()
-        self._process.returncode = 0  # not our child
+        self.process.returncode = 0  # not our child
 
 
 _servers: dict[str, _ForkServer] = {}  # by hash seed
@@ -222,25 +207,23 @@ _numbers = itertools.count(1)
 def _fork_server(hash_seed: str) -> _ForkServer:
     with _server_lock:
         server = _servers.get(hash_seed)
-        if server is not None and not server.alive:
-            server.close()
-            server = None
-        if server is None:
+        if server is None or not server.alive:
+            if server is not None:
+                server.close()
             server = _servers[hash_seed] = _ForkServer(hash_seed)
         return server
 
 
 def _discard(server: _ForkServer) -> None:
     with _server_lock:
-        for hash_seed, known in list(_servers.items()):
-            if known is server:
-                del _servers[hash_seed]
-                server.close()
+        if _servers.get(server.hash_seed) is server:
+            del _servers[server.hash_seed]
+            server.close()
 
 
 def server_pids() -> list[int]:
     """The process ids of this process's fork servers."""
-    return [server.process_id for server in _servers.values() if server.alive]
+    return [server.process.pid for server in _servers.values() if server.alive]
 
 
 def shut_down() -> None:
@@ -249,8 +232,7 @@ def shut_down() -> None:
         servers = list(_servers.values())
         _servers.clear()
     for server in servers:
-        if server.pid == os.getpid():
-            server.close()
+        server.close()
 
 
 def _after_fork() -> None:
@@ -273,13 +255,11 @@ class ForkedRanks:
     """
 
     def __init__(
-        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str] = (), ahead: bool = False
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
     ) -> None:
+        self.over = False
         self._inbox = wire.Inbox()
-        self._over = False
-        self._ranks = list(fds)  # the server counts from 0
-        self._pids: dict[int, int] = {}  # of the ranks that live
-        self._awaited = len(fds)
+        self._awaited: dict[int, int | None] = dict.fromkeys(fds)  # those that have not ended, with their process ids
         for attempt in (1, 2):
             self._server = _fork_server(hash_seed)
             self._number = next(_numbers)
@@ -298,52 +278,37 @@ class ForkedRanks:
 
     def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str], ahead: bool) -> None:
         more = {"operation": "more", "world": self._number, "preload": tuple(preload), "ahead": ahead}
-        request = {**more, "operation": "open", "directory": directory, "size": len(fds)}
-        self._server.send(request, [notify, *fds[:MAX_FDS]])
-        for first in range(MAX_FDS, len(fds), MAX_FDS):
-            self._server.send(more, fds[first : first + MAX_FDS])
+        request = {**more, "operation": "open", "directory": directory, "ranks": list(self._awaited)}
+        self._server.send(request, [notify, *fds[: wire.MAX_FDS]])
+        for first in range(wire.MAX_FDS, len(fds), wire.MAX_FDS):
+            self._server.send(more, fds[first : first + wire.MAX_FDS])
 
     def events(self) -> list[Event]:
-        if self._over:
+        if self.over:
             return []
-        told, alive = self._inbox.drain(self._socket)
-        events: list[Event] = []
-        for event in told:
-            if event[0] == "forked":
-                forked = [(self._ranks[index], pid) for index, pid in event[1]]
-                self._pids.update(forked)
-                events.append(("forked", forked))
-            elif event[0] == "exit":
-                rank = self._ranks[event[1]]
-                self._pids.pop(rank, None)
-                self._awaited -= 1
-                events.append(("exit", rank, *event[2:]))
+        events, alive = self._inbox.drain(self._socket)
+        for kind, what, *rest in events:
+            if kind == "forked":
+                self._awaited.update(what)
+            elif kind == "exit":
+                self._awaited.pop(what, None)
             else:
-                self._awaited = 0  # it says itself what is wrong
-                events.append(event)
-                if event[0] == "refused" and event[2]:
+                self._awaited.clear()  # it says itself what is wrong
+                if kind == "refused" and rest[0]:
                     _discard(self._server)
         if not alive:
-            self._over = True
+            self.over = True
             if self._awaited:  # the ranks have died with it, but not what they had started
-                for pid in self._pids.values():
+                for pid in filter(None, self._awaited.values()):
                     kill_group(pid)
                 log = self._server.log()
                 events.append(("error", "the fork server has died" + (f", saying {log!r}" if log else "")))
         return events
 
-    @property
-    def over(self) -> bool:
-        return self._over
-
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        indices = [self._ranks.index(rank) for rank in ranks]
-        try:
-            self._server.send(
-                {"operation": "signal", "world": self._number, "ranks": indices, "signal": int(number)}, timeout=2.0
-            )
-        except OSError:
-            pass  # no server, no rank: they die with it
+        request = {"operation": "signal", "world": self._number, "ranks": list(ranks), "signal": int(number)}
+        with contextlib.suppress(OSError):  # no server, no rank: they die with it
+            self._server.send(request, timeout=2.0)
 
     def close(self) -> None:
         self._socket.close()
@@ -351,7 +316,5 @@ class ForkedRanks:
 
 def kill_group(pid: int) -> None:
     """Kill a process and all that it has started."""
-    try:
+    with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
-    except OSError:
-        pass
