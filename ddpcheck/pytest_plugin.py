@@ -114,12 +114,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put what the ranks have brought back, and what more an error of ours has to say, into the test's report."""
-    if (session := item.config.stash.get(_SESSION, None)) is not None:
-        session.collect_output(item)
-    report = yield
-    if session is not None:
-        session.complete(item, call, report)
-    return report
+    session = item.config.stash.get(_SESSION, None)
+    return (yield) if session is None else (yield from session.reporting(item, call))
 
 
 @pytest.hookimpl(trylast=True)

@@ -141,3 +141,11 @@ def renderer_for(
         whose = "" if name else ", which the environment or pyproject.toml names"
         raise UsageError(f"there is no format {chosen!r}{whose}; the formats are {', '.join(formats)}")
     return formats[chosen].renderer(medium or Medium())
+
+
+def as_text(report: Report) -> str:
+    """A report as text, or as JSON where rich is not installed."""
+    try:
+        return renderer_for("text").render(report)
+    except ImportError:
+        return report.to_json()

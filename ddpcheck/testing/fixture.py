@@ -13,10 +13,8 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
-from ddpcheck.testing.leases import WorldLease
-from ddpcheck.testing.outcome import TestOutcome, judge
-from ddpcheck.testing.rank_side import Ended
-from ddpcheck.testing.record import Lent
+from ddpcheck.testing.leases import Lent, WorldLease
+from ddpcheck.testing.outcome import TestOutcome
 from ddpcheck.worlds import validation
 
 if TYPE_CHECKING:
@@ -87,23 +85,17 @@ class DdpWorld:
             raise WrongTypeError(
                 f"The first argument of ddp_world.run must be a function, got {type(fn).__qualname__}."
             )
-        failed: RankError | None = None
         try:
-            results = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
-        except RankError as error:
-            failed, results = error, []
+            results, verdict, failed = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
         except DdpcheckError as error:
             raise _better(error, fn, args, kwargs).with_traceback(None) from None  # our frames help nobody
-        returned = failed.results if failed is not None else dict(enumerate(results))
-        ended = {rank: one if isinstance(one, Ended) else Ended("passed") for rank, one in returned.items()}
-        verdict = judge(ended, failed)
         if verdict.how == "skipped":
             pytest.skip(verdict.headline)
         if verdict.how == "xfailed":
             pytest.xfail(verdict.headline)
         if verdict.how == "failed":
             raise self._lease.explained(_said(verdict, failed), verdict).with_traceback(None) from None
-        return results
+        return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
         """Check a recipe on a world of this size; the test fails with the report when that is not good enough.
@@ -113,14 +105,15 @@ class DdpWorld:
             **options: Those of `ddpcheck.check`.
         """
         __tracebackhide__ = True
+        from ddpcheck.render import as_text
         from ddpcheck.report.checking.check import check
 
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
         ours |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
         ours["backend"] = self._settings.backend  # `None` leaves it to the check
-        report: Report = self._lease.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
+        report: Report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
         if report.exit_code(self._settings.fail_on):
-            pytest.fail(_as_text(report), pytrace=False)
+            pytest.fail(as_text(report), pytrace=False)
         return report
 
 
@@ -143,19 +136,3 @@ def _better(error: DdpcheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[s
         except UsageError as named:
             return named
     return error
-
-
-def options_of(settings: Settings) -> dict[str, Any]:
-    """The options of a world that follow from the settings."""
-    names = ("world_size", "device", "timeout", "threads", "preload", "reuse")
-    # gloo works on every device, with any number of ranks
-    return {"backend": settings.backend or "gloo", **{name: getattr(settings, name) for name in names}}
-
-
-def _as_text(report: Report) -> str:
-    from ddpcheck.render import renderer_for
-
-    try:
-        return renderer_for("text").render(report)
-    except ImportError:  # rich is not there
-        return report.to_json()

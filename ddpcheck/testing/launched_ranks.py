@@ -22,9 +22,8 @@ import pytest
 from ddpcheck.findings.errors import RankError, UsageError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.harness import Watch
-from ddpcheck.testing.leases import Ranks
+from ddpcheck.testing.leases import Lent, Ranks
 from ddpcheck.testing.rank_context import RngStates
-from ddpcheck.testing.record import Lent
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, detect, require

@@ -23,10 +23,9 @@ from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, silent_ranks
 from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
-from ddpcheck.testing.outcome import judge, to_raise
+from ddpcheck.testing.outcome import as_pytest_shows, judge, to_raise
 from ddpcheck.testing.rank_context import RankArtifacts
 from ddpcheck.testing.rank_side import Ended
-from ddpcheck.testing.record import as_pytest_shows
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.launchers import LauncherEnv, RankGroup, detect
 
@@ -224,7 +223,7 @@ class InStep:
         if not self._is_ours(item):
             return PATIENCE
         try:
-            asked = marks.read(item.iter_markers(marks.MARKER)).get("timeout", self._settings.timeout)
+            asked = marks.read(item).get("timeout", self._settings.timeout)
         except UsageError:
             asked = self._settings.timeout
         return float(asked) + STARTUP

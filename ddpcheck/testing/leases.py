@@ -1,4 +1,4 @@
-"""The worlds of a pytest session: who gets which, and who watches over them while they work.
+"""The worlds of a pytest session: who gets which, who watches over them while they work, and what they leave.
 
 This module is light: it never imports torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,11 +15,18 @@ import pytest
 
 from ddpcheck.findings.errors import RankError
 from ddpcheck.harness import Watch, World
-from ddpcheck.testing.outcome import TestOutcome
+from ddpcheck.testing import rank_coverage
+from ddpcheck.testing.outcome import TestOutcome, judge, sections
 from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions
-from ddpcheck.testing.record import Lent, Record, sections
+from ddpcheck.testing.rank_fixtures import RankFixture
+from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.remote_pdb import PdbTerminal
 from ddpcheck.testing.world_pool import WorldPool
+from ddpcheck.worlds import wire
+from ddpcheck.worlds.launchers import LaunchedWorld
+
+Lent = World | LaunchedWorld
+"""The ranks of a test: a `World` of its own, or the ranks of a launcher."""
 
 
 class Ranks:
@@ -40,14 +48,6 @@ class Ranks:
         self.following: pytest.Item | None = None
         self.live = config.getoption("capture", "no") == "no" and not worker
         self.terminal = None if worker else PdbTerminal(config)
-
-    def lease(
-        self, item: pytest.Item, record: Record, options: Mapping[str, Any], since: RngStates | None
-    ) -> WorldLease:
-        """A world for a test, which it gets when it first uses it."""
-        lease = WorldLease(self, item, record, options, since)
-        record.output_collectors.append(lease.collect_output)
-        return lease
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """A world with these options; fresh, or the one of the test's module."""
@@ -90,25 +90,73 @@ def _module(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
+class Record:
+    """A test that needs ranks, and the results of these so far.
+
+    Attributes:
+        item: The test.
+        seeds: The generators of random numbers when it began.
+        setups: Fixtures that its ranks set up.
+        leases: All that it has had.
+        shown: What the report is to show instead of the traceback in this process, if anything.
+        explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
+        failed: Whether the test has failed: nobody should get its ranks.
+        quitting: Whether whoever debugged it wants the session to end.
+    """
+
+    def __init__(self, item: pytest.Item) -> None:
+        self.item = item
+        self.seeds = RngStates()
+        self.setups: list[RankFixture] = []
+        self.leases: list[WorldLease] = []
+        self.shown: Any = None
+        self.explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
+        self.failed = False
+        self.quitting = False
+        self._warned: set[object] = set()
+
+    def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
+        """Take what the ranks have left: add their coverage, warn of what they were warned of; returns all of it."""
+        attachments = {rank: world.attachment(rank) for rank in range(world.world_size)}
+        found: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
+        for rank, attachment in found.items():
+            if attachment.coverage is not None:
+                rank_coverage.add(attachment.coverage)
+            self.add_section("log", rank, world, attachment.log)
+            known = self.item.user_properties
+            known += [each for each in attachment.properties if each not in known]
+            self.quitting |= attachment.quitting
+        for attachment in found.values():
+            for message, category, file, line in attachment.warnings:
+                key = (str(message), category, file, line)
+                if key not in self._warned:  # every rank says the same as a rule
+                    self._warned.add(key)
+                    warnings.warn_explicit(message, category, file, line)
+        return found
+
+    def add_section(self, what: str, rank: int, world: Lent, text: str) -> None:
+        """Add to the report what a rank has written, if anything."""
+        if text.strip():
+            self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
+
+
 class WorldLease:
     """A test's hold on a world: a fresh one when it is first needed, and after one that failed.
 
     Attributes:
+        ranks: Of the session.
         options: Of the world.
         attachment: What the ranks have brought back from the last run.
     """
 
-    def __init__(
-        self, ranks: Ranks, item: pytest.Item, record: Record, options: Mapping[str, Any], since: RngStates | None
-    ) -> None:
-        self._ranks = ranks
-        self._item = item
+    def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
+        self.ranks = ranks
         self._record = record
         self.options = dict(options)
         self.attachment: dict[int, RankArtifacts] = {}
-        self._since = since
         self._world: Lent | None = None
         self._printed: list[int] = []  # of each rank's output, how many characters have been shown or kept
+        record.leases.append(self)
 
     @property
     def world(self) -> Lent:
@@ -116,50 +164,54 @@ class WorldLease:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
-            self._world = self._ranks.acquire(self._item, self.options, self._watch)
+            self._world = self.ranks.acquire(self._record.item, self.options, self._watch)
             self._printed = [0] * self._world.world_size
         return self._world
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call a function of `ddpcheck.testing.rank_side` on every rank; its last argument is added here."""
-        world = self.world
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None
+    ) -> tuple[dict[int, Any], TestOutcome, RankError | None]:
+        """Call a function of `ddpcheck.testing.rank_side` on every rank; its last argument is added here.
+
+        Returns:
+            By rank, what it returned; what the test has come to; and the error where ranks have failed.
+        """
+        world, config = self.world, self._record.item.config
+        by_test = config.getoption("cov_context", None) == "test"
+        conditions = TestConditions.of(
+            config,
+            since=self._record.seeds,
+            context=f"{self._record.item.nodeid}|run" if by_test else "",
+            debugger=self.ranks.terminal is not None,
+            apart=self.ranks.apart,
+        )
+        error: RankError | None = None
         try:
-            return world.run(function, *args, self._conditions(), timeout=timeout)
+            returned = dict(enumerate(world.run(function, *args, conditions, timeout=timeout)))
+        except RankError as raised:
+            error, returned = raised, raised.results
         finally:
             self._show(world, last=True)
             self.attachment = self._record.unpack(world)
+        ended = {rank: one if isinstance(one, Ended) else Ended("passed") for rank, one in returned.items()}
+        return returned, judge(ended, error), error
 
     def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
         """Return an error of the last run, having told the record what its ranks have to say about it."""
         self._record.explained = error, sections(verdict, self.attachment)
         return error
 
-    def _conditions(self) -> TestConditions:
-        by_test = self._item.config.getoption("cov_context", None) == "test"
-        context = f"{self._item.nodeid}|run" if by_test else ""
-        return TestConditions.of(
-            self._item.config,
-            since=self._since,
-            context=context,
-            debugger=self._ranks.terminal is not None,
-            apart=self._ranks.apart,
-        )
-
-    def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """As of `Ranks`."""
-        return self._ranks.once(what, work)
-
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        self._ranks.check_controller()
+        self.ranks.check_controller()
         self._show(world, last=False)
-        if self._ranks.terminal is not None:
-            self._ranks.terminal.attend(world.directory)
+        if self.ranks.terminal is not None:
+            self.ranks.terminal.attend(world.directory)
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
     def _show(self, world: Lent, *, last: bool) -> None:
         """Under `-s`: print what the ranks have printed since, line by line, each with its rank."""
-        if not self._ranks.live:
+        if not self.ranks.live:
             return
         for rank, start in enumerate(self._printed):
             text = world.output(rank)[start:]
@@ -172,13 +224,12 @@ class WorldLease:
 
     def collect_output(self) -> None:
         """Keep what the ranks have printed, for the report of the test."""
-        if self._world is None or self._ranks.live:
+        if self._world is None or self.ranks.live:
             return
-        texts = {}
         for rank, start in enumerate(self._printed):
-            texts[rank] = self._world.output(rank)[start:]
-            self._printed[rank] += len(texts[rank])
-        self._record.keep_output(self._world, texts)
+            text = self._world.output(rank)[start:]
+            self._printed[rank] += len(text)
+            self._record.add_section("stdout", rank, self._world, text)
 
     def close(self) -> None:
         """Give the world back."""
@@ -186,4 +237,4 @@ class WorldLease:
             return
         self.collect_output()
         world, self._world = self._world, None
-        self._ranks.release(world, broken=self._record.failed)
+        self.ranks.release(world, broken=self._record.failed)

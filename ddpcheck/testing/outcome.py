@@ -1,4 +1,4 @@
-"""The outcome of a test, from the outcome on each rank. Pure.
+"""The outcome of a test, from the outcome on each rank, and its failure as pytest shows it.
 
 This module is light: it never imports torch.
 """
@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import bdb
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,8 @@ import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.wording import agreeing, format_ranks, phrase
-from ddpcheck.testing.rank_side import Ended
+from ddpcheck.testing.rank_context import RankArtifacts
+from ddpcheck.testing.rank_side import Ended, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +117,62 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
         f"{format_ranks(ranks)} {agreeing(said, ranks)}" + (f"\n{stack}" if stack else "")
         for (said, stack), ranks in groups.items()
     )
+
+
+# --- As pytest shows it ----------------------------------------------------------------------------------------------
+
+
+def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
+    """The failures of the ranks as sections of a report; none where no rank has sent one as pytest shows it."""
+    first = verdict.first
+    shown = attachment[first.rank].failure if first is not None and first.rank in attachment else None
+    if first is None or shown is None:
+        return []
+    return [(f"rank {first.rank}", text_of(shown)), ("ranks", "\n".join(verdict.lines))]
+
+
+def as_pytest_shows(
+    verdict: TestOutcome, attachment: Mapping[int, RankArtifacts], test: tuple[str, int | None, str]
+) -> Any:
+    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others.
+
+    Args:
+        verdict: What has become of the test.
+        attachment: That they have brought back.
+        test: Where the test is, as in `pytest.Item.location`.
+    """
+    first = verdict.first
+    shown = None
+    if first is not None and first.rank in attachment and first.kind not in ("stuck", "died"):
+        shown = copy.copy(attachment[first.rank].failure)
+    if shown is None:
+        shown = _from_text(verdict, test)
+    elif shown.reprcrash is not None:
+        shown.reprcrash = copy.copy(shown.reprcrash)
+        assert first is not None
+        shown.reprcrash.message = f"rank {first.rank}: {shown.reprcrash.message}"
+        if chain := getattr(shown, "chain", None):  # what pytest-xdist sends
+            shown.chain = [*chain[:-1], (chain[-1][0], shown.reprcrash, chain[-1][2])]
+    if verdict.lines != (verdict.headline,) and hasattr(shown, "addsection"):
+        shown.sections = list(shown.sections)
+        shown.addsection("ranks", "\n".join(verdict.lines))
+    return shown
+
+
+def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
+    """A failure of which there is no exception: a rank that died, or hangs."""
+    text = verdict.headline
+    if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):
+        text = f"{verdict.first.traceback.rstrip()}\n{text}"
+    try:
+        from _pytest._code import code
+
+        path, _, line = (verdict.first.location if verdict.first is not None else "").rpartition(":")
+        if not path:
+            path, line = test[0], str((test[1] or 0) + 1)
+        return code.ReprExceptionInfo(
+            reprtraceback=code.ReprTraceback([code.ReprEntryNative([text + "\n"])], None, style="native"),
+            reprcrash=code.ReprFileLocation(path, int(line) if line.isdigit() else 0, verdict.headline),
+        )
+    except (ImportError, TypeError):  # another version of pytest
+        return "\n".join((text, *verdict.lines))

@@ -6,25 +6,24 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+import unittest
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.testing import marks, rank_fixtures, rank_side
-from ddpcheck.testing.fixture import DdpWorld, options_of
+from ddpcheck.testing.fixture import DdpWorld
 from ddpcheck.testing.launched_ranks import LAUNCHED, JoinedRanks, refuse_wrong_start
-from ddpcheck.testing.leases import Ranks, WorldLease
-from ddpcheck.testing.outcome import judge, to_raise
+from ddpcheck.testing.leases import Ranks, Record, WorldLease
+from ddpcheck.testing.outcome import as_pytest_shows, to_raise
 from ddpcheck.testing.rank_context import RngStates
-from ddpcheck.testing.rank_side import Ended
-from ddpcheck.testing.record import Record, as_pytest_shows
 
 _RECORD = pytest.StashKey[Record]()
-_SEEDS = pytest.StashKey[RngStates]()
-_SETUPS = pytest.StashKey[list[rank_fixtures.RankFixture]]()
+_OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  # of a world, that are settings too
 
 
 class Session:
@@ -48,10 +47,9 @@ class Session:
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """Prepare for a test that needs ranks; another one may follow."""
         self._ranks.following = following
-        item.stash[_SEEDS] = RngStates.draw_and_capture()
-        item.stash[_SETUPS] = []
-        item.stash[_RECORD] = Record(item)
-        if not isinstance(item, pytest.Function) or _is_of_unittest(item):
+        item.stash[_RECORD] = record = Record(item)
+        record.seeds = RngStates.draw_and_capture()
+        if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def fact(self, item: pytest.Item, name: str) -> Any:
@@ -78,7 +76,7 @@ class Session:
         function = rank_fixtures.reference(_bound(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
         fixture = rank_fixtures.RankFixture(fixturedef.argname, function, converted)
-        item.stash[_SETUPS].append(fixture)
+        item.stash[_RECORD].setups.append(fixture)
         fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
         return fixture
 
@@ -86,35 +84,26 @@ class Session:
 
     def lend(self, item: pytest.Item) -> Iterator[DdpWorld]:
         """The value of the fixture `ddp_world`."""
-        leases: list[WorldLease] = []
-
-        def rent(options: dict[str, Any]) -> WorldLease:
-            leases.append(self._ranks.lease(item, item.stash[_RECORD], options, item.stash[_SEEDS]))
-            return leases[-1]
-
+        record = item.stash[_RECORD]
         try:
-            yield DdpWorld(self._settings, rent, {**options_of(self._settings), **self._asked(item)})
+            yield DdpWorld(self._settings, functools.partial(WorldLease, self._ranks, record), self._options(item))
         finally:
-            _end_all(leases)
+            with contextlib.ExitStack() as ending:  # every world is given back, also when that fails for one
+                for lease in record.leases:
+                    ending.callback(lease.close)
 
     def run_marked(self, item: pytest.Function) -> None:
         """Run the body of a test on every rank, and raise what is to be raised."""
         record = item.stash[_RECORD]
-        options = {**options_of(self._settings), **self._asked(item)}
-        with contextlib.closing(self._ranks.lease(item, record, options, item.stash[_SEEDS])) as lease:
-            ended: dict[int, Ended] = {}
-            error: RankError | None = None
+        with contextlib.closing(WorldLease(self._ranks, record, self._options(item))) as lease:
             try:
-                ended = dict(enumerate(lease.run(rank_side.perform, _packed(item))))
-            except RankError as raised:
-                error, ended = raised, {rank: one for rank, one in raised.results.items() if isinstance(one, Ended)}
+                ended, verdict, error = lease.run(rank_side.perform, _packed(item, record))
             except UsageError as wrong:
                 _refuse(str(wrong))
-            verdict = judge(ended, error)
             if verdict.how == "passed":
                 _warn_of_results(item, ended)
             elif verdict.how == "skipped":
-                raise _skipped(verdict.headline)
+                raise pytest.skip.Exception(verdict.headline, _use_item_location=True)  # reported at the test's line
             elif verdict.how == "xfailed":
                 pytest.xfail(verdict.headline)
             else:
@@ -122,59 +111,53 @@ class Session:
                 record.shown = as_pytest_shows(verdict, lease.attachment, item.location)
                 raise to_raise(verdict, error, marks.expected_failure(item))
 
-    def _asked(self, item: pytest.Item) -> dict[str, Any]:
-        """The options in the test's marks."""
+    def _options(self, item: pytest.Item) -> dict[str, Any]:
+        """The options of a test's world: those in its marks, then the settings."""
         try:
-            asked = marks.read(item.iter_markers(marks.MARKER))
+            asked = marks.read(item)
             parameters = getattr(getattr(item, "callspec", None), "params", {})
             if "world_size" in parameters:
                 asked["world_size"] = parameters["world_size"]
-                marks.check_world_size(asked["world_size"])
-            marks.sizes(asked)
+                marks.check_options(asked, "@pytest.mark.ddp")
         except UsageError as wrong:
             _refuse(str(wrong))
-        return asked
+        # gloo works on every device, with any number of ranks
+        usual = {"backend": self._settings.backend or "gloo"}
+        return {**usual, **{name: getattr(self._settings, name) for name in _OPTIONS}, **asked}
 
     # --- After a test ----------------------------------------------------------------------------------------------
 
-    def collect_output(self, item: pytest.Item) -> None:
-        """Have what the ranks have printed, before the report is made."""
-        if (record := item.stash.get(_RECORD, None)) is not None:
-            record.collect_output()
-
-    def complete(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Put into the report what the ranks have brought back."""
-        record = item.stash.get(_RECORD, None)
-        if record is not None:
-            record.failed |= report.failed
-            if call.when == "teardown" and report.failed:  # after they were given back
+    def reporting(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Around the making of a report: put into it what the ranks have brought back."""
+        record = item.stash.setdefault(_RECORD, Record(item))
+        for lease in record.leases:
+            lease.collect_output()
+        report = yield
+        record.failed |= report.failed
+        if call.when == "teardown":
+            del item.stash[_RECORD]  # pytest keeps every test until the end; states of generators alone take 35 kB
+            if record.leases and report.failed:  # after they were given back
                 self._ranks.drop(item)
-        if call.when == "call" and record is not None:
-            report.user_properties = list(item.user_properties)
-            if record.shown is not None and report.failed:
-                report.longrepr = record.shown
+        if call.when == "call" and record.shown is not None and report.failed:
+            report.longrepr = record.shown
         error = call.excinfo.value if call.excinfo is not None else None
-        said = record.sections_of(error) if record is not None else []
+        explained, said = record.explained
+        said = said if error is explained else []
         add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
         for title, text in said:
             add(title, text)  # to what gets into a JUnit report, too
-        if not said and isinstance(error, DdpcheckError) and error.detail and (record is None or record.shown is None):
+        if not said and record.shown is None and isinstance(error, DdpcheckError) and error.detail:
             report.sections.append(("ddpcheck", error.detail))
-        if record is not None and (said or record.shown is not None) and item.config.getoption("usepdb", False):
+        if (said or record.shown is not None) and item.config.getoption("usepdb", False):
             call.excinfo = None  # the debugger has been where it happened; here is nothing to be seen
-        if call.when == "teardown":  # pytest keeps every test until the end; states of generators alone take 35 kB
-            keys: tuple[pytest.StashKey[Any], ...] = (_RECORD, _SEEDS, _SETUPS)
-            for key in keys:
-                if key in item.stash:
-                    del item.stash[key]
+        return report
 
     def finish(self, item: pytest.Item) -> None:
         """A test is over."""
-        record = item.stash.get(_RECORD, None)
-        if record is not None:  # items live as long as the session
-            del item.stash[_RECORD], item.stash[_SEEDS], item.stash[_SETUPS]
         self._ranks.finish(item)
-        if record is not None and record.quitting:
+        if (record := item.stash.get(_RECORD, None)) is not None and record.quitting:
             pytest.exit("Quitting debugger")
 
     def close(self) -> None:
@@ -187,14 +170,7 @@ def _refuse(sentence: str) -> NoReturn:
     raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
-def _skipped(reason: str) -> BaseException:
-    """A skip that is reported at the test's own line."""
-    outcome = pytest.skip.Exception(reason)
-    outcome._use_item_location = True
-    return outcome
-
-
-def _packed(item: pytest.Function) -> bytes:
+def _packed(item: pytest.Function, record: Record) -> bytes:
     function = item.obj
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         _refuse(f"{item.name} is async, and @pytest.mark.ddp runs plain functions; call asyncio.run in its body.")
@@ -204,7 +180,7 @@ def _packed(item: pytest.Function) -> bytes:
         )
     taken = item._fixtureinfo.argnames
     arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in taken}
-    return rank_fixtures.pack(item.name, arguments, (function, item.stash[_SETUPS]))
+    return rank_fixtures.pack(item.name, arguments, (function, record.setups))
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
@@ -215,13 +191,6 @@ def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -
         return resolve_fixture_function(fixturedef, request)
     except ImportError:
         return fixturedef.func
-
-
-def _is_of_unittest(item: pytest.Item) -> bool:
-    import unittest
-
-    kind = getattr(item, "cls", None)
-    return isinstance(kind, type) and issubclass(kind, unittest.TestCase)
 
 
 def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
@@ -235,12 +204,3 @@ def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
             item.warn(warning)
         except pytest.PytestReturnNotNoneWarning:  # under `-W error`
             _refuse(str(warning))
-
-
-def _end_all(leases: list[WorldLease]) -> None:
-    """Give every world back, also when that fails for one."""
-    if leases:
-        try:
-            leases.pop().close()
-        finally:
-            _end_all(leases)

@@ -105,6 +105,7 @@ def assert_parity(
         UsageError: An argument is wrong, or this process is a rank of a ddpcheck world.
     """
     __tracebackhide__ = True
+    from ddpcheck.render import as_text
     from ddpcheck.report.checking.check import check
 
     _refuse_on_a_rank("assert_parity")
@@ -125,7 +126,7 @@ def assert_parity(
     tolerance = None if rtol is None or atol is None else (rtol, atol)
     message = parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance)
     if message:
-        raise FindingsError(_final(message, msg), detail=_as_text(report))
+        raise FindingsError(_final(message, msg), detail=as_text(report))
     return report
 
 
@@ -258,15 +259,6 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
         if value is not None and not (number and 0 <= value < math.inf):
             return f"{name} must be a number that is not negative, not {value!r}"
     return ""
-
-
-def _as_text(report: Report) -> str:
-    from ddpcheck.render import renderer_for
-
-    try:
-        return renderer_for("text").render(report)
-    except ImportError:  # rich is not there
-        return report.to_json()
 
 
 # Ranks
