@@ -24,7 +24,7 @@ from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, silent_ranks
 from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
 from ddpcheck.testing.outcome import as_pytest_shows, judge, to_raise
-from ddpcheck.testing.rank_context import RankArtifacts
+from ddpcheck.testing.rank_context import RankArtifacts, add_coverage
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.launchers import LauncherEnv, RankGroup, detect
@@ -260,7 +260,7 @@ class InStep:
         try:
             for data in self._launched.end(mine, timeout=STARTUP)[1:]:
                 if self._launch.rank == 0:
-                    silent_ranks.add_coverage(data)
+                    add_coverage(data)
         except RankError as error:
             self._config.issue_config_time_warning(pytest.PytestWarning(f"coverage of other ranks: {error}"), 2)
 

@@ -15,9 +15,8 @@ import pytest
 
 from ddpcheck.findings.errors import RankError
 from ddpcheck.harness import Watch, World
-from ddpcheck.testing import rank_coverage
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
-from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions
+from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions, add_coverage
 from ddpcheck.testing.rank_fixtures import RankFixture
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.remote_pdb import PdbTerminal
@@ -120,8 +119,8 @@ class Record:
         attachments = {rank: world.attachment(rank) for rank in range(world.world_size)}
         found: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
         for rank, attachment in found.items():
-            if attachment.coverage is not None:
-                rank_coverage.add(attachment.coverage)
+            if attachment.coverage:
+                add_coverage(attachment.coverage)
             self.add_section("log", rank, world, attachment.log)
             known = self.item.user_properties
             known += [each for each in attachment.properties if each not in known]
@@ -176,14 +175,10 @@ class WorldLease:
         Returns:
             By rank, what it returned; what the test has come to; and the error where ranks have failed.
         """
-        world, config = self.world, self._record.item.config
-        by_test = config.getoption("cov_context", None) == "test"
+        world = self.world
+        debugger = self.ranks.terminal is not None
         conditions = TestConditions.of(
-            config,
-            since=self._record.seeds,
-            context=f"{self._record.item.nodeid}|run" if by_test else "",
-            debugger=self.ranks.terminal is not None,
-            apart=self.ranks.apart,
+            self._record.item, since=self._record.seeds, debugger=debugger, apart=self.ranks.apart
         )
         error: RankError | None = None
         try:

@@ -13,38 +13,26 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
-from ddpcheck.testing.rank_coverage import CoverageData, Measuring
 
 _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The options of pytest for tracebacks.
+    """The options of pytest for tracebacks."""
 
-    Attributes:
-        traceback: As in `--tb`.
-        show_locals: As in `--showlocals`.
-        full: As in `--full-trace`.
-        verbosity: How many times `-v`.
-        assertions: How many times, for assertions.
-        comparisons: What the ini file says about explaining a comparison.
-        directory: That paths are shown relative to.
-    """
-
-    traceback: str
+    traceback: str  # --tb
     show_locals: bool
     full: bool
     verbosity: int
-    assertions: int
-    comparisons: Mapping[str, Any]
-    directory: str
+    assertions: int  # verbosity of assertions
+    comparisons: Mapping[str, Any]  # what the ini file says about explaining one
+    directory: str  # that paths are shown relative to
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,30 +111,22 @@ class TestConditions:
     log_level: int
     log_format: tuple[str, str]
     seeds: RngStates
-    coverage: Measuring | None
+    coverage: CoverageOptions | None
     style: Style
     debugger: bool
     post_mortem: bool
 
     @classmethod
-    def of(
-        cls, config: pytest.Config, *, since: RngStates | None, context: str, debugger: bool, apart: bool = True
-    ) -> TestConditions:
-        """Read them off this process.
-
-        Args:
-            config: pytest's.
-            since: The generators when the test began.
-            context: Of the test, for coverage by test.
-            debugger: Whether somebody sits at a terminal.
-            apart: Whether the rank is another process than the one that pytest runs in, which is measured already.
-        """
+    def of(cls, item: pytest.Item, *, since: RngStates, debugger: bool, apart: bool) -> TestConditions:
+        """Read them off this process; one that is not `apart` from the ranks' own is measured already."""
+        config = item.config
+        by_test = config.getoption("cov_context", None) == "test"
         return cls(
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
             log_format=(_ini(config, "log_format"), _ini(config, "log_date_format")),
-            seeds=RngStates.capture().since(since) if since is not None else RngStates(),
-            coverage=Measuring.now(context) if apart else None,
+            seeds=RngStates.capture().since(since),
+            coverage=CoverageOptions.now(f"{item.nodeid}|run" if by_test else "") if apart else None,
             style=Style(
                 config.getoption("tbstyle", "auto"),
                 bool(config.getoption("showlocals", False)),
@@ -172,8 +152,9 @@ def _comparisons(config: pytest.Config) -> dict[str, Any]:
     found = {}
     for name in _COMPARISONS:
         with contextlib.suppress(KeyError, ValueError):  # an older pytest has no such option
-            found[name] = config.getini(name)
-    return {name: value for name, value in found.items() if value is not None}
+            if (value := config.getini(name)) is not None:
+                found[name] = value
+    return found
 
 
 @dataclass(slots=True)
@@ -183,7 +164,7 @@ class RankArtifacts:
     Attributes:
         warnings: Message, category, file and line of each.
         log: What was logged, formatted.
-        coverage: What was measured.
+        coverage: What was measured, as coverage.py serialises it; empty where nothing was.
         properties: What `record_property` was told.
         failure: The failure as pytest shows it, where there was one.
         quitting: Whether whoever debugged the failure wants the session to end.
@@ -191,7 +172,97 @@ class RankArtifacts:
 
     warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)
     log: str = ""
-    coverage: CoverageData | None = None
+    coverage: bytes = b""
     properties: list[tuple[str, object]] = field(default_factory=list)
     failure: Any = None
     quitting: bool = False
+
+
+# --- Coverage --------------------------------------------------------------------------------------------------------
+
+# Nothing is written to disk and nothing has to be combined, so this works under pytest-cov, with and without xdist, and
+# under `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
+# (https://coverage.readthedocs.io/en/latest/api_coverage.html).
+_COVERAGE_OPTIONS = (
+    "run:branch",
+    "run:concurrency",
+    "run:core",
+    "run:cover_pylib",
+    "run:dynamic_context",
+    "run:include",
+    "run:omit",
+    "run:plugins",
+    "run:relative_files",
+    "run:source",
+    "run:source_pkgs",
+    "run:source_dirs",
+    "run:timid",
+)
+_NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", "already-imported")
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageOptions:
+    """The settings under which coverage is measured in this process.
+
+    Attributes:
+        options: Of coverage.py, by name.
+        file: Its configuration file, which holds the options of its plugins.
+        context: That what is measured is recorded under, empty for none.
+    """
+
+    options: Mapping[str, Any]
+    file: str | None
+    context: str
+
+    @classmethod
+    def now(cls, context: str) -> CoverageOptions | None:
+        """The settings of this process; `None` where coverage is not measured."""
+        current = _current_coverage()
+        if current is None:
+            return None
+        options = {}
+        for name in _COVERAGE_OPTIONS:
+            with contextlib.suppress(Exception):  # another version of coverage.py has no such option
+                options[name] = current.get_option(name)
+        return cls(options, getattr(current.config, "config_file", None), context)
+
+
+@contextlib.contextmanager
+def measured(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
+    """On a rank: measure while the block runs, and keep the result in `artifacts`; nothing without a `how`."""
+    if how is None:
+        yield
+        return
+    import coverage
+
+    ours = coverage.Coverage(data_file=None, config_file=how.file or False, messages=False)
+    for name, value in how.options.items():
+        with contextlib.suppress(Exception):
+            ours.set_option(name, value)
+    ours.set_option("run:disable_warnings", list(_NEEDLESS))
+    ours.start()
+    try:
+        if how.context:
+            ours.switch_context(how.context)
+        yield
+    finally:
+        ours.stop()
+        artifacts.coverage = ours.get_data().dumps()
+
+
+def add_coverage(data: bytes) -> None:
+    """Add what a rank has measured to what is measured in this process."""
+    current = _current_coverage()
+    if current is None:
+        return
+    import coverage
+
+    theirs = coverage.CoverageData(no_disk=True)
+    theirs.loads(data)
+    current.get_data().update(theirs)
+
+
+def _current_coverage() -> Any:
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None else None

@@ -10,25 +10,29 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
+
+# --- In the process that pytest runs in ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class OnRank:
-    """Stands, in the process that pytest runs in, for a value that each rank makes for itself.
-
-    Attributes:
-        name: Of the fixture.
-    """
+    """Stands, in the process that pytest runs in, for a fixture's value that each rank makes for itself."""
 
     name: str
 
@@ -50,11 +54,6 @@ class OnRank:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self.__dict__.values())
-
-
-@dataclass(frozen=True, eq=False)
-class RankValue(OnRank):
-    """`rank`, `world_size`, `device` or `process_group`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,18 +87,15 @@ class InModule:
     module: str
     name: str
 
-    def find(self) -> Callable[..., Any]:
+    def find(self) -> Any:
         """Import the module and take the function out of what `pytest.fixture` has made of it."""
-        holder = getattr(importlib.import_module(self.module), self.name)
-        function: Callable[..., Any] = _function_of(holder)
-        return function
+        return _function_of(getattr(importlib.import_module(self.module), self.name))
 
 
 def _function_of(holder: Any) -> Any:
     if (function := getattr(holder, "_fixture_function", None)) is not None:  # pytest 8.4 and later
         return function
-    wrapped = getattr(holder, "__pytest_wrapped__", None)
-    return getattr(wrapped, "obj", None)
+    return getattr(getattr(holder, "__pytest_wrapped__", None), "obj", None)
 
 
 def reference(function: Any) -> Any:
@@ -137,49 +133,180 @@ def converted(name: str, value: Any) -> Any:
     return value
 
 
-def _advice(value: object) -> str:
-    if type(value).__module__.startswith("_pytest."):
-        return "it belongs to pytest's process: let a fixture of your own take from it what the test needs."
-    return (
-        "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make the value in "
-        "the test."
-    )
-
-
-def pack(test: str, arguments: Mapping[str, Any], rest: Sequence[Any]) -> bytes:
+def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[RankFixture]) -> bytes:
     """Pickle what a test is called with; values that share something go on sharing it.
 
     Args:
         test: Name of the test.
         arguments: Values of its fixtures by name.
-        rest: What else travels with them.
+        function: The test.
+        setups: Fixtures that ranks make before it.
 
     Raises:
         UsageError: A value cannot be sent, with the name of the fixture that it comes from.
     """
     try:
-        return wire.dumps((arguments, *rest))
+        return wire.dumps((arguments, function, setups))
     except Exception as error:
+        fixtures: dict[str, Any] = {}
         for name, value in arguments.items():
-            fixtures = value.arguments if isinstance(value, RankFixture) else {name: value}
-            for fixture, inner in fixtures.items():
-                try:
-                    wire.dumps(inner)
-                except Exception as reason:
-                    raise UsageError(
-                        f"The fixture {fixture!r} of {test} has a value of type {type(inner).__qualname__} that cannot "
-                        f"be sent to the ranks ({type(reason).__name__}: {reason}); {_advice(inner)}"
-                    ) from error
-        instance = next((one for one in rest if hasattr(one, "__self__")), None)
-        for name, value in vars(getattr(instance, "__self__", object)).items() if instance is not None else ():
-            try:
-                wire.dumps(value)
-            except Exception as reason:
-                raise UsageError(
-                    f"The attribute {name!r} of the test class of {test}, a {type(value).__qualname__}, cannot be sent "
-                    f"to the ranks ({type(reason).__name__}: {reason}); make it in the test."
-                ) from error
+            fixtures |= value.arguments if isinstance(value, RankFixture) else {name: value}
+        for name, value, reason in _unsendable(fixtures):
+            advice = (
+                "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make the "
+                "value in the test."
+            )
+            if type(value).__module__.startswith("_pytest."):
+                advice = "it belongs to pytest's process: let a fixture of your own take from it what the test needs."
+            raise UsageError(
+                f"The fixture {name!r} of {test} has a value of type {type(value).__qualname__} that cannot be sent to "
+                f"the ranks ({type(reason).__name__}: {reason}); {advice}"
+            ) from error
+        for name, value, reason in _unsendable(vars(function.__self__) if hasattr(function, "__self__") else {}):
+            raise UsageError(
+                f"The attribute {name!r} of the test class of {test}, a {type(value).__qualname__}, cannot be sent to "
+                f"the ranks ({type(reason).__name__}: {reason}); make it in the test."
+            ) from error
         raise UsageError(
             f"{test} cannot be sent to the ranks ({type(error).__name__}: {error}); what it refers to must be "
             "importable or picklable."
         ) from error
+
+
+def _unsendable(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
+    for name, value in values.items():
+        try:
+            wire.dumps(value)
+        except Exception as reason:
+            yield name, value, reason
+
+
+# --- On a rank -------------------------------------------------------------------------------------------------------
+
+
+class FixtureMaker:
+    """Makes what each rank makes for itself, everything once.
+
+    Attributes:
+        teardown: Ends what has been made.
+        properties: What `record_property` is told.
+    """
+
+    def __init__(self, teardown: contextlib.ExitStack, properties: list[tuple[str, object]]) -> None:
+        self.teardown = teardown
+        self.properties = properties
+        self._made: dict[object, Any] = {}
+
+    def make(self, value: Any) -> Any:
+        """The value itself, or what it stands for."""
+        if not isinstance(value, OnRank):
+            return value
+        key: object = value if isinstance(value, RankFixture) or value.name == "request" else value.name
+        if key not in self._made:
+            self._made[key] = self._fresh(value)
+        return self._made[key]
+
+    def _fresh(self, value: OnRank) -> Any:
+        if isinstance(value, Builtin):
+            return self.teardown.enter_context(_BUILTIN[value.name](value.detail, self))
+        if not isinstance(value, RankFixture):
+            return _rank_values()[value.name]
+        function = value.function.find() if isinstance(value.function, InModule) else value.function
+        arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
+        if inspect.isgeneratorfunction(function):
+            return self.teardown.enter_context(_generated(value.name, function(**arguments)))
+        return function(**arguments)
+
+
+def _rank_values() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    here = this_rank.current()
+    return {
+        "rank": here.rank,
+        "world_size": here.world_size,
+        "device": torch.device(here.device),
+        "process_group": dist.group.WORLD,
+    }
+
+
+@contextlib.contextmanager
+def _generated(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
+    nothing = object()
+    if (value := next(steps, nothing)) is nothing:
+        raise UsageError(f"The fixture {name!r} did not yield a value.")
+    try:
+        yield value
+    finally:
+        for _ in steps:
+            raise UsageError(
+                f"The fixture {name!r} yields more than once; a fixture yields its value, and then cleans up."
+            )
+
+
+@contextlib.contextmanager
+def _recwarn(_: object, __: FixtureMaker) -> Iterator[pytest.WarningsRecorder]:
+    with pytest.WarningsRecorder(_ispytest=True) as recorder:
+        warnings.simplefilter("default")
+        yield recorder
+
+
+@contextlib.contextmanager
+def _captured(capture: Any, __: FixtureMaker) -> Iterator[Any]:
+    fixture: Any = pytest.CaptureFixture(capture, None, _ispytest=True)  # type: ignore[arg-type]
+    fixture._start()
+    try:
+        yield fixture
+    finally:
+        fixture.close()
+
+
+@contextlib.contextmanager
+def _caplog(_: object, __: FixtureMaker) -> Iterator[pytest.LogCaptureFixture]:
+    from _pytest import logging as pytest_logging
+
+    class Item:
+        stash = pytest.Stash()
+
+    handler = pytest_logging.LogCaptureHandler()
+    Item.stash[pytest_logging.caplog_handler_key] = handler
+    Item.stash[pytest_logging.caplog_records_key] = {"call": handler.records}
+    fixture = pytest.LogCaptureFixture(Item, _ispytest=True)  # type: ignore[arg-type]
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield fixture
+    finally:
+        root.removeHandler(handler)
+        fixture._finalize()
+
+
+@contextlib.contextmanager
+def _record_property(_: object, maker: FixtureMaker) -> Iterator[Callable[[str, object], None]]:
+    yield lambda name, value: maker.properties.append((name, value))
+
+
+class RankRequest:
+    """The part of pytest's `request` that exists on a rank."""
+
+    def __init__(self, detail: tuple[Any, str, str], maker: FixtureMaker) -> None:
+        self.param, name, nodeid = detail
+        self.addfinalizer = maker.teardown.callback
+        self.node = SimpleNamespace(name=name, nodeid=nodeid)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"request.{name} is not there on a rank, where only request.param, request.addfinalizer, request.node.name "
+            "and request.node.nodeid are; let a fixture that does not use the rank read it and hand its value on."
+        )
+
+
+_BUILTIN: Mapping[str, Callable[[Any, FixtureMaker], contextlib.AbstractContextManager[Any]]] = {
+    "monkeypatch": lambda _, __: pytest.MonkeyPatch.context(),
+    "recwarn": _recwarn,
+    **dict.fromkeys(_CAPTURES.values(), _captured),
+    "caplog": _caplog,
+    "request": lambda detail, maker: contextlib.nullcontext(RankRequest(detail, maker)),
+    "record_property": _record_property,
+}

@@ -26,9 +26,8 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.testing import remote_pdb
-from ddpcheck.testing.fixture_maker import FixtureMaker
-from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions
-from ddpcheck.testing.rank_coverage import CoverageData, measured
+from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions, measured
+from ddpcheck.testing.rank_fixtures import FixtureMaker
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assert_rewriting import explain_comparisons
@@ -83,7 +82,7 @@ def perform(body: bytes, conditions: TestConditions) -> Ended:
 def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
     arguments, function, setups = wire.loads(body)
     with contextlib.ExitStack() as teardown:
-        maker = FixtureMaker(teardown, attachment)
+        maker = FixtureMaker(teardown, attachment.properties)
         for fixture in setups:
             maker.make(fixture)
         made = {name: maker.make(value) for name, value in arguments.items()}
@@ -106,7 +105,6 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     attachment = RankArtifacts()
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
-    covered: list[CoverageData] = []
     explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
     this_rank.save_attachment(b"")  # of an earlier run
     try:
@@ -114,7 +112,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
             _logging(log, conditions),
             remote_pdb.available(conditions.debugger),
             warnings.catch_warnings(record=True) as caught,
-            measured(conditions.coverage) as covered,
+            measured(conditions.coverage, attachment),
         ):
             assert caught is not None
             warnings.resetwarnings()
@@ -134,7 +132,6 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     finally:
         attachment.log = log.getvalue()
         attachment.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
-        attachment.coverage = covered[0] if covered else None
         this_rank.save_attachment(_packed(attachment))
 
 
@@ -177,19 +174,15 @@ def _packed(attachment: RankArtifacts) -> bytes:
         return wire.dumps(attachment)
     except Exception:
         attachment.warnings = [
-            (category(str(message)) if _sound(category) else UserWarning(str(message)), category, file, line)
+            ((category if category.__module__ == "builtins" else UserWarning)(str(message)), category, file, line)
             for message, category, file, line in attachment.warnings
         ]
-        for name in ("warnings", "properties", "failure"):
+        for name in ("warnings", "properties"):
             try:
                 wire.dumps(getattr(attachment, name))
             except Exception:
-                setattr(attachment, name, type(getattr(attachment, name))() if name != "failure" else None)
+                setattr(attachment, name, [])
         return wire.dumps(attachment)
-
-
-def _sound(category: type[Warning]) -> bool:
-    return category.__module__ == "builtins"
 
 
 @contextlib.contextmanager

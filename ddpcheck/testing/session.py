@@ -64,7 +64,7 @@ class Session:
                 f"The fixture {name!r} has a value on ranks only; mark {item.name} with @pytest.mark.ddp(...), and its "
                 "body runs there."
             )
-        return rank_fixtures.RankValue(name)
+        return rank_fixtures.OnRank(name)
 
     def leave_to_ranks(
         self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
@@ -180,7 +180,7 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
         )
     taken = item._fixtureinfo.argnames
     arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in taken}
-    return rank_fixtures.pack(item.name, arguments, (function, record.setups))
+    return rank_fixtures.pack(item.name, arguments, function, record.setups)
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:

@@ -9,13 +9,11 @@ import contextlib
 import io
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ddpcheck.testing import rank_coverage
-from ddpcheck.testing.rank_coverage import CoverageData
 
 
 class Terminal:
@@ -45,14 +43,10 @@ def silence_files(config: pytest.Config, rank: int) -> None:
             del config.stash[xml_key]
             config.pluginmanager.unregister(xml)
     if (cache := getattr(config, "cache", None)) is not None:
-        cache.set = _nothing
+        cache.set = lambda *_: None
     logs: Any = config.pluginmanager.getplugin("logging-plugin")
     if logs is not None and (path := config.getoption("log_file", None) or config.getini("log_file")):
         logs.set_log_path(f"{path}.rank{rank}")
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 # --- Coverage --------------------------------------------------------------------------------------------------------
@@ -77,11 +71,6 @@ def give_up_coverage(plugin: Any) -> bytes:
     return data
 
 
-def add_coverage(data: bytes) -> None:
-    """Add what another rank has measured."""
-    rank_coverage.add(CoverageData(data))
-
-
 # --- Temporary folders -----------------------------------------------------------------------------------------------
 
 
@@ -96,7 +85,7 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None or not base:
         return
-    numbers: dict[str, int] = {}
+    numbers: Counter[tuple[str, bool]] = Counter()
     lock = threading.Lock()
 
     def mktemp(basename: str, numbered: bool = True) -> Path:
@@ -105,8 +94,8 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
         if os.path.dirname(basename) or basename in (".", ".."):
             raise ValueError(f"{basename} is not a normalized and relative path")
         with lock:
-            number = numbers.get(f"{basename.lower()}{'' if numbered else '/'}", 0)
-            numbers[f"{basename.lower()}{'' if numbered else '/'}"] = number + 1
+            numbers[basename.lower(), numbered] += 1
+            number = numbers[basename.lower(), numbered] - 1
         path = Path(base, f"{basename}{number}" if numbered else basename)
         if number and not numbered:
             raise FileExistsError(f"{path} exists already")
