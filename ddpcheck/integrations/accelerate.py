@@ -10,9 +10,9 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
+from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.watch import Watch
-from ddpcheck.monitor.watched_wrapper import find_wrapper
 
 
 def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> AcceleratorWatch:

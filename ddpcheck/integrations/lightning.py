@@ -16,10 +16,10 @@ import torch.distributed as dist
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
+from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.watch import Watch
-from ddpcheck.monitor.watched_wrapper import find_wrapper
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

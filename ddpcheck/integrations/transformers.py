@@ -10,9 +10,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding
+from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.watch import Watch
-from ddpcheck.monitor.watched_wrapper import find_wrapper
 
 
 class DdpCheckCallback(TrainerCallback):

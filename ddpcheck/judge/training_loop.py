@@ -6,7 +6,7 @@ Pure functions from `findings.evidence.steps` (gathered by `gather.phases` and `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrappedModule
@@ -18,29 +18,30 @@ from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, 
 # Values and data
 
 
-def judge_values_changed(wrapped: Sequence[WrappedModule]) -> list[Finding]:
-    """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that."""
+def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
+    """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that.
+
+    Args:
+        start: By rank, fingerprints when DDP had been constructed; empty for another wrapper.
+        now: Since then.
+    """
     names = [
         name
-        for name in wrapped[0].parameters
-        if all(name in item.parameters and name in item.parameters_at_construction for item in wrapped)
-        and len({item.parameters_at_construction[name] for item in wrapped}) == 1
-        and len({item.parameters[name] for item in wrapped}) > 1
+        for name in now[0]
+        if all(name in of_rank for of_rank in (*start, *now))
+        and len({of_rank[name] for of_rank in start}) == 1
+        and len({of_rank[name] for of_rank in now}) > 1
     ]
     if not names:
         return []
-    changed = [
-        r
-        for r, item in enumerate(wrapped)
-        if any(item.parameters[n] != item.parameters_at_construction[n] for n in names)
-    ]
+    changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
     return [
         make_finding(
             "DDP515",
             names,
             f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had "
             "synchronised them; nothing brings the ranks together again.",
-            ranks=unless_all(changed, len(wrapped)),
+            ranks=unless_all(changed, len(now)),
         )
     ]
 

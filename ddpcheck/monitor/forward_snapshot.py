@@ -1,4 +1,4 @@
-"""The arguments of a forward pass, kept so that it can be run again to say why a parameter is missing."""
+"""A forward pass: its arguments, kept to run it again and say why a parameter is missing, and what it has returned."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.state.module_state import capture_attributes
 from ddpcheck.gather.state.reachable import refill
+from ddpcheck.recipe.pytree import tree_leaves
+
+_DEPTH = 3  # of objects in objects
 
 
 @dataclass(slots=True)
@@ -65,7 +68,6 @@ class Snapshot:
         self,
         module: nn.Module,
         missing: Mapping[str, torch.Tensor],
-        tensors_of: Callable[[Any], Sequence[torch.Tensor]],
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> dict[str, PathEnd]:
         """Run the forward pass again, on this rank alone, and say where the path of each of `missing` ends.
@@ -76,7 +78,6 @@ class Snapshot:
         Args:
             module: The module that is wrapped.
             missing: Parameters, by name.
-            tensors_of: The tensors in what forward returns, in the order in which `used` counts them.
             around: Makes a context to run it in, in which a framework does not count or log it a second time.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
@@ -86,7 +87,7 @@ class Snapshot:
 
         def forward() -> Sequence[torch.Tensor]:
             with self._conditions_restored(module):
-                tensors = tensors_of(module(*self.arguments, **self.named))
+                tensors = differentiable_tensors(module(*self.arguments, **self.named))
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
@@ -151,3 +152,32 @@ def _set_generators(states: Mapping[str, Any]) -> None:
         random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+# The tensors that a forward pass has returned, in objects of the user's classes too
+
+
+def differentiable_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in `output` through which a gradient can come."""
+    if isinstance(output, torch.Tensor):  # as a rule: no need to look into it
+        return [] if output.grad_fn is None else [output]
+    return [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+
+
+def trainable_leaves(output: Any) -> list[torch.Tensor]:
+    """The tensors in `output` that require grad and that nothing has computed."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad and output.grad_fn is None else []
+    return [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.grad_fn is None]
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    pending = [(output, 0)]
+    while pending:
+        value, depth = pending.pop()
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif depth < _DEPTH and not isinstance(leaf, nn.Module | type):
+                with contextlib.suppress(Exception):  # no attributes, or an object that does not like to be asked
+                    pending.append((list(vars(leaf).values()), depth + 1))

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, format_steps, join_names, plural_verb
+from ddpcheck.findings.wording import format_steps, join_names, plural_verb
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.judge.rank_configuration import judge_changes
@@ -28,23 +27,15 @@ from ddpcheck.monitor.rank_report import RankReport, ReplicaState, is_probed
 
 
 @dataclass(frozen=True, slots=True)
-class WatchContext:
+class WatchContext(JudgeContext):
     """The wrapper and its module as they are when the watch begins.
 
     Attributes:
-        names: By which messages name parameters.
-        wrapper: Its options.
         trainable: The parameters that it synchronises, in their order.
-        broadcasts_buffers: Whether it gives every rank rank 0's buffers before a forward.
-        wrapper_class: Name of its class.
         began_alike: Whether parameters are known to have been the same on all ranks when it was constructed.
     """
 
-    names: Names = field(default_factory=Names)
-    wrapper: WrapperFacts = field(default_factory=WrapperFacts)
     trainable: tuple[str, ...] = ()
-    broadcasts_buffers: bool = False
-    wrapper_class: str = ""
     began_alike: bool = False
 
 
@@ -80,7 +71,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     if changed:
         findings += judge_changes([report.changes for report in reports])
     if any(report.events for report in reports):
-        loop = [DdpStepEvidence(report.rank, report.step, events=report.events) for report in reports]
+        loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_loop(loop, unequal=True)
     return findings + judge_normalisation([report.micro_batches for report in reports])
 
@@ -101,8 +92,8 @@ def judge_unaveraged_steps(context: WatchContext, rank: int, step: int, *, forwa
     """
     if forwards:
         return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
-    known = JudgeContext(names=context.names, wrapper=context.wrapper, world_size=1)
-    return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], known)
+    alone = replace(context, world_size=1)
+    return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], alone)
 
 
 _FEW = 4  # steps after which a parameter that no forward pass has read counts as unused
@@ -135,28 +126,17 @@ def _evidence(
         steps.insert(0, steps[0] - 1)  # in which they took part
     evidence = []
     for report in reports:
-        known = {**dict.fromkeys(report.lost, "lost"), **dict.fromkeys(report.zero, "zero")}
         for index, step in enumerate(steps or [report.step]):
             missing = set(report.missing.get(step, ()))
             if context.wrapper.tolerates_unused and settled:
                 missing |= set(report.never_used) | set(report.sometimes_missing if index == 0 else ())
-            states: dict[str, GradientState] = {}
-            for name in trainable:
-                state = "missing" if name in missing else known.get(name, "contributes")
-                states[name] = state  # type: ignore[assignment]
+            states: dict[str, GradientState] = {
+                name: "missing" if name in missing else report.probed.states.get(name, "contributes")
+                for name in trainable
+            }
             ends = {name: report.ends.get(name, PathEnd("unknown")) for name in trainable if name in missing}
-            evidence.append(
-                StepEvidence(
-                    rank=report.rank,
-                    step=step,
-                    states=states,
-                    path_ends={**ends, **report.lost},
-                    unregistered=report.unregistered,
-                    arrivals=report.arrivals,
-                    output_type=report.output_type,
-                    reentrant=report.reentrant,
-                )
-            )
+            path_ends = {**ends, **report.probed.path_ends}
+            evidence.append(replace(report.probed, step=step, states=states, path_ends=path_ends))
     return evidence
 
 
@@ -173,25 +153,22 @@ def judge_replica_states(
         first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in states]
-    known = JudgeContext(
-        names=context.names,
-        wrapper=context.wrapper,
-        world_size=len(states),
-        broadcasts_buffers=context.broadcasts_buffers,
-        wrapper_class=context.wrapper_class,
-    )
+    context = replace(context, world_size=len(states))
     found = judge_descriptions([item.description for item in states])
-    gradients = judge_reducer(values, known)
+    gradients = judge_reducer(values, context)
     known_subjects = {subject for finding in found for subject in finding.subjects}
     if step == 0 and after_backward and context.began_alike:
-        start = _changed_before_forward(states)
+        start = [
+            replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
+            for finding in judge_values_changed([s.constructed for s in states], [s.at_first_forward for s in states])
+        ]
         changed_early = {name for finding in start for name in finding.subjects}
         now = [{name: value for name, value in item.parameters.items() if name not in changed_early} for item in values]
         changed = [  # forward or backward has changed them
             replace(item, parameters_before_optimizer=of_rank, parameters={})
             for item, of_rank in zip(values, now, strict=True)
         ]
-        state = judge_state(changed, known, gradients_differ=True)
+        state = judge_state(changed, context, gradients_differ=True)
     elif step == 0:
         early = not after_backward and not context.broadcasts_buffers  # then nothing has had a reason to part buffers
         start = judge_values_after_wrapping(
@@ -199,37 +176,17 @@ def judge_replica_states(
         )
         start = [f if first or f.code != "DDP208" else replace(f, **_UNAVERAGED) for f in start]
         kept = [replace(item, parameters={}, buffers=item.buffers if after_backward else {}) for item in values]
-        state = judge_state(kept, known, gradients_differ=True)
+        state = judge_state(kept, context, gradients_differ=True)
     else:  # the values are those that the optimizer's last step has left
         start = []
-        state = judge_state([replace(item, step=step - 1) for item in values], known, gradients_differ=bool(gradients))
+        state = judge_state(
+            [replace(item, step=step - 1) for item in values], context, gradients_differ=bool(gradients)
+        )
         state = [_apart(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
     for finding in (*start, *gradients, *state):
         if not known_subjects.issuperset(finding.subjects):
             found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
     return found
-
-
-def _changed_before_forward(states: Sequence[ReplicaState]) -> list[Finding]:
-    """DDP515 for values that ranks have changed between the wrapper's construction and its first forward pass."""
-    wrapped = [
-        WrappedModule(
-            WrapperFacts(),
-            {},
-            {},
-            item.at_first_forward,
-            {},
-            None,
-            "",
-            False,
-            parameters_at_construction=item.constructed,
-        )
-        for item in states
-    ]
-    return [
-        replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
-        for finding in judge_values_changed(wrapped)
-    ]
 
 
 def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:

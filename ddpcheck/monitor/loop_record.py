@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
 from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import judge_events
 
-FORWARD, BACKWARD = LoopEvent("forward", synchronises=True), LoopEvent("backward")
-NO_SYNC_FORWARD, STEP = LoopEvent("forward"), LoopEvent("step")
+_FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
+BACKWARD, STEP = LoopEvent("backward"), LoopEvent("step")
 _EVENTS_KEPT = 64
+
+_DDP: Any = nn.parallel.DistributedDataParallel
+_original: list[Any] = []  # DDP's own `no_sync`, while another one is in its place
+_records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
 class LoopRecord:
@@ -16,23 +28,45 @@ class LoopRecord:
 
     Attributes:
         to_report: Events that this rank reports when the ranks exchange reports next.
+        forwards: The number of forward passes since the last optimizer step, under `no_sync` and after which DDP
+            averages.
     """
 
     def __init__(self, alarms: AlarmBoard) -> None:
         self.to_report: tuple[LoopEvent, ...] = ()
+        self.forwards = [0, 0]
         self._alarms = alarms
         self._events: list[LoopEvent] = []
         self._last_step: list[LoopEvent] = []
 
-    def note(self, kind: str, *, where: str = "") -> None:
-        """Record an event of a kind, with the line of the user's code."""
-        self.add(LoopEvent(kind, location=where))
+    def attach(self, wrapper: nn.Module) -> None:
+        """Record each `no_sync` of `wrapper`, its begin and its end."""
+        if not _original:
+            _original.append(_DDP.no_sync)
+            _DDP.no_sync = noted_no_sync(_DDP.no_sync, _note_of)
+        _records[wrapper] = ref(self)
+
+    def detach(self, wrapper: nn.Module | None) -> None:
+        """Record it no more; the wrapper may be gone."""
+        if wrapper is not None:
+            _records.pop(wrapper, None)
+        if _original and not _records:
+            _DDP.no_sync = _original.pop()
+
+    def note(self, kind: str) -> None:
+        """Record an event of a kind, with the line of the user's code; begin and end of `no_sync` without."""
+        self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(user_location() or "")))
 
     def add(self, event: LoopEvent) -> None:
         """Record an event."""
         self._events.append(event)
         if len(self._events) > _EVENTS_KEPT:
             del self._events[0]
+
+    def add_forward(self, *, synced: bool) -> None:
+        """Record a forward pass, and whether DDP averages after it."""
+        self.forwards[synced] += 1
+        self.add(_FORWARDS[synced])
 
     def report(self, step: int) -> None:
         """Report the events so far, which show a fault, when `step` has ended."""
@@ -45,3 +79,8 @@ class LoopRecord:
         if any(event.kind == "no_sync" for event in self._events) and judge_events(self._events):
             self.report(step + 1)
         self._last_step, self._events = self._events, []
+
+
+def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
+    record = found() if (found := _records.get(wrapper)) else None
+    return None if record is None else record.note

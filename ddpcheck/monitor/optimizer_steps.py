@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.ddp.ddp_wrapper import living_wrappers
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_unaveraged_steps
-from ddpcheck.monitor.loop_record import BACKWARD, NO_SYNC_FORWARD, STEP, LoopRecord
+from ddpcheck.monitor.loop_record import STEP, LoopRecord
 from ddpcheck.monitor.module_hooks import around_each_step
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_tracker import StepTracker
@@ -35,8 +34,6 @@ class OptimizerSteps:
         self._reporter = reporter
         self._reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at the last step of each optimizer
         self._unaveraged_steps = 0
-        self._forwards = 0  # after which DDP averages, since the last optimizer step
-        self._no_sync_forwards = 0
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -49,30 +46,17 @@ class OptimizerSteps:
             handle.remove()
         self._handles = []
 
-    def synced_forward_returned(self) -> None:
-        """Count a forward pass after which DDP averages."""
-        self._forwards += 1
-
-    def no_sync_forward_begins(self) -> None:
-        """Count a forward pass under `no_sync`."""
-        self._no_sync_forwards += 1
-        self._loop.add(NO_SYNC_FORWARD)
-
-    def no_sync_backward_begins(self) -> None:
-        """Record the backward pass of such a forward pass."""
-        self._loop.add(BACKWARD)
-
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """An optimizer is about to step, on gradients that DDP has averaged or not."""
         self._tracker.settle()
         number = self._tracker.number
         reductions = number - self._reductions.get(optimizer, 0)
         self._reductions[optimizer] = number
-        no_sync_forwards, self._no_sync_forwards = self._no_sync_forwards, 0
+        (no_sync_forwards, forwards), self._loop.forwards = self._loop.forwards, [0, 0]
         if self._tracker.unreduced and not any(map(callable, (*arguments[1:], *named.values()))):
             self._judge_unreduced(optimizer)
         if reductions or not self._alarms.has_others:  # the healthy step, at no cost for each parameter
-            self._unaveraged_steps = self._forwards = 0
+            self._unaveraged_steps = 0
             self._loop.add(STEP)
             return
         parameters = {id(parameter) for parameter in self._tracker.parameters.tensors if parameter.grad is not None}
@@ -80,12 +64,14 @@ class OptimizerSteps:
             self._unaveraged_steps = 0
         elif parameters & _parameters_of(optimizer):
             self._unaveraged_steps += 1
-            if self._forwards:  # the loss does not come through the tensors that they have returned
+            if forwards:  # the loss does not come through the tensors that they have returned
                 self._tracker.hooks_parameters = True
-            elif self._unaveraged_steps == _UNAVERAGED_STEPS and not self._is_wrapped_again(parameters):
+            elif self._unaveraged_steps == _UNAVERAGED_STEPS:
                 rank = self._alarms.rank
-                self._reporter.report(judge_unaveraged_steps(self._context, rank, number, forwards=no_sync_forwards))
-        self._forwards = 0
+                if not parameters & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
+                    self._reporter.report(
+                        judge_unaveraged_steps(self._context, rank, number, forwards=no_sync_forwards)
+                    )
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
         """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
@@ -100,13 +86,8 @@ class OptimizerSteps:
         if not self._alarms.has_others or not any(bool(p.grad.detach().count_nonzero()) for p in used):
             return
         self._tracker.unreduced.clear()
-        self._loop.note("step", where=str(user_location() or ""))
+        self._loop.note("step")
         self._loop.report(self._tracker.number)
-
-    def _is_wrapped_again(self, parameters: set[int]) -> bool:
-        """Whether another wrapper has one of these parameters: the model, or a part of it, has been wrapped again."""
-        others = [wrapper for wrapper in living_wrappers() if wrapper is not self._tracker.wrapper]
-        return any(id(parameter) in parameters for other in others for parameter in other.parameters())
 
 
 def _parameters_of(optimizer: Any) -> set[int]:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes
 from ddpcheck.gather.state.module_description import fingerprint
-from ddpcheck.monitor.forward_output import differentiable_tensors
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.step_probe import StepProbe, zero_gradients
 
-_EXPLAINED_EARLY = (
-    2  # the step in which never used parameters are explained, for a run that ends before they are judged
-)
+_EXPLAINED_EARLY = 2  # the step in which never used ones are explained, for a run that ends before they are judged
 _ZERO_FROM = 4  # the step from which a gradient that was always zero is reported
 
 
@@ -33,9 +29,12 @@ class ParameterHistory:
         not_reported: By step, the parameters that DDP waited for in it and that no rank has reported before.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts) -> None:
+    def __init__(
+        self, rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts
+    ) -> None:
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.not_reported: dict[int, tuple[str, ...]] = {}
+        self._rank = rank
         self._module = module
         self._parameters = parameters
         self._wrapper = wrapper
@@ -81,46 +80,42 @@ class ParameterHistory:
 
     def report(
         self,
-        rank: int,
         step: int,
-        probe: StepProbe | None,
-        snapshot: Snapshot | None,
         *,
         settled: bool,
+        probe: StepProbe | None = None,
+        snapshot: Snapshot | None = None,
         thorough: bool = False,
     ) -> RankReport:
         """The report of this rank.
 
         Args:
-            rank: This rank.
             step: That has just ended.
+            settled: Whether never used parameters are judged now, which an option allows for.
             probe: Of the step, where there was one.
             snapshot: Of its last forward pass.
-            settled: Whether never used parameters are judged now, which an option allows for.
             thorough: Whether to look for changes of parameters without a probe, too.
         """
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
         if self._wrapper.tolerates_unused and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
         self._ends |= self._explained(missing - self._ends.keys(), snapshot)
-        report = RankReport(
-            rank=rank,
-            step=step,
+        probed = StepEvidence(self._rank, step, {}) if probe is None else self._probed(step, probe)
+        looks = probe is not None or thorough or missing or self._has_unfrozen()
+        return RankReport(
+            probed,
             missing=dict(self.not_reported),
             never_used=self._ordered(self._never_used),
             sometimes_missing=self._ordered(self._sometimes_missing),
             ends={name: self._ends[name] for name in missing if name in self._ends},
+            changes=self._changed() if looks else {},
         )
-        if probe is not None:
-            return self._with_probe(report, probe)
-        return replace(report, changes=self._changed()) if thorough or missing or self._has_unfrozen() else report
 
     def notices_unfrozen(self) -> bool:
         """Whether a parameter requires grad that did not when DDP was constructed, and this has not been noticed."""
-        if not self._unfrozen_noticed:
-            self._unfrozen_noticed = self._has_unfrozen()
-            return self._unfrozen_noticed
-        return False
+        was_noticed = self._unfrozen_noticed
+        self._unfrozen_noticed = was_noticed or self._has_unfrozen()
+        return self._unfrozen_noticed and not was_noticed
 
     def _has_unfrozen(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen)
@@ -129,16 +124,18 @@ class ParameterHistory:
         changed = changes(self._at_start, self._module)
         return {name: how for name, how in changed.items() if name not in self._created_in_forward}
 
-    def _with_probe(self, report: RankReport, probe: StepProbe) -> RankReport:
+    def _probed(self, step: int, probe: StepProbe) -> StepEvidence:
         self._created_in_forward |= probe.created_in_forward.keys()
-        return replace(
-            report,
-            lost=probe.lost,
-            zero=self._always_zero(report.step, probe),
+        states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
+        states |= dict.fromkeys(self._always_zero(step, probe), "zero")
+        return StepEvidence(
+            self._rank,
+            step,
+            states,
+            path_ends=probe.lost,
             unregistered=(*probe.unregistered, *probe.created_in_forward.values()),
             arrivals={name: count for name, count in probe.arrivals.items() if count > 1 and probe.reentrant},
             reentrant=probe.reentrant,
-            changes=self._changed(),
         )
 
     def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -150,7 +147,7 @@ class ParameterHistory:
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         if not parameters or snapshot is None:
             return {}
-        return snapshot.explain(self._module, parameters, differentiable_tensors, self.around_replay)
+        return snapshot.explain(self._module, parameters, self.around_replay)
 
     def _always_zero(self, step: int, probe: StepProbe) -> tuple[str, ...]:
         """The parameters whose gradient was zero in every probe, once parameters have moved in between."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
+from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 
 
@@ -48,40 +48,32 @@ class RankReport:
     """The report of one rank on the steps since the ranks last exchanged reports.
 
     Attributes:
-        rank: The rank.
-        step: After which the ranks exchange reports, counted from 0.
+        probed: The rank, the step after which the ranks exchange reports, and what a probe of it has found: states
+            other than "contributes" ("zero" is in each probe, although parameters have moved in between), and so on.
         missing: By step, the parameters that did not contribute in it.
         never_used: Parameters that have contributed in no step so far.
         sometimes_missing: Parameters that have been missing in some step so far.
         ends: Why parameters are missing.
-        lost: Parameters that backward reached and gave no gradient, with the Functions that may have returned None.
-        zero: Parameters whose gradient was exactly zero in each probe, although parameters have moved in between.
-        unregistered: Leaves that receive gradient and are no parameters.
-        arrivals: How often a gradient arrived, where that was more than once.
-        reentrant: Whether a re-entrant checkpoint stood in the graph.
-        output_type: The class of what forward returned where DDP finds no tensor in it, else empty.
         changes: What has happened to parameters since they were wrapped, in a word.
         events: Of the loop, where they show a fault.
         seconds: Of a step, on average so far.
         micro_batches: Of the last optimizer steps that were measured.
     """
 
-    rank: int
-    step: int
+    probed: StepEvidence
     missing: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     never_used: tuple[str, ...] = ()
     sometimes_missing: tuple[str, ...] = ()
     ends: Mapping[str, PathEnd] = field(default_factory=dict)
-    lost: Mapping[str, PathEnd] = field(default_factory=dict)
-    zero: tuple[str, ...] = ()
-    unregistered: tuple[UnregisteredTensor, ...] = ()
-    arrivals: Mapping[str, int] = field(default_factory=dict)
-    reentrant: bool = False
-    output_type: str = ""
     changes: Mapping[str, str] = field(default_factory=dict)
     events: tuple[LoopEvent, ...] = ()
     seconds: float = 0.0
     micro_batches: tuple[MicroBatch, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """After which the ranks exchange reports."""
+        return self.probed.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,3 @@ class ReplicaState:
     values: DdpStepEvidence
     constructed: Mapping[str, int] = field(default_factory=dict)
     at_first_forward: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether a gradient on this rank differs from the average."""
-        return any(difference.bad for difference in self.values.against_local)

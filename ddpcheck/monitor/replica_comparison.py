@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding
-from ddpcheck.gather.state.module_description import digest_of, fingerprints
+from ddpcheck.gather.autograd.autograd_graph import named_parameters
+from ddpcheck.gather.collectives.allreduce import average_over_ranks
+from ddpcheck.gather.ddp.ddp_constructor import hook_loss
+from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_replica_states
-from ddpcheck.monitor.step_probe import StepProbe, capture_replica_state, differences_from_average
+from ddpcheck.monitor.rank_report import ReplicaState
+from ddpcheck.monitor.step_probe import StepProbe
+from ddpcheck.monitor.synced_parameters import SyncedParameters
 
 
 class ReplicaComparison:
     """The comparisons of one watch."""
 
-    def __init__(self, module: nn.Module, context: WatchContext, alarms: AlarmBoard, *, keeps_start: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        synced: SyncedParameters,
+        context: WatchContext,
+        alarms: AlarmBoard,
+        *,
+        keeps_start: bool,
+    ) -> None:
         """Begin where the wrapper has just been made.
 
         Args:
             module: That is wrapped.
+            synced: The parameters that the wrapper synchronises.
             context: Of the watch.
             alarms: Of the ranks.
             keeps_start: Whether to keep fingerprints of the parameters as they are now.
         """
         self._module = module
+        self._synced = synced
         self._context = context
         self._alarms = alarms
         self._count = 0
@@ -43,38 +63,72 @@ class ReplicaComparison:
         if self._constructed and not self._at_first_forward:
             self._at_first_forward = fingerprints(self._module.named_parameters())
 
-    def compare(
-        self,
-        step: int,
-        *,
-        after_backward: bool,
-        probe: StepProbe | None = None,
-        wrapper: nn.parallel.DistributedDataParallel | None = None,
-        names: Sequence[str] = (),
-    ) -> list[Finding]:
+    def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas, in full only where their digests differ; every rank of the group has to call this.
 
         Args:
             step: How many steps have ended.
             after_backward: Whether another one has just ended, and the optimizer has not stepped since.
             probe: Of that step, where there was one: the gradients that it has kept are compared with the average.
-            wrapper: Whose reducer has averaged them.
-            names: Of the parameters that it synchronises.
         """
-        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
-        first = not self._count
-        rank, has_run = self._alarms.rank, not first or after_backward or bool(step)
-        state = capture_replica_state(self._module, rank, step, trained, has_run=has_run)
-        if not step:
-            state = replace(state, constructed=self._constructed, at_first_forward=self._at_first_forward)
-        digest_key, key = self.next_key, self._count
+        state, digest_key, key = self._capture(step, after_backward=after_backward), self.next_key, self._count
         self._count += 1
         alike = len(set(self._alarms.gather(digest_key, digest_of(state)))) == 1
+        wrapper = self._synced.wrapper
         if self._alarms.open and probe is not None and probe.keeps and wrapper is not None:  # every rank is here
-            differences = differences_from_average(probe.local, wrapper, names)
+            differences = self._differences_from_average(probe.local, wrapper)
             state = replace(state, values=replace(state.values, against_local=differences))
-            alike &= not any(self._alarms.gather(f"parity/{key}", state.is_bad))
+            alike &= not any(self._alarms.gather(f"parity/{key}", any(difference.bad for difference in differences)))
         if alike:
             return []
         states = self._alarms.gather(f"state/{key}", state)
-        return judge_replica_states(states, self._context, step, after_backward=after_backward, first=first)
+        return judge_replica_states(states, self._context, step, after_backward=after_backward, first=not key)
+
+    def _capture(self, step: int, *, after_backward: bool) -> ReplicaState:
+        """The replica on this rank: a description of the module, and fingerprints of its tensors."""
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
+        values = DdpStepEvidence(
+            rank=self._alarms.rank,
+            step=step,
+            gradients={n: 0 if p.grad is None else fingerprint(dense(p.grad)) for n, p in trained.items()},
+            parameters=fingerprints(self._module.named_parameters()),
+            buffers=fingerprints(self._module.named_buffers()),
+        )
+        description = describe(self._module)
+        if step or after_backward or self._count:  # once it has run, tensors that are not registered (metrics, its
+            description = replace(description, state=())  # last outputs) may differ by right
+        if step:
+            return ReplicaState(description, values)
+        return ReplicaState(description, values, self._constructed, self._at_first_forward)
+
+    def _differences_from_average(
+        self, local: Mapping[str, torch.Tensor], wrapper: nn.parallel.DistributedDataParallel
+    ) -> tuple[Difference, ...]:
+        """Differences of `.grad` from the average of the ranks' own gradients, made by an all-reduce of ddpcheck's.
+
+        Every rank of the wrapper's group has to call this. Nothing is compared where a gradient is not finite.
+        """
+        known = set(self._synced.names)
+        parameters = {name: p for name, p in named_parameters(wrapper.module).items() if name in known}
+        mine = [local.get(name) for name in parameters]
+        group = wrapper.process_group
+        averaged = average_over_ranks(mine, list(parameters.values()), group=group)
+        sizes = torch.tensor([0.0 if g is None else norm(g) ** 2 for g in mine], dtype=torch.float64)
+        sizes = sizes.to(next(iter(parameters.values())).device)
+        dist.all_reduce(sizes, group=group)
+        world_size = dist.get_world_size(group)
+        if not bool(sizes.isfinite().all()):
+            return ()
+        return tuple(
+            against_average(
+                name,
+                None if parameter.grad is None else dense(parameter.grad),
+                want,
+                world_size=world_size,
+                scale=scale,
+                lossy=hook_loss(wrapper),
+            )
+            for (name, parameter), want, scale in zip(
+                parameters.items(), averaged, (sizes / world_size).sqrt().tolist(), strict=True
+            )
+        )

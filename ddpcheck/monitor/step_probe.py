@@ -7,24 +7,16 @@ whose gradients are to be compared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import PathEnd, UnregisteredTensor
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.gather.autograd.autograd_graph import gradient_node, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import gradient_node, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
-from ddpcheck.gather.collectives.allreduce import average_over_ranks
-from ddpcheck.gather.ddp.ddp_constructor import hook_loss
-from ddpcheck.gather.ddp.ddp_wrapper import living_wrappers
-from ddpcheck.gather.state.module_description import describe, fingerprint, fingerprints
-from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
-from ddpcheck.monitor.rank_report import ReplicaState
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.steps.gradient_distance import dense
 
 Gradients = dict[str, torch.Tensor]
 
@@ -112,7 +104,7 @@ class StepProbe:
         strange = [leaf for leaf in walk.leaves if id(leaf) not in known and leaf.requires_grad]
         if strange:
             held = {id(tensor): name for name, tensor in unregistered_tensors(self._module)}
-            others = _parameters_of_other_wrappers(self._module)
+            others = parameters_in_wrappers()
             self.unregistered = tuple(
                 UnregisteredTensor(held[id(leaf)], tuple(leaf.shape))
                 for leaf in strange
@@ -141,82 +133,9 @@ class StepProbe:
 _SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
 
 
-def _parameters_of_other_wrappers(module: nn.Module) -> set[int]:
-    """Parameters that another `DistributedDataParallel` of this process synchronises."""
-    others = [wrapper for wrapper in living_wrappers() if wrapper.module is not module]
-    return {id(parameter) for other in others for parameter in other.module.parameters()}
-
-
 def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """The parameters whose gradient exists and is exactly zero."""
-    names = [name for name, parameter in parameters.items() if parameter.grad is not None and parameter.numel()]
-    if not names:
-        return set()
-    some = torch.stack([_any(parameters[name].grad) for name in names]).tolist()
-    return {name for name, yes in zip(names, some, strict=True) if not yes}
-
-
-def _any(gradient: Any) -> torch.Tensor:
-    values = gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
-    some: torch.Tensor = values.detach().ne(0).any()
-    return some
-
-
-def differences_from_average(
-    local: Mapping[str, torch.Tensor], wrapper: nn.parallel.DistributedDataParallel, names: Sequence[str]
-) -> tuple[Difference, ...]:
-    """Differences of `.grad` from the average of the ranks' own gradients, made by an all-reduce of ddpcheck's.
-
-    Every rank of the wrapper's group has to call this. Nothing is compared where a gradient is not finite.
-    """
-    parameters = {name: p for name, p in named_parameters(wrapper.module).items() if name in set(names)}
-    mine = [local.get(name) for name in parameters]
-    group = wrapper.process_group
-    averaged = average_over_ranks(mine, list(parameters.values()), group=group)
-    sizes = torch.tensor([0.0 if g is None else norm(g) ** 2 for g in mine], dtype=torch.float64)
-    sizes = sizes.to(next(iter(parameters.values())).device)
-    dist.all_reduce(sizes, group=group)
-    world_size = dist.get_world_size(group)
-    if not bool(sizes.isfinite().all()):
-        return ()
-    scales = (sizes / world_size).sqrt().tolist()
-    return tuple(
-        against_average(
-            name,
-            None if parameter.grad is None else dense(parameter.grad),
-            want,
-            world_size=world_size,
-            scale=scale,
-            lossy=hook_loss(wrapper),
-        )
-        for (name, parameter), want, scale in zip(parameters.items(), averaged, scales, strict=True)
-    )
-
-
-def capture_replica_state(
-    module: nn.Module,
-    rank: int,
-    step: int,
-    gradients: Mapping[str, nn.Parameter],
-    *,
-    has_run: bool,
-) -> ReplicaState:
-    """The replica on this rank: a description of the module, and fingerprints of its tensors.
-
-    Args:
-        module: The wrapped module.
-        rank: This rank.
-        step: How many steps have ended.
-        gradients: The parameters whose `.grad` counts.
-        has_run: Whether the module has run; then tensors that it has not registered may differ by right: metrics, its
-            last outputs.
-    """
-    values = DdpStepEvidence(
-        rank=rank,
-        step=step,
-        gradients={n: 0 if p.grad is None else fingerprint(dense(p.grad)) for n, p in gradients.items()},
-        parameters=fingerprints(module.named_parameters()),
-        buffers=fingerprints(module.named_buffers()),
-    )
-    description = describe(module)
-    return ReplicaState(replace(description, state=()) if has_run else description, values)
+    gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None and p.numel()}
+    values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
+    some = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
+    return {name for name, yes in zip(gradients, some, strict=True) if not yes}

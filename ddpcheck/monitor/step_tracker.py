@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, will_be_reached
-from ddpcheck.monitor.forward_output import differentiable_tensors, trainable_leaves
-from ddpcheck.monitor.forward_snapshot import Snapshot
+from ddpcheck.monitor.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
+from ddpcheck.monitor.loop_record import BACKWARD, LoopRecord
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.synced_parameters import NONE, AwaitedParameters, SyncedParameters
+from ddpcheck.monitor.synced_parameters import NONE, SyncedParameters
 from ddpcheck.recipe.pytree import tree_leaves
 
 _FORWARDS_KEPT = 2
@@ -36,29 +35,17 @@ class StepListener(Protocol):
     def step_begins(self, step: int) -> None:
         """A forward pass of the step is about to run, and no backward pass of it has run."""
 
-    def forward_returned(self, step: int, output: Any) -> None:
-        """A forward pass with gradients has returned `output`, in a step or under `no_sync`."""
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """A forward pass with gradients has returned `output`, with these tensors in it; `synced`: not in `no_sync`."""
 
-    def synced_forward_returned(self, step: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
-        """A forward pass of the step has returned `output`, with these tensors in it."""
-
-    def no_sync_forward_begins(self) -> None:
-        """A forward pass is about to run after which DDP does not average."""
-
-    def no_sync_backward_begins(self) -> None:
-        """The backward pass of such a forward pass begins."""
-
-    def backward_begins(self, step: int) -> None:
-        """The first gradient of a backward pass has arrived at what the forward pass returned."""
+    def backward_begins(self) -> None:
+        """The first gradient of a backward pass of the step has arrived at what the forward pass returned."""
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
         """These parameters have no part in the step; zeros are about to be reduced in their place."""
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Under `static_graph`, these take part although they had no part in the first step: DDP is about to raise."""
-
-    def unpaired_backward_ended(self, step: int) -> None:
-        """A backward pass has ended that follows no forward pass of its own."""
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """The gradients of the step are averaged.
@@ -116,13 +103,12 @@ class StepTracker:
         hooks_parameters: Whether backward passes are noticed at parameters too, which costs a hook on each of them.
     """
 
-    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, listener: StepListener) -> None:
+    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, loop: LoopRecord, listener: StepListener) -> None:
         self.parameters = SyncedParameters(wrapper)
         self.unreduced: set[int] = set()
         self.hooks_parameters = False
+        self._loop = loop
         self._listener = listener
-        self._wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
-        self._awaited = AwaitedParameters(wrapper)
         self._step = _Step()
         self._backward = Backward.NONE
         self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
@@ -140,12 +126,12 @@ class StepTracker:
     @property
     def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
         """The wrapper; `None` once nobody holds it."""
-        return self._wrapper()
+        return self.parameters.wrapper
 
     def attach(self) -> None:
         """Hang the hooks on the wrapper."""
         before, after = UnpickledHook(self._before_forward), UnpickledHook(self._after_forward)
-        wrapper: Any = self._wrapper()
+        wrapper: Any = self.wrapper
         self._handles = [
             wrapper.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             wrapper.register_forward_hook(after),
@@ -176,7 +162,7 @@ class StepTracker:
             self._begin()
             self._step.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
         elif torch.is_grad_enabled():
-            self._listener.no_sync_forward_begins()
+            self._loop.add_forward(synced=False)
 
     def _begin(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
@@ -185,39 +171,32 @@ class StepTracker:
 
     def _after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._listener.forward_returned(self.number, output)
-            if wrapper.require_backward_grad_sync:
-                self._expect_backward(output)
-            else:
-                self._hook_no_sync_backward(output)
+            self._expect_backward(output, synced=bool(wrapper.require_backward_grad_sync))
 
     def expect(self, loss: Any) -> None:
         """Take `loss` for what a forward pass has returned: where a framework calls backward inside of it."""
         self._step.snapshot = None
-        self._listener.forward_returned(self.number, loss)
-        if torch.is_grad_enabled() and getattr(self._wrapper(), "require_backward_grad_sync", False):
+        synced = torch.is_grad_enabled() and bool(getattr(self.wrapper, "require_backward_grad_sync", False))
+        if synced:
             self._begin()
-            self._expect_backward(loss)
         else:
-            self._listener.no_sync_forward_begins()
-            self._hook_no_sync_backward(loss)
+            self._loop.add_forward(synced=False)
+        self._expect_backward(loss, synced=synced)
 
-    def _expect_backward(self, output: Any) -> None:
+    def _expect_backward(self, output: Any, *, synced: bool) -> None:
+        """Notice the backward pass of a forward pass; of one after which DDP does not average, by a hook of its own."""
         tensors = differentiable_tensors(output)
-        self._step.ready = True
-        self._hook_leaves(output)
-        self._listener.synced_forward_returned(self.number, tensors, output)
-        self._step.roots.append([tensor.grad_fn for tensor in tensors])
+        if synced:
+            self._step.ready = True
+            self._loop.add_forward(synced=True)
+            self._hook_leaves(output)
+            self._step.roots.append([tensor.grad_fn for tensor in tensors])
+        self._listener.forward_returned(self.number, output, tensors, synced=synced)
         for tensor in tensors:
-            tensor.register_hook(self._hook)
-        if not tensors or self.hooks_parameters:  # backward does not come through what the forward pass has returned
+            tensor.register_hook(self._hook if synced else self._no_sync_hook)
+        if synced and (self.hooks_parameters or not tensors):  # backward does not come through these tensors
             self._remove_pass_handles()
             self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.tensors if p.requires_grad]
-
-    def _hook_no_sync_backward(self, output: Any) -> None:
-        """Notice the backward pass of a forward pass after which DDP does not average."""
-        for tensor in differentiable_tensors(output):
-            tensor.register_hook(self._no_sync_hook)
 
     def _hook_leaves(self, output: Any) -> None:
         """Notice a backward pass that ends in what the forward pass has returned: a loss made for an empty batch."""
@@ -241,12 +220,12 @@ class StepTracker:
     def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
         if self._backward is not Backward.NONE:
             return
-        added = self.parameters.reached_for_sure()
+        added = self.parameters.reached()
         if added:  # and not torch.autograd.grad
             if at_end_of_backward(UnpickledHook(self._after_no_sync_backward)):
                 self._backward = Backward.NO_SYNC
             self.unreduced |= added
-            self._listener.no_sync_backward_begins()
+            self._loop.add(BACKWARD)
 
     def _after_no_sync_backward(self) -> None:
         if self._backward is Backward.NO_SYNC:
@@ -262,16 +241,18 @@ class StepTracker:
         self._backward = Backward.SYNCED
         self._has_end_callbacks = at_end_of_backward(UnpickledHook(self._at_end))
         self._took_part = reached = self.parameters.reached(root for roots in self._step.roots for root in roots)
-        if unexpected := self._awaited.unexpected(reached):
+        if unexpected := self.parameters.unexpected(reached):
             self._listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
-        if reached is self.parameters.all:
-            self._listener.backward_begins(self.number)
+        everything = reached is self.parameters.all
+        if not everything:
+            reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
+            if is_grad and not reached:
+                self._backward = Backward.GRAD
+        if self._backward is Backward.SYNCED:
+            self._loop.add(BACKWARD)
+            self._listener.backward_begins()
+        if everything:
             return
-        reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
-        if is_grad and not reached:
-            self._backward = Backward.GRAD
-        else:
-            self._listener.backward_begins(self.number)
         self._note_arrivals(reached)
         self._step.still_expected = NONE if self._backward is Backward.GRAD else self._may_still_come(reached)
 
@@ -307,7 +288,8 @@ class StepTracker:
         if backward is Backward.GRAD and not self._took_part:
             return
         if not step.ready:
-            self._listener.unpaired_backward_ended(self.number)
+            self._loop.note("backward")
+            self._loop.report(self.number)
             return
         if self._took_part is self.parameters.all:  # the healthy step, at no cost for each parameter
             step.unused = step.still_expected = NONE
@@ -315,7 +297,7 @@ class StepTracker:
             step.unused = step.unused - self._took_part
             step.still_expected = step.still_expected & step.unused
         if not step.still_expected:
-            self._complete(callbacks=2 if self._awaited.is_static else 1)
+            self._complete(callbacks=2 if self.parameters.is_static_graph else 1)
 
     # The end of a step
 
@@ -325,7 +307,7 @@ class StepTracker:
         Args:
             callbacks: In how many callbacks of the engine, one in the other, DDP's reduction ends.
         """
-        if missing := sorted(self._awaited.among(self._step.unused)):
+        if missing := sorted(self.parameters.awaited(self._step.unused)):
             self._listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
             self.parameters.add_zero_gradients(missing)
             callbacks = 0
@@ -338,8 +320,8 @@ class StepTracker:
 
     def _finish(self) -> None:
         step, unused = self._step, self._step.unused
-        number, snapshot, awaited = step.number, step.snapshot, self._awaited.among(unused)
-        self._awaited.step_ended(unused)
+        number, snapshot, awaited = step.number, step.snapshot, self.parameters.awaited(unused)
+        self.parameters.step_ended(unused)
         step.number, step.ready, step.unused, step.snapshot = number + 1, False, NONE, None
         self.unreduced.clear()
         names_of = self.parameters.names_of

@@ -29,6 +29,9 @@ class SyncedParameters:
     """
 
     def __init__(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        self._wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
+        self._finds_unused = bool(wrapper.find_unused_parameters)
+        self._unused_first: Set[int] | None = None  # in the first step: static_graph expects the same of all others
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
         found = {n: p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
         self.names = list(found)
@@ -41,26 +44,29 @@ class SyncedParameters:
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
         }
 
+    @property
+    def wrapper(self) -> nn.parallel.DistributedDataParallel | None:
+        """The wrapper; `None` once nobody holds it."""
+        return self._wrapper()
+
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
         """The names of the parameters with these indices."""
         return frozenset(self.names[index] for index in indices)
 
-    def reached(self, roots: Iterable[Any]) -> Set[int]:
+    def reached(self, roots: Iterable[Any] | None = None) -> Set[int]:
         """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all.
 
         Args:
-            roots: Nodes of what the forward passes have returned: where the engine cannot tell, their graph is walked.
+            roots: Nodes of what the forward passes have returned: where the engine cannot tell, their graph is walked,
+                and without them it is all.
         """
         reached = will_be_reached(self._nodes)
         if reached is None:
+            if roots is None:
+                return self.all
             leaves = {id(leaf) for leaf in walk_graph([], nodes=roots).leaves}
             reached = [id(parameter) in leaves for parameter in self.tensors]
         return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
-
-    def reached_for_sure(self) -> Set[int]:
-        """The parameters that the backward pass that has just begun will reach; `all` where the engine cannot tell."""
-        reached = will_be_reached(self._nodes)
-        return self.all if reached is None else {index for index, yes in enumerate(reached) if yes}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
         """The parameters that backward reaches by another node than the one on which DDP waits: they have been cast."""
@@ -88,31 +94,24 @@ class SyncedParameters:
         indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
 
-
-class AwaitedParameters:
-    """Which of the parameters without a gradient DDP's reducer waits for: an option of the wrapper says so."""
-
-    def __init__(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
-        self._wrapper = ref(wrapper)
-        self._finds_unused = bool(wrapper.find_unused_parameters)
-        self._unused_first: Set[int] | None = None  # in the first step: static_graph expects the same of all others
+    # What DDP's reducer waits for
 
     @property
-    def is_static(self) -> bool:
+    def is_static_graph(self) -> bool:
         """Whether `static_graph` is on; it can be set after wrapping."""
-        return bool(getattr(self._wrapper(), "static_graph", False))
+        return bool(getattr(self.wrapper, "static_graph", False))
 
-    def among(self, unused: Set[int]) -> Set[int]:
-        """The parameters in `unused` that DDP waits for, and will not get."""
+    def awaited(self, unused: Set[int]) -> Set[int]:
+        """The parameters in `unused` that DDP waits for, and will not get: an option of the wrapper says so."""
         if self._finds_unused:
             return NONE
-        if self.is_static:
+        if self.is_static_graph:
             return NONE if self._unused_first is None else unused - self._unused_first
         return unused
 
     def unexpected(self, used: Set[int]) -> list[int]:
         """The parameters in `used` that had no part in the first step, under `static_graph`: DDP is about to raise."""
-        return sorted(used & self._unused_first) if self._unused_first and self.is_static else []
+        return sorted(used & self._unused_first) if self._unused_first and self.is_static_graph else []
 
     def step_ended(self, unused: Set[int]) -> None:
         """Note what had no part in a step, if it was the first one."""

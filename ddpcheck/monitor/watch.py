@@ -12,16 +12,20 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.source_lines import exception_location, making_of, user_location
+from ddpcheck.findings.source_lines import exception_location, making_of
+from ddpcheck.findings.wording import Names
+from ddpcheck.gather.autograd.autograd_graph import all_names
+from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, find_wrapper
 from ddpcheck.gather.steps.training_step import visible_tensors
-from ddpcheck.monitor import no_sync
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import judge_reports
-from ddpcheck.monitor.loop_record import BACKWARD, FORWARD, LoopRecord
+from ddpcheck.monitor.judging import WatchContext, judge_reports
+from ddpcheck.monitor.loop_record import LoopRecord
 from ddpcheck.monitor.micro_batches import MicroBatches
 from ddpcheck.monitor.module_hooks import hold, release
 from ddpcheck.monitor.optimizer_steps import OptimizerSteps
@@ -32,7 +36,6 @@ from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.step_tracker import StepTracker
-from ddpcheck.monitor.watched_wrapper import context_of, find_wrapper
 
 _SETTLED = (8, 128)  # steps after which what find_unused_parameters and static_graph allow for is judged
 _PACED = 16  # the step after which the ranks agree on how often they look for alarms
@@ -117,22 +120,22 @@ class Watch:
         self._alarms = AlarmBoard(wrapper.process_group, options.timeout)
         first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
-        self._tracker = StepTracker(wrapper, self)
+        self._loop = LoopRecord(self._alarms)
+        self._tracker = StepTracker(wrapper, self._loop, self)
         synced = self._tracker.parameters
         self._parameters = dict(zip(synced.names, synced.tensors, strict=True))
-        self._context = replace(context_of(wrapper, synced.names), began_alike=began_alike)
+        self._context = _context_of(wrapper, synced.names, began_alike=began_alike)
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.check_normalisation else None
-        self._history = ParameterHistory(self._module, self._parameters, self._context.wrapper)
-        self._loop = LoopRecord(self._alarms)
+        self._history = ParameterHistory(self._alarms.rank, self._module, self._parameters, self._context.wrapper)
         self._optimizer_steps = OptimizerSteps(self._tracker, self._context, self._alarms, self._loop, self._reporter)
         keeps_start = began_alike and bool(options.check_consistency_every)
-        self._comparison = ReplicaComparison(self._module, self._context, self._alarms, keeps_start=keeps_start)
+        self._comparison = ReplicaComparison(self._module, synced, self._context, self._alarms, keeps_start=keeps_start)
         self._attached = True
         self._optimizer_steps.attach()
         self._tracker.attach()
         _at_exit.add(self)
-        no_sync.listen(wrapper, self._loop.note)
+        self._loop.attach(wrapper)
         hold(self._module, self)
 
     def __enter__(self) -> Watch:
@@ -178,11 +181,11 @@ class Watch:
         options = self._options
         if self._context.wrapper.tolerates_unused and options.detect_anomalous_params and 2 < self.step <= _SETTLED[0]:
             # Never used parameters are judged after more steps than there have been; the ranks meet once more for it.
-            mine = self._history.report(self._alarms.rank, self.step - 1, None, None, settled=True)
+            mine = self._history.report(self.step - 1, settled=True)
             reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT)
             self._judge(reports, settled=True)
         elif self._history.not_reported or self._loop.to_report:
-            mine = self._history.report(self._alarms.rank, self.step, None, None, settled=False)
+            mine = self._history.report(self.step, settled=False)
             self._judge([replace(mine, events=self._loop.to_report)])
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
@@ -192,7 +195,7 @@ class Watch:
 
     def _detach(self) -> None:
         self._tracker.detach()
-        no_sync.forget(self._tracker.wrapper)
+        self._loop.detach(self._tracker.wrapper)
         release(self._module, self)
         self._optimizer_steps.detach()
         if self._micro_batches is not None:
@@ -273,33 +276,19 @@ class Watch:
         elif (self._options.detect_anomalous_params and self._exchanges(step)) or keeps:
             self._probe = StepProbe(self._module, self._parameters, keeps=keeps)
 
-    def forward_returned(self, step: int, output: Any) -> None:
-        """Measure the micro-batch."""
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """Measure the micro-batch, and probe a forward pass of the step."""
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)
-
-    def synced_forward_returned(self, step: int, tensors: Sequence[torch.Tensor], output: Any) -> None:
-        """Record a forward pass of the step."""
-        self._optimizer_steps.synced_forward_returned()
-        self._loop.add(FORWARD)
-        if self._probe is not None:
+        if synced and self._probe is not None:
             self._probe.forward_returned(tensors)
-        if step == 0 and self._options.detect_anomalous_params and self._context.wrapper.tolerates_unused:
+        if synced and step == 0 and self._options.detect_anomalous_params and self._context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output])
             if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
-                self._judge_alone(RankReport(self._alarms.rank, step, output_type=opaque))
+                self._judge_alone(RankReport(StepEvidence(self._alarms.rank, step, {}, output_type=opaque)))
 
-    def no_sync_forward_begins(self) -> None:
-        """Record a forward pass under `no_sync`."""
-        self._optimizer_steps.no_sync_forward_begins()
-
-    def no_sync_backward_begins(self) -> None:
-        """Record its backward pass."""
-        self._optimizer_steps.no_sync_backward_begins()
-
-    def backward_begins(self, step: int) -> None:
-        """Record a backward pass of the step."""
-        self._loop.add(BACKWARD)
+    def backward_begins(self) -> None:
+        """Probe a backward pass of the step."""
         if self._probe is not None:
             self._probe.backward_begins()
 
@@ -313,12 +302,8 @@ class Watch:
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Report it at once: DDP is about to raise on this rank."""
         if self._options.detect_anomalous_params:
-            self._judge_alone(RankReport(self._alarms.rank, step, missing={0: tuple(names), step: ()}))
-
-    def unpaired_backward_ended(self, step: int) -> None:
-        """Report a backward pass that DDP has not reduced."""
-        self._loop.note("backward", where=str(user_location() or ""))
-        self._loop.report(step)
+            probed = StepEvidence(self._alarms.rank, step, {})
+            self._judge_alone(RankReport(probed, missing={0: tuple(names), step: ()}))
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Exchange reports and compare replicas, if it is their turn or a rank has posted an alarm."""
@@ -338,8 +323,7 @@ class Watch:
         if compares or self._exchanges(step) or self._alarms.is_posted(step):
             findings += self._exchange_reports(step, probe, snapshot, thorough=compares)
         if compares:
-            wrapper, names = self._tracker.wrapper, self._tracker.parameters.names
-            findings += self._comparison.compare(step, after_backward=True, probe=probe, wrapper=wrapper, names=names)
+            findings += self._comparison.compare(step, after_backward=True, probe=probe)
         if findings:
             self._reporter.report(findings)
 
@@ -365,10 +349,10 @@ class Watch:
         self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool
     ) -> list[Finding]:
         """Gather the reports of all ranks, and judge them: the findings are the same on every rank."""
-        settled, rank = step in _SETTLED, self._alarms.rank
-        mine = RankReport(rank, step)
+        settled = step in _SETTLED
+        mine = RankReport(StepEvidence(self._alarms.rank, step, {}))
         if self._options.detect_anomalous_params:
-            mine = self._history.report(rank, step, probe, snapshot, settled=settled, thorough=thorough)
+            mine = self._history.report(step, probe=probe, snapshot=snapshot, settled=settled, thorough=thorough)
         measured = () if self._micro_batches is None else self._micro_batches.measured()
         seconds = self._alarms.seconds_a_step(step)
         mine = replace(mine, events=self._loop.to_report, micro_batches=measured, seconds=seconds)
@@ -384,6 +368,22 @@ class Watch:
         if finding.location or not finding.subjects:
             return finding
         return replace(finding, location=making_of(self._module, finding.subjects[0]))
+
+
+def _context_of(
+    wrapper: nn.parallel.DistributedDataParallel, synced: Sequence[str], *, began_alike: bool
+) -> WatchContext:
+    module = wrapper.module
+    aliases = {of_one[0]: of_one for of_one in all_names(module).values() if len(of_one) > 1}
+    return WatchContext(
+        Names(aliases),
+        facts_of(wrapper, {id(p): name for name, p in module.named_parameters()}),
+        world_size=dist.get_world_size(wrapper.process_group),
+        broadcasts_buffers=broadcasts_buffers(wrapper),
+        wrapper_class=type(wrapper).__name__,
+        trainable=tuple(synced),
+        began_alike=began_alike,
+    )
 
 
 _at_exit: WeakSet[Watch] = WeakSet()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_node
 from ddpcheck.gather.ddp.ddp_constructor import comm_hook_of
@@ -23,11 +24,37 @@ def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
     return [thing for thing in gc.get_objects() if type(thing) in known]
 
 
+def parameters_in_wrappers(*, but: nn.Module | None = None) -> set[int]:
+    """The identities of the parameters in every `DistributedDataParallel` of this process, but in one."""
+    return {id(p) for wrapper in living_wrappers() if wrapper is not but for p in wrapper.parameters()}
+
+
+def _wrappers_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    return [part for part in module.modules() if isinstance(part, nn.parallel.DistributedDataParallel)]
+
+
 def find_ddp(wrapped: nn.Module) -> nn.Module:
     """The one `DistributedDataParallel` inside what `wrap` returned (a compiled module, say), else `wrapped`."""
-    ddp = nn.parallel.DistributedDataParallel
-    inside = [module for module in wrapped.modules() if isinstance(module, ddp)]
+    inside = _wrappers_in(wrapped)
     return inside[0] if len(inside) == 1 else wrapped
+
+
+def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """The one `DistributedDataParallel` that `module` is or holds, or that has been made around it.
+
+    Raises:
+        UsageError: There is none, or there are several.
+    """
+    found = _wrappers_in(module) if isinstance(module, nn.Module) else []
+    if not found:
+        found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
+    if len(found) != 1:
+        many = f"{len(found)} of them" if found else "none"
+        raise UsageError(
+            "watch needs a DistributedDataParallel, or a module that holds one or is in one; there is "
+            f"{many} for {type(module).__name__}"
+        )
+    return found[0]
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Recorder:
         self.events: list[LoopEvent] = []
         self.values: dict[str, int] = {}
         self._parameters = named_parameters(module)
-        self._depth = 0
         self._feeds_others = False
 
     def note(self, kind: str, **more: Any) -> None:
@@ -43,17 +42,13 @@ class Recorder:
 
     @passes_on
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass; those inside another one (of a checkpoint) are part of it."""
-        if self._depth:
-            return original(*args, **kwargs)
+        """Run a backward pass."""
         self.note("backward")
         if self.events[-1].location:  # the user's own, and not the last one, which is ddpcheck's
             self._feeds_others = self._reaches_others(args[0] if args else kwargs.get("tensors"))
-        self._depth += 1
         try:
             return original(*args, **kwargs)
         finally:
-            self._depth -= 1
             self.values = {name: fingerprint(p) for name, p in self._parameters.items()}
 
     def _reaches_others(self, roots: Any) -> bool:
@@ -90,35 +85,13 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
 
         return zero_grad
 
-    class Context(contextlib.ContextDecorator):
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        @passes_on
-        def __enter__(self) -> Any:
-            recorder.note("enter no_sync")
-            return self.inner.__enter__()
-
-        @passes_on
-        def __exit__(self, *error: Any) -> Any:
-            recorder.note("leave no_sync")
-            return self.inner.__exit__(*error)
-
-    no_sync = _DDP.no_sync
-
-    @functools.wraps(no_sync)
-    @passes_on
-    def noted_no_sync(self: Any) -> Any:
-        recorder.note("no_sync")
-        return Context(no_sync(self))
-
     handle = wrapper.register_forward_pre_hook(before_forward)
     optimizers: Any = torch.optim.Optimizer
     with contextlib.ExitStack() as stack:
         stack.callback(handle.remove)
         stack.enter_context(backward_through(recorder.backward))
         for owner, name, patched in (
-            (_DDP, "no_sync", noted_no_sync),
+            (_DDP, "no_sync", noted_no_sync(_DDP.no_sync, lambda _wrapper: recorder.note)),
             (nn.Module, "zero_grad", zeroing(nn.Module.zero_grad)),
             (optimizers, "zero_grad", zeroing(optimizers.zero_grad)),
         ):
@@ -128,15 +101,54 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
         recorder.events.append(LoopEvent("step"))
 
 
+def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
+    """A `no_sync` that notes its call, and its begin and end, with the function that `note_of` gives for a wrapper."""
+
+    @functools.wraps(original)
+    @passes_on
+    def no_sync(self: Any) -> Any:
+        note = note_of(self)
+        if note is None:
+            return original(self)
+        note("no_sync")
+        return _NotedContext(original(self), note)
+
+    return no_sync
+
+
+class _NotedContext(contextlib.ContextDecorator):
+    def __init__(self, inner: Any, note: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._note = note
+
+    @passes_on
+    def __enter__(self) -> Any:
+        self._note("enter no_sync")
+        return self._inner.__enter__()
+
+    @passes_on
+    def __exit__(self, *error: Any) -> Any:
+        self._note("leave no_sync")
+        return self._inner.__exit__(*error)
+
+
 @contextlib.contextmanager
 def backward_through(handler: Any) -> Iterator[None]:
-    """Have every `torch.autograd.backward` (which `Tensor.backward` calls) go through `handler`."""
+    """Have every `torch.autograd.backward` go through `handler`, but those inside another one (of a checkpoint)."""
     original = torch.autograd.backward
+    is_inside = False
 
     @functools.wraps(original)
     @passes_on
     def backward(*args: Any, **kwargs: Any) -> Any:
-        return handler(original, args, kwargs)
+        nonlocal is_inside
+        if is_inside:
+            return original(*args, **kwargs)
+        is_inside = True
+        try:
+            return handler(original, args, kwargs)
+        finally:
+            is_inside = False
 
     torch.autograd.backward = backward
     try:
@@ -147,22 +159,13 @@ def backward_through(handler: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_backwards() -> Iterator[list[int]]:
-    """Count the user's own backward passes while the block runs; those inside another one do not count.
-
-    Yields:
-        A list of one number.
-    """
+    """Count the user's own backward passes while the block runs: a list of one number."""
     count = [0]
-    depth = [0]
 
     @passes_on
     def handler(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        count[0] += not depth[0]
-        depth[0] += 1
-        try:
-            return original(*args, **kwargs)
-        finally:
-            depth[0] -= 1
+        count[0] += 1
+        return original(*args, **kwargs)
 
     with backward_through(handler):
         yield count

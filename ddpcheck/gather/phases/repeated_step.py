@@ -53,13 +53,9 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
     clear_gradients(module)
     run = _Run()
     own = {id(p) for p in module.parameters()}
-    depth = 0
 
     @passes_on
     def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal depth
-        if depth:  # of a checkpoint: what comes in is large already
-            return original(*args, **kwargs)
         given = dict(zip(("tensors", "grad_tensors"), args, strict=False))
         roots, started = {**kwargs, **given}["tensors"], {"grad_tensors": None, **kwargs, **given}["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
@@ -69,11 +65,7 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
         run.feeds_others |= any(id(leaf) not in own for leaf in walk.leaves)
         del walk
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
-        depth += 1
-        try:
-            return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
-        finally:
-            depth -= 1
+        return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
 
     with backward_through(enlarged):
         run_backward(state.run_loss(step, "repeating, ").total)

@@ -121,7 +121,8 @@ class CheckRun(CheckWorlds):
         found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
         found += judge_changes([item.changes for item in wrapped])
         found += judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
-        found += judge_values_changed(wrapped)
+        start = [item.parameters_at_construction for item in wrapped]
+        found += judge_values_changed(start, [item.parameters for item in wrapped])
         changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
         found += judge_values_after_wrapping(
             [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
