@@ -7,7 +7,7 @@ Never by a collective, which would hang on the very mismatch that it looks for. 
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import HangError, UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
@@ -44,7 +44,7 @@ def check_consistency(
     import torch.distributed as dist
     from torch import nn
 
-    from ddpcheck.gather.state.module_description import describe, digest_of, fingerprints
+    from ddpcheck.gather.state.module_description import describe, fingerprints
     from ddpcheck.recipe.recipe import kind_of
 
     if not isinstance(module, nn.Module):
@@ -58,19 +58,37 @@ def check_consistency(
         "parameters": fingerprints(bare.named_parameters()) if wrapped else {},
         "buffers": fingerprints(bare.named_buffers()) if wrapped else {},
     }
-    exchange = StoreExchange.over(group, "consistency", timeout)
-    try:
-        if len(set(exchange.all_gather("digest", digest_of((mine, values)).encode()))) == 1:
-            return []
-        everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps((mine, values)))]
-    except RanksTimedOutError as error:
-        raise HangError(
-            f"{format_ranks(error.ranks)} did not take part in check_consistency within {timeout:g} s; "
-            "every rank must call it, the same number of times"
-        ) from None
+    absence = f"take part in check_consistency within {timeout:g} s; every rank must call it, the same number of times"
+    everyone = gather_if_different((mine, values), group, "consistency", timeout, absence)
+    if not everyone:
+        return []
     findings = judge_descriptions([description for description, _ in everyone])
     if wrapped and not findings:
         findings = judge_values_after_wrapping(
             [of_rank["parameters"] for _, of_rank in everyone], [of_rank["buffers"] for _, of_rank in everyone]
         )
     return findings
+
+
+def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, absence: str) -> list[Any]:
+    """The values of all ranks of `group`, after their digests; none where those are the same.
+
+    Args:
+        value: Plain data, of this rank.
+        group: As of `check_consistency`.
+        purpose: As of `StoreExchange.over`.
+        timeout: Seconds to wait for the other ranks.
+        absence: What a rank has not done that does not answer, and what it must do.
+
+    Raises:
+        HangError: A rank did not answer in time; names the ranks.
+    """
+    from ddpcheck.gather.state.module_description import digest_of
+
+    exchange = StoreExchange.over(group, purpose, timeout)
+    try:
+        if len(set(exchange.all_gather("digest", digest_of(value).encode()))) == 1:
+            return []
+        return [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(value))]
+    except RanksTimedOutError as error:
+        raise HangError(f"{format_ranks(error.ranks)} did not {absence}") from None

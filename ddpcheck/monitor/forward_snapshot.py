@@ -51,18 +51,9 @@ class Snapshot:
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
         """Record a call of `module` that is about to be made; `thorough` costs some 40 microseconds more."""
-        states: dict[str, Any] = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
-        if thorough:
-            states["random"] = random.getstate()
-            if "numpy" in sys.modules:
-                states["numpy"] = sys.modules["numpy"].random.get_state()
-        autocast: tuple[tuple[str, torch.dtype], ...] = ()
-        for kind in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(kind):
-                autocast += ((kind, torch.get_autocast_dtype(kind)),)
-        return cls(arguments, named, module.__dict__.get("forward"), states, autocast)
+        kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+        return cls(arguments, named, vars(module).get("forward"), _generators(thorough=thorough), autocast)
 
     def explain(
         self,
@@ -92,7 +83,7 @@ class Snapshot:
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
-        now = _generators(self.random)
+        now = _generators(thorough=True)
         state = capture_attributes(module, buffers=True)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
@@ -135,12 +126,14 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-def _generators(like: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
-    if "cuda" in like:
+def _generators(*, thorough: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if thorough:
+        found["random"] = random.getstate()
+        if "numpy" in sys.modules:
+            found["numpy"] = sys.modules["numpy"].random.get_state()
     return found
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import WeakMethod
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.findings.errors import FindingsError
 
@@ -27,8 +26,7 @@ class UnpickledHook:
         found = WeakMethod(method)
 
         def call(*args: Any, **kwargs: Any) -> None:
-            alive = found()
-            if alive is not None:
+            if (alive := found()) is not None:
                 alive(*args, **kwargs)
 
         return cls(call)
@@ -43,15 +41,14 @@ class UnpickledHook:
             raise error.with_traceback(None) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing_hook, ()
+        return functools.partial, (_nothing,)
 
 
 @functools.cache
 def _not_compiled() -> Any:
-    """A function that calls a method and that `torch.compile` leaves as it is, where the wrapper or a step is compiled.
+    """A function that calls a method, and that `torch.compile` leaves as it is.
 
-    Made with the first hook, and not on import: it imports `torch._dynamo`, as the constructor of the wrapper has done
-    by then.
+    Made with the first hook, and not on import: it imports `torch._dynamo`, as the wrapper's constructor has done then.
     """
 
     def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,23 +57,8 @@ def _not_compiled() -> Any:
     return torch.compiler.disable(call)
 
 
-def _nothing_hook() -> Any:
-    return _nothing
-
-
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
-
-
-def around_each_step(before: Any, after: Any) -> list[Any]:
-    """Call two methods of one object around each step of any optimizer, as long as that object lives."""
-    handles = [
-        register_optimizer_step_pre_hook(UnpickledHook.weakly(before)),
-        register_optimizer_step_post_hook(UnpickledHook.weakly(after)),
-    ]
-    for handle in handles:
-        finalize(before.__self__, handle.remove).atexit = False
-    return handles
 
 
 _KEY = "_ddpcheck_watches"

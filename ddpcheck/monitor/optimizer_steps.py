@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_unaveraged_steps
 from ddpcheck.monitor.loop_record import STEP, LoopRecord
-from ddpcheck.monitor.module_hooks import around_each_step
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_tracker import StepTracker
 
@@ -37,8 +39,11 @@ class OptimizerSteps:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Hang the hooks on every optimizer of this process."""
-        self._handles = around_each_step(self._before_step, self._after_step)
+        """Hang the hooks on every optimizer of this process, as long as this object lives."""
+        before, after = UnpickledHook.weakly(self._before_step), UnpickledHook.weakly(self._after_step)
+        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        for handle in self._handles:
+            finalize(self, handle.remove).atexit = False
 
     def detach(self) -> None:
         """Take the hooks off."""

@@ -6,8 +6,7 @@ constructed.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Set
 from typing import Any
 from weakref import ref
 
@@ -83,10 +82,21 @@ class SyncedParameters:
         return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
 
     def add_zero_gradients(self, indices: Iterable[int]) -> None:
-        """Run a backward pass that gives these a gradient of zeros, which DDP's reducer takes for their own."""
+        """Run a backward pass that gives these a gradient of zeros, which DDP's reducer takes for their own.
+
+        Those that were frozen after wrapping require grad meanwhile, and have no gradient afterwards.
+        """
         parameters = [self.tensors[index] for index in indices]
-        with _unfrozen(parameters), torch.enable_grad():
-            torch.autograd.backward(parameters, [self._zeros(parameter) for parameter in parameters])
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            with torch.enable_grad():
+                torch.autograd.backward(parameters, [self._zeros(parameter) for parameter in parameters])
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+                parameter.grad = None
 
     def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
         if id(parameter) not in self._sparse:
@@ -117,17 +127,3 @@ class SyncedParameters:
         """Note what had no part in a step, if it was the first one."""
         if self._unused_first is None:
             self._unused_first = unused
-
-
-@contextlib.contextmanager
-def _unfrozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let those that were frozen after wrapping receive a gradient, and have none afterwards."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-            parameter.grad = None

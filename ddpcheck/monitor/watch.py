@@ -178,19 +178,17 @@ class Watch:
         self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close"), why)
 
     def _report_the_rest(self) -> None:
-        options = self._options
-        if self._context.wrapper.tolerates_unused and options.detect_anomalous_params and 2 < self.step <= _SETTLED[0]:
+        tolerates_unused = self._context.wrapper.tolerates_unused and self._options.detect_anomalous_params
+        if tolerates_unused and 2 < self.step <= _SETTLED[0]:
             # Never used parameters are judged after more steps than there have been; the ranks meet once more for it.
             mine = self._history.report(self.step - 1, settled=True)
-            reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT)
-            self._judge(reports, settled=True)
+            self._judge(self._alarms.gather("close", mine, at_most=_LAST_WAIT), settled=True)
         elif self._history.not_reported or self._loop.to_report:
             mine = self._history.report(self.step, settled=False)
             self._judge([replace(mine, events=self._loop.to_report)])
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
         """Report the findings on reports of ranks."""
-        self._history.note_reported(reports)
         self._reporter.report(judge_reports(reports, self._context, settled=settled))
 
     def _detach(self) -> None:
@@ -224,14 +222,6 @@ class Watch:
         world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
         return Report(type(self._module).__qualname__, world=world, findings=findings)
-
-    def tell(self, findings: Sequence[Finding]) -> None:
-        """Report findings of an integration; the same on every rank.
-
-        Raises:
-            FindingsError: There is an error among them, and errors are to be raised.
-        """
-        self._reporter.report(findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Use `context()` around a forward pass that is run again to say why a parameter is missing."""
@@ -285,7 +275,7 @@ class Watch:
         if synced and step == 0 and self._options.detect_anomalous_params and self._context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output])
             if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
-                self._judge_alone(RankReport(StepEvidence(self._alarms.rank, step, {}, output_type=opaque)))
+                self._judge([RankReport(StepEvidence(self._alarms.rank, step, {}, output_type=opaque))])
 
     def backward_begins(self) -> None:
         """Probe a backward pass of the step."""
@@ -303,7 +293,7 @@ class Watch:
         """Report it at once: DDP is about to raise on this rank."""
         if self._options.detect_anomalous_params:
             probed = StepEvidence(self._alarms.rank, step, {})
-            self._judge_alone(RankReport(probed, missing={0: tuple(names), step: ()}))
+            self._judge([RankReport(probed, missing={0: tuple(names), step: ()})])
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Exchange reports and compare replicas, if it is their turn or a rank has posted an alarm."""
@@ -317,8 +307,7 @@ class Watch:
             if probe is None and self._alarms.is_checked(step) and self._history.notices_unfrozen():
                 self._alarms.post(step + 1)
         self._loop.step_ended(step)
-        findings: list[Finding] = []
-        options = self._options
+        options, findings = self._options, list[Finding]()
         compares = self._is_due(options.check_parity_every, step) or self._is_due(options.check_consistency_every, step)
         if compares or self._exchanges(step) or self._alarms.is_posted(step):
             findings += self._exchange_reports(step, probe, snapshot, thorough=compares)
@@ -341,9 +330,6 @@ class Watch:
         """Whether ranks without further batches may have left the loop (`Join`): then ranks do not communicate."""
         wrapper = self._tracker.wrapper
         return wrapper is not None and bool(wrapper._join_config.enable)
-
-    def _judge_alone(self, report: RankReport) -> None:
-        self._reporter.report(judge_reports([report], self._context, settled=False))
 
     def _exchange_reports(
         self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool

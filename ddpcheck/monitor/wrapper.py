@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.consistency import check_consistency as compare_modules
-from ddpcheck.findings.errors import FindingsError, HangError, UsageError, WrongTypeError
+from ddpcheck.consistency import gather_if_different
+from ddpcheck.findings.errors import FindingsError, UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import format_ranks
-from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
 from ddpcheck.gather.ddp.ddp_constructor import constructor_options
-from ddpcheck.gather.state.module_description import describe, digest_of
+from ddpcheck.gather.state.module_description import describe
 from ddpcheck.judge.parameters import judge_uninitialised
 from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.replicas import judge_descriptions
@@ -242,19 +240,10 @@ def _judge_construction(
     """Findings on differences between ranks before DDP is constructed, and whether its constructor cannot succeed."""
     if not dist.is_initialized():
         return [], False  # the constructor will say so
-    exchange = StoreExchange.over(group, "construction", timeout)
     mine = (describe(module), dict(options))
-    try:
-        if len(set(exchange.all_gather("digest", digest_of(mine).encode()))) == 1:
-            uninitialised = judge_uninitialised([mine[0].uninitialised] * len(exchange.ranks))
-            return uninitialised, bool(uninitialised)
-        everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
-    except RanksTimedOutError as error:
-        raise HangError(
-            f"{format_ranks(error.ranks)} did not construct {CheckedDistributedDataParallel.__name__} "
-            f"within {timeout:g} s; "
-            "every rank of its process group must"
-        ) from None
+    name = CheckedDistributedDataParallel.__name__
+    absence = f"construct {name} within {timeout:g} s; every rank of its process group must"
+    everyone = gather_if_different(mine, group, "construction", timeout, absence) or [mine]
     descriptions = [description for description, _ in everyone]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
     differing = judge_options("DDP221", [given for _, given in everyone], "what DistributedDataParallel is told")

@@ -100,6 +100,14 @@ class SeenParameter:
         node = gradient_node(parameter) if parameter.requires_grad else None
         return cls(id(parameter), parameter.requires_grad, node, value)
 
+    def change_to(self, now: SeenParameter) -> str:
+        """How the parameter that has this name `now` differs, in a word; empty where it does not."""
+        if self.identity != now.identity:
+            return "replaced"
+        if self.requires_grad != now.requires_grad:
+            return "unfrozen" if now.requires_grad else "frozen"
+        return "" if self.node is now.node else "cast or moved"
+
 
 def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
     """Changes of the parameters of `module` since they were `seen`, in a word, by name."""
@@ -114,12 +122,8 @@ def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, s
             continue  # it has another name now
         if before is None or after is None:
             changed[name] = "added" if before is None else "removed"
-        elif before.identity != after.identity:
-            changed[name] = "replaced"
-        elif before.requires_grad != after.requires_grad:
-            changed[name] = "unfrozen" if after.requires_grad else "frozen"
-        elif before.node is not after.node:
-            changed[name] = "cast or moved"
+        elif kind := before.change_to(after):
+            changed[name] = kind
     return changed
 
 
@@ -132,8 +136,9 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
         seen: Under all of their names, as DDP saw them; they are still alive.
         module: As it is now.
     """
-    now = dict(nn.Module.named_parameters(module, remove_duplicate=False))
-    there = {id(parameter) for parameter in now.values()}
+    every = nn.Module.named_parameters(module, remove_duplicate=False)
+    now = {name: SeenParameter.of(parameter) for name, parameter in every}
+    there = {after.identity for after in now.values()}
     names = {before.identity: name for name, before in reversed(list(seen.items()))}
     changed = {}
     for name, before in seen.items():
@@ -141,12 +146,9 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
         if after is None:
             if before.identity not in there and before.requires_grad:
                 changed[name] = ("removed", "")
-        elif id(after) != before.identity:
-            known = names.get(id(after), "")
-            if (before.requires_grad or after.requires_grad) and not (known and before.identity in there):
-                changed[name] = ("replaced", known)
-        elif before.requires_grad != after.requires_grad:
-            changed[name] = ("unfrozen" if after.requires_grad else "frozen", "")
-        elif before.requires_grad and before.node is not gradient_node(after):
-            changed[name] = ("cast or moved", "")
+        elif kind := before.change_to(after):
+            known = names.get(after.identity, "")
+            trained = before.requires_grad or after.requires_grad
+            if kind != "replaced" or (trained and not (known and before.identity in there)):
+                changed[name] = (kind, known if kind == "replaced" else "")
     return changed
