@@ -109,28 +109,23 @@ class AlarmBoard:
         exchange = replace(self._exchange, timeout=min(self._exchange.timeout, at_most))
         try:
             found = [pickle.loads(data) for data in exchange.all_gather(key, pickle.dumps(value))]
-            left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
-            if left:
-                return [self._without(left, value)]
         except RanksTimedOutError as error:
             self.silent = error.ranks
-            warnings.warn(
-                f"ddpcheck: {format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from here on "
-                f"rank {self.rank} judges by itself",
-                stacklevel=2,
-            )
+            why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from here on rank"
+            warnings.warn(f"ddpcheck: {why} {self.rank} judges by itself", stacklevel=2)
             return [value]
-        self._forget(key)
+        left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
+        if left:
+            self.silent = tuple(left)
+            where = user_location()
+            waits = f" rank {self.rank} has met nobody at {where}, and" if where else f" rank {self.rank}"
+            gone = "; ".join(f"rank {rank} {why}" for rank, why in left.items())
+            warnings.warn(f"ddpcheck: {gone};{waits} judges by itself from here on", stacklevel=2)
+            return [value]
+        self._kept.append(key)
+        if len(self._kept) > 2:  # every rank has read what this one wrote two gatherings ago, or it would not be here
+            self._exchange.delete(self._kept.pop(0))
         return found
-
-    def _without(self, left: dict[int, str], value: Any) -> Any:
-        """Say that ranks have left, and go on alone."""
-        self.silent = tuple(left)
-        where = user_location()
-        waits = f" rank {self.rank} has met nobody at {where}, and" if where else f" rank {self.rank}"
-        gone = "; ".join(f"rank {rank} {why}" for rank, why in left.items())
-        warnings.warn(f"ddpcheck: {gone};{waits} judges by itself from here on", stacklevel=2)
-        return value
 
     def leave(self, keys: Iterable[str], why: str) -> None:
         """Tell the others why this rank has left, under each key of a gathering where they may wait for it."""
@@ -138,9 +133,3 @@ class AlarmBoard:
             for key in keys:
                 with contextlib.suppress(Exception):  # the process with the store is gone
                     self._exchange.put(key, pickle.dumps(Left(why)))
-
-    def _forget(self, key: str) -> None:
-        """Delete what this rank has written two gatherings ago: every rank has read it, or it would not be here."""
-        self._kept.append(key)
-        if len(self._kept) > 2:
-            self._exchange.delete(self._kept.pop(0))

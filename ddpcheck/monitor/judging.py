@@ -57,17 +57,17 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     wrapper = context.wrapper
     if reports[0].step == 0:  # what DDP waits for after its first step under static_graph, it does not tolerate
         wrapper = replace(wrapper, static_graph=False)
-    found = judge_parameters(evidence, wrapper, context.names, ends_here=False)
     seen = tuple(sorted({step for report in reports for step in report.missing}))
-    findings = [
-        replace(finding, steps=seen)
-        if finding.code in _ABSENT and not finding.steps and not (context.wrapper.tolerates_unused and settled)
-        else finding
-        for finding in found
-        if settled or finding.code != "DDP109"
-    ]
-    if reports[0].step < _FEW and not settled:
-        findings = [_so_far(finding, seen) if finding.code == "DDP101" else finding for finding in findings]
+    findings = []
+    for finding in judge_parameters(evidence, wrapper, context.names, ends_here=False):
+        if finding.code == "DDP109" and not settled:
+            continue
+        if finding.code in _ABSENT and not finding.steps and not (context.wrapper.tolerates_unused and settled):
+            finding = replace(finding, steps=seen)
+        if finding.code == "DDP101" and not settled and reports[0].step < _FEW:
+            message = f"{finding.message[:-1]} in {format_steps(seen or (0,))}."
+            finding = replace(finding, message=message, fix=_IDLE)
+        findings.append(finding)
     if changed:
         findings += judge_changes([report.changes for report in reports])
     if any(report.events for report in reports):
@@ -84,11 +84,7 @@ def judge_events(events: Sequence[LoopEvent]) -> list[Finding]:
 def judge_unaveraged_steps(context: WatchContext, rank: int, step: int, *, forwards: int) -> list[Finding]:
     """DDP501 or 502 from one rank: the optimizer steps several times on gradients that have not been averaged.
 
-    Args:
-        context: Of the watch.
-        rank: This one.
-        step: How many synchronised backward passes came before.
-        forwards: How often the wrapper's forward ran in the last of these steps, each time under `no_sync`.
+    The wrapper's forward ran in the last of these steps as often as `forwards` says, each time under `no_sync`.
     """
     if forwards:
         return judge_loop([DdpStepEvidence(rank, step, events=(LoopEvent("enter no_sync"),))], unequal=True)
@@ -96,21 +92,12 @@ def judge_unaveraged_steps(context: WatchContext, rank: int, step: int, *, forwa
     return judge_reducer([DdpStepEvidence(rank, step, wrapper_calls=0, inner_calls=1)], alone)
 
 
-_FEW = 4  # steps after which a parameter that no forward pass has read counts as unused
-
-
-def _so_far(finding: Finding, steps: Sequence[int]) -> Finding:
-    """DDP101 where few steps have run: a branch or an expert may be idle in them."""
-    return replace(finding, message=f"{finding.message[:-1]} in {format_steps(steps or (0,))}.", fix=_IDLE)
-
-
+_FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert
 _IDLE = (
     "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
     "times its output where it is idle. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
     "before wrapping."
 )
-
-
 _ABSENT = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP513")
 
 
@@ -163,11 +150,10 @@ def judge_replica_states(
             for finding in judge_values_changed([s.constructed for s in states], [s.at_first_forward for s in states])
         ]
         changed_early = {name for finding in start for name in finding.subjects}
-        now = [{name: value for name, value in item.parameters.items() if name not in changed_early} for item in values]
-        changed = [  # forward or backward has changed them
-            replace(item, parameters_before_optimizer=of_rank, parameters={})
-            for item, of_rank in zip(values, now, strict=True)
-        ]
+        changed = []
+        for item in values:  # forward or backward has changed the others
+            others = {name: value for name, value in item.parameters.items() if name not in changed_early}
+            changed.append(replace(item, parameters_before_optimizer=others, parameters={}))
         state = judge_state(changed, context, gradients_differ=True)
     elif step == 0:
         early = not after_backward and not context.broadcasts_buffers  # then nothing has had a reason to part buffers
