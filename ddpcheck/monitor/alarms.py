@@ -38,8 +38,6 @@ class AlarmBoard:
     """Alarms of the ranks of one process group, and the exchange of values after one.
 
     Attributes:
-        rank: This rank.
-        ranks: Those of the group.
         silent: Ranks that have left or have not answered in time; from then on this rank is on its own.
     """
 
@@ -99,10 +97,7 @@ class AlarmBoard:
     def gather(self, key: str, value: Any, *, at_most: float = math.inf) -> list[Any]:
         """The value of each rank under `key`, which is used once; that of this rank alone where another is silent.
 
-        Args:
-            key: The same on every rank.
-            value: Of this rank.
-            at_most: Seconds to wait, where that is less than usual.
+        It waits for `at_most` seconds, where that is less than usual.
         """
         if not self.open:
             return [value]

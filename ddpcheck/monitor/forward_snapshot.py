@@ -59,17 +59,14 @@ class Snapshot:
         self,
         module: nn.Module,
         missing: Mapping[str, torch.Tensor],
-        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        around: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> dict[str, PathEnd]:
         """Run the forward pass again, on this rank alone, and say where the path of each of `missing` ends.
 
         Afterwards the module's buffers and attributes, the generators and `.grad` are what they were. What the forward
         pass changes outside of the module is changed once more.
 
-        Args:
-            module: The module that is wrapped.
-            missing: Parameters, by name.
-            around: Makes a context to run it in, in which a framework does not count or log it a second time.
+        `around` makes a context to run it in, in which a framework does not count or log it a second time.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
             return dict.fromkeys(missing, PathEnd("unknown"))  # it would take from the data of the run

@@ -45,10 +45,7 @@ _MOST_STEPS = 8
 def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settled: bool) -> list[Finding]:
     """Findings on parameters, their changes and the loop in the steps since the last reports.
 
-    Args:
-        reports: Of every rank that answered.
-        context: Of the watch.
-        settled: Whether enough steps have been seen to judge what an option allows for.
+    The reports are of every rank that answered; `settled`: enough steps have been seen to judge what an option allows.
     """
     if context.wrapper.find_unused_parameters:  # what is frozen for a while (a GAN's other half) is unused to DDP
         reports = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in reports]
@@ -135,8 +132,8 @@ def judge_replica_states(
     Args:
         states: Of every rank that answered.
         context: Of the watch.
-        step: How many synchronised backward passes came before.
-        after_backward: Whether another has just ended, and the optimizer has not stepped since.
+        step: How many steps have ended before.
+        after_backward: Whether another one has just ended, and the optimizer has not stepped since.
         first: Whether the ranks had not been compared before.
     """
     values = [item.values for item in states]

@@ -28,10 +28,7 @@ def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
 
     A step is enough evidence where the weights are in inverse proportion to numbers of targets, and some targets do not
     count. Where the loss seems to count a little differently, or where batches only have other sizes, as the last one
-    of an epoch may, several steps have to say the same.
-
-    Args:
-        ranks: The micro-batches of each, in optimizer steps that all of them have measured.
+    of an epoch may, several steps have to say the same. All ranks have measured the optimizer steps.
     """
     for head in dict.fromkeys(item.head for item in ranks[0]):
         often: list[_Unequal] = []

@@ -50,14 +50,7 @@ class ParameterHistory:
         self._moving: dict[str, int] = {}  # fingerprint of a parameter with a gradient, when it was first taken
 
     def step_ended(self, step: int, probe: StepProbe | None, unused: frozenset[str], awaited: frozenset[str]) -> None:
-        """Record a step that has ended.
-
-        Args:
-            step: Its number.
-            probe: Of the step, where there was one.
-            unused: The parameters that had no part in it, by the autograd engine.
-            awaited: Those of them that DDP has waited for.
-        """
+        """Record a step that has ended: what the engine says was `unused`, and what of that DDP has waited for."""
         if probe is not None:
             if self._wrapper.static_graph and step == 0:  # DDP takes them for used, and will wait for them
                 awaited |= probe.unused - unused

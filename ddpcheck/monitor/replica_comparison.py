@@ -36,15 +36,7 @@ class ReplicaComparison:
         *,
         keeps_start: bool,
     ) -> None:
-        """Begin where the wrapper has just been made.
-
-        Args:
-            module: That is wrapped.
-            synced: The parameters that the wrapper synchronises.
-            context: Of the watch.
-            alarms: Of the ranks.
-            keeps_start: Whether to keep fingerprints of the parameters as they are now.
-        """
+        """Begin where the wrapper has just been made; `keeps_start` keeps the fingerprints that it has."""
         self._module = module
         self._synced = synced
         self._context = context
@@ -66,10 +58,8 @@ class ReplicaComparison:
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas, in full only where their digests differ; every rank of the group has to call this.
 
-        Args:
-            step: How many steps have ended.
-            after_backward: Whether another one has just ended, and the optimizer has not stepped since.
-            probe: Of that step, where there was one: the gradients that it has kept are compared with the average.
+        So many steps have ended, and `after_backward` another one just now, before the optimizer's step; the gradients
+        that its `probe` has kept are compared with the average.
         """
         state, digest_key, key = self._capture(step, after_backward=after_backward), self.next_key, self._count
         self._count += 1

@@ -57,11 +57,7 @@ def as_text(finding: Finding) -> str:
 
 
 class FindingReporter:
-    """Reports each cause once.
-
-    Attributes:
-        findings: All that were reported, in their order.
-    """
+    """Reports each cause once; `findings` are all that were reported, in their order."""
 
     def __init__(
         self,
@@ -75,7 +71,7 @@ class FindingReporter:
 
         Args:
             options: `on_finding` and `ignore` of these.
-            shows_warnings: Whether this rank shows warnings; the others have the same findings, and show nothing.
+            shows_warnings: False on all ranks but one: they have the same findings.
             locate: Adds to a finding the line that it is about.
             reported: Findings that have been reported already.
         """

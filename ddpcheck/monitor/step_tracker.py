@@ -48,14 +48,7 @@ class StepListener(Protocol):
         """Under `static_graph`, these take part although they had no part in the first step: DDP is about to raise."""
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """The gradients of the step are averaged.
-
-        Args:
-            step: Its number.
-            unused: The parameters that had no part in it.
-            awaited: Those of them that DDP has waited for.
-            snapshot: Of its last forward pass; `None` where that cannot be run again.
-        """
+        """The gradients are averaged; some were `unused`, DDP has `awaited` those; `snapshot`: of the last forward."""
 
 
 class Backward(Enum):
@@ -302,11 +295,7 @@ class StepTracker:
     # The end of a step
 
     def _complete(self, callbacks: int) -> None:
-        """End the step: where DDP waits for gradients, give it zeros.
-
-        Args:
-            callbacks: In how many callbacks of the engine, one in the other, DDP's reduction ends.
-        """
+        """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
         if missing := sorted(self.parameters.awaited(self._step.unused)):
             self._listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
             self.parameters.add_zero_gradients(missing)

@@ -55,9 +55,7 @@ class SyncedParameters:
     def reached(self, roots: Iterable[Any] | None = None) -> Set[int]:
         """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all.
 
-        Args:
-            roots: Nodes of what the forward passes have returned: where the engine cannot tell, their graph is walked,
-                and without them it is all.
+        Where the engine cannot tell, the graph of `roots` (what forward passes have returned) is walked; without, all.
         """
         reached = will_be_reached(self._nodes)
         if reached is None:

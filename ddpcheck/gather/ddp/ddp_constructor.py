@@ -55,10 +55,7 @@ _constructions = itertools.count()  # of this process: keys of the store are nev
 
 
 def compare_options(mine: dict[str, str]) -> None:
-    """Ask the other ranks, over the store, whether they construct the wrapper with the same options.
-
-    Args:
-        mine: Of `constructor_options`.
+    """Ask the other ranks, over the store, whether they construct the wrapper with the same `constructor_options`.
 
     Raises:
         OptionsDifferError: They do not, in a way that would make DDP stop, hang or pair up the wrong tensors.

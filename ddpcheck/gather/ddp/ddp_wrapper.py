@@ -58,12 +58,7 @@ def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
-    """The arguments of `wrapper`.
-
-    Args:
-        wrapper: A `DistributedDataParallel`, or what stands in its place.
-        names: Of the parameters, by identity.
-    """
+    """The arguments of a `DistributedDataParallel`, or of what stands in its place; `names` are by identity."""
     tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     delayed = {names[id(p)] for p in getattr(wrapper, "_delay_all_reduce_params", ()) if id(p) in names}
     ignored = frozenset(getattr(wrapper, "parameters_to_ignore", ())) - delayed
@@ -130,11 +125,7 @@ def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, s
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
     """Changes of the parameters of `module` by a forward pass, in a word, and the names that now replace them, by name.
 
-    One that has only moved to another name is still the one that DDP knows.
-
-    Args:
-        seen: Under all of their names, as DDP saw them; they are still alive.
-        module: As it is now.
+    One that has only moved to another name is still the one that DDP knows; `seen` has all of their names.
     """
     every = nn.Module.named_parameters(module, remove_duplicate=False)
     now = {name: SeenParameter.of(parameter) for name, parameter in every}
