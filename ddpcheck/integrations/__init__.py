@@ -1,1 +1,1 @@
-"""ddpcheck inside training frameworks: each module imports its framework, and is imported by nothing but its users."""
+"""ddpcheck inside training frameworks: a module for each, which imports it and is imported by nothing but its users."""

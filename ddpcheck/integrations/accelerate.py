@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
@@ -57,9 +56,7 @@ class AcceleratorWatch:
     def __enter__(self) -> AcceleratorWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         self.close(failing=error is not None)
 
     @property

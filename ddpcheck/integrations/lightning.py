@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
-from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.integrations.callback import WatchCallback
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.watch import Watch
 
@@ -31,7 +30,7 @@ else:  # the one that the script has imported, where both are installed
         pl = importlib.import_module(_NAMES[1])
 
 
-class DdpCheckCallback(pl.Callback):
+class DdpCheckCallback(WatchCallback, pl.Callback):
     """Finds what is wrong under `DistributedDataParallel` in a run of Lightning's `Trainer`, while it fits.
 
     It works with automatic and manual optimization, with gradient accumulation and with any precision. Where the
@@ -46,6 +45,8 @@ class DdpCheckCallback(pl.Callback):
             checkpoint is saved (DDP306, DDP214).
         check_consistency_every: Compare them every so many synchronised backward passes too; 0 for never.
         check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
+        check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
+            say): DDP514, 305.
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same step, and warns of the rest;
             "warn" warns of both; a function is called with each `Finding`. Each cause is reported once in a fit.
         ignore: Rules that are not reported, such as `["DDP215"]` for BatchNorm with statistics of rank 0 on purpose.
@@ -54,34 +55,6 @@ class DdpCheckCallback(pl.Callback):
     Raises:
         UsageError: An argument is none of its choices.
     """
-
-    def __init__(
-        self,
-        *,
-        detect_anomalous_params: bool = True,
-        check_consistency: bool = True,
-        check_consistency_every: int = 0,
-        check_parity_every: int = 0,
-        on_finding: OnFinding = "raise",
-        ignore: Sequence[str] = (),
-        timeout: float = 60.0,
-    ) -> None:
-        self._compares = check_consistency
-        self._options = WatchOptions(
-            detect_anomalous_params=detect_anomalous_params,
-            check_consistency_every=check_consistency_every,
-            check_parity_every=check_parity_every,
-            on_finding=on_finding,
-            ignore=ignore,
-            timeout=timeout,
-        )
-        self._watch: Watch | None = None
-        self._found: list[Finding] = []
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All that has been found in this fit, or in the last one; the same on every rank."""
-        return tuple(self._found if self._watch is None else self._watch.findings)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Before the model is wrapped: compare modules."""
@@ -135,25 +108,13 @@ class DdpCheckCallback(pl.Callback):
         """Compare the replicas: that of rank 0 is saved."""
         self._compare()
 
-    def _compare(self) -> None:
-        if self._watch is not None and self._compares:
-            self._watch.compare()
-
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Detach."""
-        self._detach(failing=False)
+        self._detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Detach: who handles the exception may save a checkpoint, on this rank alone."""
         self._detach(failing=True)
-
-    def _detach(self, *, failing: bool) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            try:
-                watch.close(failing=failing)
-            finally:
-                self._found = list(watch.findings)
 
 
 @contextlib.contextmanager

@@ -39,25 +39,21 @@ def log_finding(finding: Finding) -> None:
 
 
 def _resolved(on_finding: OnFinding) -> Any:
+    """The function in place of "log", and of "package.module:function", since none can stand in a config."""
     if on_finding == "log":
         return log_finding
     if isinstance(on_finding, str) and ":" in on_finding:
-        on_finding = _function_named(on_finding)
+        module, _, name = on_finding.partition(":")
+        try:
+            on_finding = operator.attrgetter(name)(importlib.import_module(module))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UsageError(f"on_finding names no function: {on_finding!r} ({error})") from None
     if on_finding in ("raise", "warn") or callable(on_finding):
         return on_finding
     raise UsageError(
         f"on_finding is 'raise', 'warn', 'log' or a function of a Finding (as text: 'module:function'), not "
         f"{on_finding!r}"
     )
-
-
-def _function_named(text: str) -> Any:
-    """The function that a config names as "package.module:function", since none can stand in it."""
-    module, _, name = text.partition(":")
-    try:
-        return operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"on_finding names no function: {text!r} ({error})") from None
 
 
 @MODEL_WRAPPERS.register_module()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
-from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.integrations.callback import WatchCallback
 from ddpcheck.monitor.watch import Watch
 
 
-class DdpCheckCallback(TrainerCallback):
+class DdpCheckCallback(WatchCallback, TrainerCallback):
     """Finds what is wrong under `DistributedDataParallel` in a run of the `Trainer` of transformers.
 
     `Trainer(..., callbacks=[DdpCheckCallback()])` is all; in a run of one process it does nothing. Steps are the
@@ -40,36 +38,6 @@ class DdpCheckCallback(TrainerCallback):
     Raises:
         UsageError: An argument is none of its choices.
     """
-
-    def __init__(
-        self,
-        *,
-        detect_anomalous_params: bool = True,
-        check_consistency: bool = True,
-        check_consistency_every: int = 0,
-        check_parity_every: int = 0,
-        check_normalisation: bool = True,
-        on_finding: OnFinding = "raise",
-        ignore: Sequence[str] = (),
-        timeout: float = 60.0,
-    ) -> None:
-        self._compares = check_consistency
-        self._options = WatchOptions(
-            detect_anomalous_params=detect_anomalous_params,
-            check_consistency_every=check_consistency_every,
-            check_parity_every=check_parity_every,
-            check_normalisation=check_normalisation,
-            on_finding=on_finding,
-            ignore=ignore,
-            timeout=timeout,
-        )
-        self._watch: Watch | None = None
-        self._found: tuple[Finding, ...] = ()
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All that has been found in this call of `train`, or in the last one; the same on every rank."""
-        return self._found if self._watch is None else self._watch.findings
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
@@ -97,12 +65,3 @@ class DdpCheckCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
         """Detach."""
         self._detach()
-
-    def _compare(self) -> None:
-        if self._watch is not None and self._compares:
-            self._watch.compare()
-
-    def _detach(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._found, self._watch = self._watch.findings, None

@@ -74,7 +74,12 @@ class Snapshot:
         reached: set[int] = set()
 
         def forward() -> Sequence[torch.Tensor]:
-            with self._conditions_restored(module):
+            _set_generators(self.random)
+            with contextlib.ExitStack() as stack:
+                for kind, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype))
+                stack.callback(_set_forward, module, vars(module).get("forward"))
+                _set_forward(module, self.forward)
                 tensors = differentiable_tensors(module(*self.arguments, **self.named))
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
@@ -95,17 +100,6 @@ class Snapshot:
             _set_generators(now)
         # A branch may depend on what a step has left behind (a counter): then this pass has taken another branch.
         return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
-
-    @contextlib.contextmanager
-    def _conditions_restored(self, module: nn.Module) -> Iterator[None]:
-        _set_generators(self.random)
-        now = vars(module).get("forward")
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            stack.callback(_set_forward, module, now)
-            _set_forward(module, self.forward)
-            yield
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:

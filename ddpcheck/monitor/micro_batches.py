@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.monitor.module_hooks import remove_hooks
 from ddpcheck.monitor.rank_report import MicroBatch, is_probed
 from ddpcheck.recipe.pytree import tree_leaves
 
@@ -77,7 +78,7 @@ class MicroBatches:
 
     def close(self) -> None:
         """Take the hooks off."""
-        self._forget_hooks()
+        remove_hooks(self._handles)
         self._measured.clear()
 
     # Optimizer steps
@@ -103,12 +104,7 @@ class MicroBatches:
         self._index += 1
         self._seen = 0
         self._unread.clear()
-        self._forget_hooks()
-
-    def _forget_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
 
     # Measuring
 

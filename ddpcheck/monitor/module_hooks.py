@@ -61,6 +61,12 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
 
 
+def remove_hooks(handles: list[Any]) -> None:
+    """Remove hooks by their handles, which are dropped."""
+    while handles:
+        handles.pop().remove()
+
+
 _KEY = "_ddpcheck_watches"
 
 

@@ -11,7 +11,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_unaveraged_steps
 from ddpcheck.monitor.loop_record import STEP, LoopRecord
-from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_tracker import StepTracker
 
@@ -47,9 +47,7 @@ class OptimizerSteps:
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
 
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """An optimizer is about to step, on gradients that DDP has averaged or not."""

@@ -17,6 +17,7 @@ from ddpcheck.gather.autograd.autograd_graph import gradient_node, unregistered_
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.monitor.module_hooks import remove_hooks
 
 Gradients = dict[str, torch.Tensor]
 
@@ -61,9 +62,7 @@ class StepProbe:
 
     def detach(self) -> None:
         """Take the hooks off: gradients that arrive from now on are not the loop's own."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._handles)
 
     def _arrival(self, name: str) -> Any:
         def arrived(gradients: tuple[torch.Tensor | None, ...]) -> None:

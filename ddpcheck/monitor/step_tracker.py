@@ -22,7 +22,7 @@ from torch import nn
 from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward, will_be_reached
 from ddpcheck.monitor.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.monitor.loop_record import BACKWARD, LoopRecord
-from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.synced_parameters import NONE, SyncedParameters
 from ddpcheck.recipe.pytree import tree_leaves
 
@@ -132,17 +132,10 @@ class StepTracker:
 
     def detach(self) -> None:
         """Leave the wrapper as it was."""
-        self._remove_pass_handles()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_hooks(self._pass_handles)
+        remove_hooks(self._handles)
         self._step.roots.clear()
         self._step.snapshot = None
-
-    def _remove_pass_handles(self) -> None:
-        for handle in self._pass_handles:
-            handle.remove()
-        self._pass_handles = []
 
     # Forward
 
@@ -188,7 +181,7 @@ class StepTracker:
         for tensor in tensors:
             tensor.register_hook(self._hook if synced else self._no_sync_hook)
         if synced and (self.hooks_parameters or not tensors):  # backward does not come through these tensors
-            self._remove_pass_handles()
+            remove_hooks(self._pass_handles)
             self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.tensors if p.requires_grad]
 
     def _hook_leaves(self, output: Any) -> None:
@@ -277,7 +270,7 @@ class StepTracker:
     def _at_end(self) -> None:
         backward, self._backward, step = self._backward, Backward.NONE, self._step
         step.roots.clear()
-        self._remove_pass_handles()
+        remove_hooks(self._pass_handles)
         if backward is Backward.GRAD and not self._took_part:
             return
         if not step.ready:

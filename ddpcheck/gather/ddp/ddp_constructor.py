@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -51,23 +50,18 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
     return found
 
 
-_constructions = itertools.count()  # of this process: keys of the store are never used twice
-
-
 def compare_options(mine: dict[str, str]) -> None:
     """Ask the other ranks, over the store, whether they construct the wrapper with the same `constructor_options`.
 
     Raises:
         OptionsDifferError: They do not, in a way that would make DDP stop, hang or pair up the wrong tensors.
     """
-    number = next(_constructions)
-    world_size = dist.get_world_size()
     alone = mine.get("process_group", "None") != "None"  # of another group: nobody else may come
-    if world_size == 1 or alone or not mine:
+    if dist.get_world_size() == 1 or alone or not mine:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
-    exchange = StoreExchange(f"ddpcheck/wrapper/{number}", dist.get_rank(), range(world_size), _FOR_EVER)
-    everyone = [pickle.loads(data) for data in exchange.all_gather("options", pickle.dumps(mine))]
+    exchange = StoreExchange.over(None, "wrapper", _FOR_EVER)
+    everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
     this_rank.set_collective("")
     differing = {name for options in everyone for name in options if options.get(name) != everyone[0].get(name)}
     if differing and not are_harmless(differing, everyone):
