@@ -5,10 +5,11 @@ Pure functions from `GraphView` to `GraphView`. This module is light: it never i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, Node, module_of, path_parts
+from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, Node, module_of, path_parts, prefixes
 
 FOLD_FROM = 24
 """Nodes up to which nothing is folded: such a picture is read as it is."""
@@ -48,19 +49,20 @@ class _Module:
     path: str
     own: list[Node] = field(default_factory=list)
     marks: list[tuple[str, ...]] = field(default_factory=list)
-    inside: dict[str, _Module] = field(default_factory=dict)
+    inside: list[_Module] = field(default_factory=list)
     signature: Hashable = None
 
 
-def _tree(picture: GraphView, marks: Sequence[Mark]) -> _Module:
-    root = _Module("")
+def _tree(picture: GraphView, marks: Sequence[Mark]) -> dict[str, _Module]:
+    """All modules by path, each after the one that holds it."""
+    modules = {"": _Module("")}
 
     def at(path: str) -> _Module:
-        module = root
-        parts = path_parts(path)
-        for size in range(1, len(parts) + 1):
-            module = module.inside.setdefault(parts[size - 1], _Module(".".join(parts[:size])))
-        return module
+        for holder, inner in itertools.pairwise(prefixes(path)):
+            if inner not in modules:
+                modules[inner] = _Module(inner)
+                modules[holder].inside.append(modules[inner])
+        return modules[path]
 
     for node in picture.nodes:
         if node.module is not None:
@@ -68,22 +70,19 @@ def _tree(picture: GraphView, marks: Sequence[Mark]) -> _Module:
     for mark in marks:
         module = at(module_of(mark.parameter))
         module.marks.append((mark.parameter.removeprefix(f"{module.path}."), mark.code, mark.where))
-    return root
+    return modules
 
 
-def _sign(root: _Module, picture: GraphView) -> None:
+def _sign(modules: Mapping[str, _Module], picture: GraphView) -> None:
     """Give every module a signature: two that have the same are alike, whatever their own names are."""
     numbers: dict[Hashable, int] = {}  # so that a signature is as large as a module's own part of it
-    order: list[_Module] = [root]
-    for module in order:
-        order.extend(module.inside.values())
-    for module in reversed(order):
+    for module in reversed(list(modules.values())):
         fact = picture.modules.get(module.path)
         own = tuple(
             (node.kind, tuple(sorted(node.operations.items())), node.end and (node.end.reason, node.end.location))
             for node in module.own
         )
-        inner = tuple((name, child.signature) for name, child in module.inside.items())
+        inner = tuple((path_parts(child.path)[-1], child.signature) for child in module.inside)
         about = (fact.class_name, fact.elements, fact.calls) if fact else None
         content = (about, own, tuple(sorted(module.marks)), inner)
         module.signature = numbers.setdefault(content, len(numbers))
@@ -118,56 +117,43 @@ class _Level:
     leader: str
 
 
-class _Alike:
-    """Which module stands for which."""
+def _alike(root: _Module) -> tuple[dict[str, _Level], dict[str, tuple[str, ...]]]:
+    """The levels of modules in runs by path, and the modules that each leader stands for."""
+    levels: dict[str, _Level] = {}
+    stands_for: dict[str, tuple[str, ...]] = {}
+    pending = [root]
+    while pending:
+        children = pending.pop().inside
+        for start, period, times in _runs([child.signature for child in children]):
+            for position in range(period):
+                copies = [child.path for child in children[start + position : start + period * times : period]]
+                stands_for[copies[0]] = tuple(copies)
+                run = children[start].path
+                levels |= {path: _Level(run, number, copies[0]) for number, path in enumerate(copies)}
+        pending += [child for child in children if child.path not in levels or child.path in stands_for]
+    return levels, stands_for
 
-    def __init__(self, root: _Module) -> None:
-        self._levels: dict[str, _Level] = {}
-        self.stands_for: dict[str, tuple[str, ...]] = {}
-        pending = [root]
-        while pending:
-            children = list(pending.pop().inside.values())
-            for start, period, times in _runs([child.signature for child in children]):
-                for position in range(period):
-                    copies = children[start + position : start + period * times : period]
-                    self.stands_for[copies[0].path] = tuple(child.path for child in copies)
-                    for number, child in enumerate(copies):
-                        self._levels[child.path] = _Level(children[start].path, number, copies[0].path)
-            pending += [child for child in children if self._leader(child.path) == child.path]
 
-    def _leader(self, path: str) -> str:
-        return self._levels[path].leader if path in self._levels else path
-
-    def way(self, path: str) -> list[_Level]:
-        """The levels from the model down to `path`."""
-        levels: list[_Level] = []
-        here = ""
-        for part in path_parts(path):
-            here = f"{here}.{part}" if here else part
-            levels.append(self._levels.get(here, _Level(here, 0, here)))
-            here = levels[-1].leader
-        return levels
-
-    def leader(self, path: str) -> str:
-        """The module that stands for `path`."""
-        way = self.way(path)
-        return way[-1].leader if way else ""
+def _way(path: str, levels: Mapping[str, _Level]) -> list[_Level]:
+    """The levels from the model down to `path`."""
+    way = [_Level("", 0, "")]
+    for part in path_parts(path):
+        here = f"{way[-1].leader}.{part}" if way[-1].leader else part
+        way.append(levels.get(here, _Level(here, 0, here)))
+    return way
 
 
 def _fold_alike(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
-    root = _tree(picture, marks)
-    _sign(root, picture)
-    alike = _Alike(root)
-    modules = [root]
-    for module in modules:
-        modules.extend(module.inside.values())
-    own = {(module.path, number): node for module in modules for number, node in enumerate(module.own)}
+    modules = _tree(picture, marks)
+    _sign(modules, picture)
+    levels, stands_for = _alike(modules[""])
     loops = _loops(picture)
     renamed: dict[str, str] = {}
-    for (path, number), node in own.items():
-        leader = own[alike.leader(path), number]
-        renamed[node.key] = loops.get(leader.key, leader.key)
-    ways = {node.key: alike.way(node.module) for node in picture.nodes if node.module is not None}
+    for path, module in modules.items():
+        first = modules[_way(path, levels)[-1].leader]
+        for node, shown in zip(module.own, first.own, strict=True):
+            renamed[node.key] = loops.get(shown.key, shown.key)
+    ways = {node.key: _way(node.module, levels) for node in picture.nodes if node.module is not None}
 
     def goes_on(edge: Edge) -> bool:
         """An edge leads from one copy of a pattern to another; the count says that already."""
@@ -176,8 +162,8 @@ def _fold_alike(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
                 return one.run == other.run and one.copy != other.copy
         return False
 
-    merged = _merge(picture, lambda key: renamed.get(key, key), alike.leader, drop=goes_on)
-    return replace(merged, stands_for=alike.stands_for)
+    kept = replace(picture, edges=tuple(edge for edge in picture.edges if not goes_on(edge)))
+    return replace(_merge(kept, renamed, lambda path: _way(path, levels)[-1].leader), stands_for=stands_for)
 
 
 def _loops(picture: GraphView) -> dict[str, str]:
@@ -189,24 +175,21 @@ def _loops(picture: GraphView) -> dict[str, str]:
     return {key: keys[0] for keys in groups.values() if len(keys) > _LEAST_COPIES for key in keys}
 
 
-def _merge(
-    picture: GraphView,
-    key_of: Callable[[str], str],
-    module_of_path: Callable[[str], str],
-    *,
-    drop: Callable[[Edge], bool] = lambda _edge: False,
-) -> GraphView:
+def _merge(picture: GraphView, renamed: Mapping[str, str], shown: Callable[[str], str]) -> GraphView:
     """The picture with its nodes renamed, of several with one name the first kept, and its modules shown as others."""
+
+    def key_of(key: str) -> str:
+        return renamed.get(key, key)
+
     nodes: dict[str, Node] = {}
     for node in picture.nodes:
-        module = None if node.module is None else module_of_path(node.module)
+        module = None if node.module is None else shown(node.module)
         nodes.setdefault(key_of(node.key), replace(node, key=key_of(node.key), module=module))
     edges: dict[tuple[str, str], bool] = {}
     for edge in picture.edges:
         ends = key_of(edge.source), key_of(edge.target)
-        if ends[0] != ends[1] and not drop(edge):
+        if ends[0] != ends[1]:
             edges[ends] = edges.get(ends, False) or edge.gradient
-    shown_as = {path: module_of_path(picture.shown_as.get(path, path)) for path in picture.modules}
     return replace(
         picture,
         nodes=tuple(nodes.values()),
@@ -215,7 +198,7 @@ def _merge(
             name: replace(fact, read_by=tuple(dict.fromkeys(map(key_of, fact.read_by))), ends_at=key_of(fact.ends_at))
             for name, fact in picture.parameters.items()
         },
-        shown_as=shown_as,
+        shown_as={path: shown(picture.shown_as.get(path, path)) for path in picture.modules},
     )
 
 
@@ -224,22 +207,14 @@ def _merge(
 
 def _fold_deep(picture: GraphView) -> GraphView:
     """Fold the deepest modules until there are few enough nodes; those with a cut in them stay open."""
-    open_ones = {
-        ".".join(path_parts(node.module)[:size])
-        for node in picture.nodes
-        if node.kind == "stop" and node.module is not None
-        for size in range(len(path_parts(node.module)) + 1)
-    }
+    cuts = [node.module for node in picture.nodes if node.kind == "stop" and node.module is not None]
+    open_ones = {path for module in cuts for path in prefixes(module)}
     deepest = max((len(path_parts(node.module)) for node in picture.nodes if node.module), default=0)
     folded = picture
     for depth in range(deepest - 1, 0, -1):
 
         def shown(path: str, depth: int = depth) -> str:
-            parts = path_parts(path)
-            for size in range(depth, len(parts)):
-                if (prefix := ".".join(parts[:size])) not in open_ones:
-                    return prefix
-            return path
+            return next((prefix for prefix in prefixes(path)[depth:-1] if prefix not in open_ones), path)
 
         folded = _into(picture, shown)
         if len(folded.nodes) <= MOST_NODES:
@@ -248,17 +223,12 @@ def _fold_deep(picture: GraphView) -> GraphView:
 
 
 def _into(picture: GraphView, shown: Callable[[str], str]) -> GraphView:
-    """The picture with the nodes of a module in the node of the module that it is shown as."""
-    renamed = {}
-    first: dict[str, str] = {}
-    for node in picture.nodes:
-        if node.kind == "module" and node.module is not None and shown(node.module) != node.module:
-            renamed[node.key] = first.setdefault(shown(node.module), f"module {shown(node.module)}")
-    for node in picture.nodes:  # what the holder itself computes goes into the same node
-        if node.kind == "module" and node.module in first:
-            renamed[node.key] = first[node.module]
-    merged = _merge(picture, lambda key: renamed.get(key, key), shown)
-    whole = set(first.values())
+    """The picture with the nodes of a module, and what its holder computes, in the node of the one it is shown as."""
+    modules = [(node.key, node.module) for node in picture.nodes if node.kind == "module" and node.module is not None]
+    holders = {shown(path) for _, path in modules if shown(path) != path}
+    renamed = {key: f"module {shown(path)}" for key, path in modules if shown(path) in holders}
+    merged = _merge(picture, renamed, shown)
+    whole = set(renamed.values())
     nodes = tuple(replace(node, operations={}) if node.key in whole else node for node in merged.nodes)
     return replace(merged, nodes=nodes)
 
@@ -272,8 +242,7 @@ def _take_together(picture: GraphView, marks: Sequence[Mark]) -> GraphView:
     if not middle:
         return picture
     into = f"more {middle[0].key}"
-    renamed = dict.fromkeys((node.key for node in middle), into)
-    merged = _merge(picture, lambda key: renamed.get(key, key), lambda path: path)
+    merged = _merge(picture, dict.fromkeys((node.key for node in middle), into), lambda path: path)
     number = len({node.module for node in middle})
     nodes = tuple(
         replace(node, name=f"{number:,} more modules", module="", operations={}) if node.key == into else node

@@ -8,6 +8,8 @@ This module is light: it never imports torch, and graphviz only to write dot sou
 
 from __future__ import annotations
 
+import html
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,7 @@ from typing import Any
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names
-from ddpcheck.report.graph.dot_labels import FAINT, INK, attribute, label, text_in_label
-from ddpcheck.report.graph.drawing_data import GraphView, Mark, Node, ParameterFact, module_of, path_parts
+from ddpcheck.report.graph.drawing_data import GraphView, Mark, Node, ParameterFact, module_of, path_parts, prefixes
 
 MOST_LINES = 6  # names in one node
 MOST_NODES = 16  # of anomalous parameters, one a module; more are put together
@@ -47,18 +48,13 @@ CAUSES: Mapping[str, Cause] = {
     "DDP111": Cause("ignored", "trained, but the wrapper was told to ignore it", "#5D3A9B", "#FFFFFF"),
 }
 
+INK, FAINT = "#333333", "#767676"
 _STOP, _STOP_FILL = "#B00020", "#FFF1F0"
 _FONT = "Helvetica,Arial,sans-serif"
 
 
 def draw(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
-    """The dot source of a picture.
-
-    Args:
-        picture: What to draw.
-        marks: The anomalous parameters.
-        report: Of the check, for the title.
-    """
+    """The dot source of a picture, with the anomalous parameters marked; the report is for the title."""
     return _Drawing(picture, marks, report).source()
 
 
@@ -79,7 +75,9 @@ class _Drawing:
         self.top = _Cluster()
         self.edges: list[tuple[str, str, dict[str, str]]] = []
         self._ids: dict[str, str] = {}
-        self._crowded = self._modules_with_company()
+        count = Counter(node.module for node in picture.nodes if node.module is not None)
+        crowded = {module for module, number in count.items() if number > 1 or self.by_operations}
+        self._crowded = crowded.union(*(prefixes(module)[:-1] for module in count))  # drawn as a box around their nodes
 
     def source(self) -> str:
         """The whole text."""
@@ -125,24 +123,12 @@ class _Drawing:
 
     # Nodes
 
-    def _modules_with_company(self) -> set[str]:
-        """The modules that hold more than one node, and so are drawn as a box around them."""
-        count: dict[str, int] = {}
-        for node in self.picture.nodes:
-            if node.module is not None:
-                count[node.module] = count.get(node.module, 0) + 1
-        crowded = {module for module, number in count.items() if number > 1 or self.by_operations}
-        for module in count:
-            crowded |= {".".join(path_parts(module)[:size]) for size in range(len(path_parts(module)))}
-        return crowded
-
     def _draw_node(self, node: Node) -> None:
-        if node.kind == "input":
-            attributes = {"shape": "cds", "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
-        elif node.kind == "loss":
-            attributes = {"shape": "doubleoctagon", "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
+        if node.kind in ("input", "loss"):
+            shape = "cds" if node.kind == "input" else "doubleoctagon"
+            attributes = {"shape": shape, "fillcolor": "#F4F4F4", "label": label([(node.name, "b")])}
         elif node.kind == "stop":
-            attributes = self._stop(node)
+            attributes = _stop(node)
         elif node.kind == "operation":
             attributes = {"label": label([(_operation(node.name), "")]), "tooltip": attribute(node.name)}
         else:
@@ -155,10 +141,7 @@ class _Drawing:
             return {"label": label([(node.name, "b")])}
         if node.module is None or node.module in self._crowded:  # what a container computes between its modules
             return {"label": label([(called or "computes", "small")]), "fillcolor": "#F4F4F4"}
-        fact = self.picture.modules.get(node.module)
-        lines = [(self._called(node.module), "b")]
-        if fact is not None:
-            lines.append((self._about(node.module), "small"))
+        lines = [(self._called(node.module), "b"), (self._about(node.module), "small")]
         return {"label": label(lines), "tooltip": attribute(f"{node.module}: {called}")}
 
     def _called(self, module: str) -> str:
@@ -179,7 +162,7 @@ class _Drawing:
         words = [f"{len(copies)} \u00d7 {fact.class_name}" if copies else fact.class_name]
         if fact.elements:
             words.append(_count(fact.elements, "parameter") + (" each" if copies else ""))
-        if not fact.calls and self.report and not self._is_container(module):
+        if not fact.calls and not self._is_container(module):
             words.append("not called")
         elif fact.calls > 1:
             words.append(f"called {fact.calls} times")
@@ -189,23 +172,6 @@ class _Drawing:
         """A module that was not called holds one that was, as an `nn.ModuleList` does."""
         prefix = f"{module}." if module else ""
         return any(node.module is not None and node.module.startswith(prefix) for node in self.picture.nodes)
-
-    def _stop(self, node: Node) -> dict[str, str]:
-        assert node.end is not None
-        at = f"at {node.end.location}" if node.end.location else ""
-        lines = [(node.end.reason, "b")] + ([(at, "small")] if at else [])
-        if node.end.cause == "unreachable":
-            lines.append(("does not reach the loss", "small"))
-        return {
-            "shape": "octagon",
-            "style": "filled",
-            "fillcolor": _STOP_FILL,
-            "color": _STOP,
-            "fontcolor": _STOP,
-            "penwidth": "2",
-            "margin": "0.05,0.02",
-            "label": label(lines, colour=_STOP),
-        }
 
     # Parameters
 
@@ -240,9 +206,7 @@ class _Drawing:
         return self.picture.shown_as.get(module, module)
 
     def _outermost_never_called(self, module: str) -> str:
-        parts = path_parts(module)
-        for size in range(1, len(parts)):
-            path = ".".join(parts[:size])
+        for path in prefixes(module)[1:-1]:
             fact = self.picture.modules.get(path)
             if fact is not None and not fact.calls and not self._is_container(path):
                 return path
@@ -250,30 +214,24 @@ class _Drawing:
 
     def _parameter_node(self, names: Sequence[str], mark: Mark | None) -> None:
         facts = [self.picture.parameters.get(name) for name in names]
-        cause = CAUSES[mark.code] if mark else None
-        lines = [(cause.word, "b")] if cause else []
-        if mark and mark.where:
-            lines.append((mark.where, "small"))
+        lines = [(CAUSES[mark.code].word, "b"), (mark.where, "small")] if mark else []
         shown = names if len(names) <= MOST_LINES else names[: MOST_LINES - 1]
         for name, fact in zip(shown, facts, strict=False):
+            shape = "\u00d7".join(map(str, fact.shape)) or "scalar" if fact else ""
             aliases = " = ".join(fact.names) if fact else name
-            lines.append((f"{aliases}  {_shape(fact)}".rstrip(), "" if cause else "small"))
+            lines.append((f"{aliases}  {shape}".rstrip(), "" if mark else "small"))
         if len(shown) < len(names):
             lines.append((f"and {len(names) - len(shown)} more", ""))
         key = f"parameter {names[0]}"
-        attributes = {"style": "filled", "fillcolor": cause.fill if cause else "#E8F1F8"}
-        if cause:
-            attributes |= {"penwidth": "1.5", "color": "#000000"}
-        attributes |= {"label": label(lines, colour=cause.text if cause else INK)}
-        attributes |= {"tooltip": attribute(", ".join(names))}
-        self._place(key, self._home(names[0]), attributes)
-        line = {"color": "#000000", "penwidth": "1.5"} if cause else {}
+        line = {"color": "#000000", "penwidth": "1.5"} if mark else {}
+        fill, colour = (CAUSES[mark.code].fill, CAUSES[mark.code].text) if mark else ("#E8F1F8", INK)
+        attributes = {"style": "filled", "fillcolor": fill, "label": label(lines, colour=colour), **line}
+        self._place(key, self._home(names[0]), {**attributes, "tooltip": attribute(", ".join(names))})
         readers = dict.fromkeys(reader for fact in facts if fact for reader in fact.read_by)
         for reader in readers:
             self._join(key, reader, line)
-        stops = {fact.ends_at for fact in facts if fact and fact.ends_at}
-        for stop in sorted(stops - set(readers)):
-            if not any(reader in self._ids for reader in readers):
+        if not any(reader in self._ids for reader in readers):
+            for stop in sorted({fact.ends_at for fact in facts if fact and fact.ends_at}):
                 self._join(key, stop, line)
 
     # Boxes
@@ -282,21 +240,18 @@ class _Drawing:
         self._ids[key] = f"n{len(self._ids) + 1}"
         cluster = self.top
         if module is not None:
-            cluster = cluster.inside.setdefault("", _Cluster())
-            parts = path_parts(module)
-            is_box = module in self._crowded or not key.startswith("module ")
-            for size in range(1, len(parts) + is_box):
-                cluster = cluster.inside.setdefault(".".join(parts[:size]), _Cluster())
+            is_box = not module or module in self._crowded or not key.startswith("module ")
+            for path in prefixes(module) if is_box else prefixes(module)[:-1]:
+                cluster = cluster.inside.setdefault(path, _Cluster())
         cluster.nodes.append((self._ids[key], attributes))
 
     def _write(self, dot: Any, cluster: _Cluster, path: str | None, depth: int) -> None:
         for name, attributes in cluster.nodes:
             dot.node(name, **attributes)
         for inner_path, inner in cluster.inside.items():
-            with dot.subgraph(name=f"cluster_{self._number(inner_path)}") as box:
-                heading = label(
-                    [(self._called(inner_path), "b"), (self._about(inner_path), "small")], align="LEFT", one_line=True
-                )
+            number = self._ids.setdefault(f"cluster {inner_path}", f"m{len(self._ids) + 1}")
+            with dot.subgraph(name=f"cluster_{number}") as box:
+                heading = label([(self._called(inner_path), "b"), (self._about(inner_path), "small")], between="  ")
                 grey = max(0xFF - 7 * depth, 0xE0)
                 box.attr(
                     "graph",
@@ -308,9 +263,6 @@ class _Drawing:
                     tooltip=attribute(inner_path or "model"),
                 )
                 self._write(box, inner, inner_path, depth + 1)
-
-    def _number(self, path: str) -> str:
-        return self._ids.setdefault(f"cluster {path}", f"m{len(self._ids) + 1}")
 
     def _join(self, source: str, target: str, attributes: dict[str, str]) -> None:
         if source in self._ids and target in self._ids:
@@ -344,6 +296,22 @@ class _Drawing:
         return f'<<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2">{"".join(rows)}</TABLE>>'
 
 
+def _stop(node: Node) -> dict[str, str]:
+    assert node.end is not None
+    at = f"at {node.end.location}" if node.end.location else ""
+    lost = "does not reach the loss" if node.end.cause == "unreachable" else ""
+    return {
+        "shape": "octagon",
+        "style": "filled",
+        "fillcolor": _STOP_FILL,
+        "color": _STOP,
+        "fontcolor": _STOP,
+        "penwidth": "2",
+        "margin": "0.05,0.02",
+        "label": label([(node.end.reason, "b"), (at, "small"), (lost, "small")], colour=_STOP),
+    }
+
+
 def _row(text: str, *, fill: str = "", border: str = "") -> str:
     """A row of the title; one of the legend looks like what it explains."""
     look = f' BGCOLOR="{fill}" BORDER="1" COLOR="{border}"' if fill else ' BORDER="0"'
@@ -361,8 +329,7 @@ def _by_first_name(marks: Iterable[Mark], parameters: Mapping[str, ParameterFact
     found: dict[str, Mark] = {}
     for mark in marks:
         found.setdefault(first.get(mark.parameter, mark.parameter), mark)
-    order = {name: number for number, name in enumerate(parameters)}
-    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+    return {name: found[name] for name in (*parameters, *found) if name in found}
 
 
 def _operation(name: str) -> str:
@@ -376,24 +343,58 @@ def _most(operations: Mapping[str, int]) -> list[tuple[str, int]]:
     return shown if len(shown) <= 5 else [*shown[:4], (f"{len(shown) - 4} more", 1)]
 
 
-def _shape(fact: ParameterFact | None) -> str:
-    return "" if fact is None else "\u00d7".join(map(str, fact.shape)) or "scalar"
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def summary(picture: GraphView, marks: Sequence[Mark], report: Report | None = None) -> str:
+def summary(picture: GraphView, marks: Sequence[Mark], report: Report) -> str:
     """One line on what was drawn, and on what the report says of the parameters."""
-    kind = "operation" if picture.detail == "operations" else "module"
-    drawn = len({node.module for node in picture.nodes if node.kind == "module" and node.module is not None})
-    if kind == "operation":
-        drawn = sum(node.kind == "operation" for node in picture.nodes)
+    if picture.detail == "operations":
+        drawn = _count(sum(node.kind == "operation" for node in picture.nodes), "operation")
+    else:
+        modules = {node.module for node in picture.nodes if node.kind == "module" and node.module is not None}
+        drawn = _count(len(modules), "module")
     marked = _by_first_name(marks, picture.parameters)
     codes = join_names(sorted({mark.code for mark in marked.values()}), most=5)
     anomalous = _count(len(marked), "anomalous parameter") if marked else "no anomalous parameters"
-    missing = [check for check in report.checks if check.name == "parameters"] if report is not None else []
-    if missing and missing[0].status == "skipped" and not marked:
-        anomalous = f"whether parameters are anomalous is not known ({missing[0].detail})"
-    return f"{_count(drawn, kind)} drawn, {anomalous}{f' ({codes})' if codes else ''}"
+    for check in report.checks:
+        if check.name == "parameters" and check.status == "skipped" and not marked:
+            anomalous = f"whether parameters are anomalous is not known ({check.detail})"
+    return f"{drawn} drawn, {anomalous}{f' ({codes})' if codes else ''}"
+
+
+# Text
+
+
+def label(lines: Sequence[tuple[str, str]], *, colour: str = INK, between: str = '<BR ALIGN="CENTER"/>') -> str:
+    """An HTML-like label: lines with a style each: "b" for bold, "small", or ""."""
+    written = []
+    for line, style in lines:
+        if not line:
+            continue
+        text = text_in_label(line)
+        if style == "b":
+            text = f"<B>{text}</B>"
+        elif style == "small":
+            faint = FAINT if colour == INK else colour
+            text = f'<FONT POINT-SIZE="9" COLOR="{faint}">{text}</FONT>'
+        written.append(text)
+    return f'<<FONT COLOR="{colour}">{between.join(written)}</FONT>>'
+
+
+def text_in_label(text: str) -> str:
+    """`text` within an HTML-like label."""
+    return html.escape(_shown(text).replace("\\", "\\\\")) or " "
+
+
+def attribute(text: str) -> str:
+    """`text` as an ordinary attribute that dot takes literally; graphviz quotes it."""
+    import graphviz
+
+    escaped: str = graphviz.escape(_shown(text))  # of a class that keeps "<...>" from being taken for a label
+    return escaped
+
+
+def _shown(text: str) -> str:
+    """`text` with what cannot be printed spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

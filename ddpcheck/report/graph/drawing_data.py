@@ -115,6 +115,12 @@ def path_parts(path: str) -> list[str]:
     return _DOT_OUTSIDE_BRACKETS.split(path) if path else []
 
 
+def prefixes(path: str) -> list[str]:
+    """The paths of the modules from the model, which is "", down to `path` itself."""
+    parts = path_parts(path)
+    return [".".join(parts[:size]) for size in range(len(parts) + 1)]
+
+
 def module_of(name: str) -> str:
     """The path of the module that holds the parameter `name`."""
     return ".".join(path_parts(name)[:-1])

@@ -27,6 +27,7 @@ from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
+from ddpcheck.report.graph.dot import CAUSES
 from ddpcheck.report.graph.drawing_data import Detail, GraphView, Mark
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 DETAILS = ("auto", "operations", "modules")
 MOST_OPERATIONS = 60
 """Nodes of the autograd graph that `auto` still draws one by one; more are drawn as modules."""
-
-MARKED = ("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP110", "DDP111")
-"""The rules whose subjects are parameters that a picture marks."""
 
 _ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
 
@@ -104,7 +102,7 @@ def marks(findings: tuple[Finding, ...]) -> tuple[Mark, ...]:
     """The parameters to mark: each once, with the first of its findings."""
     found: dict[str, Mark] = {}
     for finding in sorted(findings, key=Finding.sort_key):
-        if finding.code in MARKED:
+        if finding.code in CAUSES:
             ranks = f"on {format_ranks(finding.ranks)}" if finding.ranks else ""
             steps = f"in {format_steps(finding.steps)}" if finding.steps else ""
             absent = "not" if finding.code in _ABSENT and (ranks or steps) else ""
