@@ -28,7 +28,7 @@ ONLY = {"findings": {"__init__"}, "judge": {"findings"}, "recipe": {"findings"}}
 
 LIGHT = ("findings", "recipe", "worlds", "judge", "report", "render", "cli", "testing", "pytest_plugin", "harness")
 HEAVY = """
-    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.operations. .graph.tensor_flow. .matrix.matrix_phases.
+    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.tensor_flow. .matrix.matrix_phases.
     .repro.probe. .demonstrations. .anomalies_on_rank. .replica_values_on_rank. .launchers.init_dist.
     .launchers.dist_info.
 """.split()

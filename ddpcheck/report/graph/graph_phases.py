@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.parameters import PathEnd
-from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, all_names, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
 from ddpcheck.gather.phases import local_step as local
 from ddpcheck.gather.phases import missing_gradients
@@ -24,7 +24,6 @@ from ddpcheck.gather.steps.training_step import compute_loss
 from ddpcheck.recipe.pytree import copied, to_device, tree_leaves, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.graph.drawing_data import Detail, Edge, GraphView, ModuleFact, Node, ParameterFact
-from ddpcheck.report.graph.operations import Operations, read_operations
 from ddpcheck.report.graph.tensor_flow import INPUT, FlowRecorder, Place
 from ddpcheck.worlds import rank as this_rank
 
@@ -89,10 +88,10 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     state.step.before.restore(module)
     path_ends: dict[str, PathEnd] = this_rank.state["path ends"]
     ends = list(dict.fromkeys(end for end in path_ends.values() if end.cause in ("cut", "unreachable")))
-    names = _module_names(module)
     registered = {id(submodule) for submodule in module.modules()}
     batch = copied(state.step.batch)
-    recorder = FlowRecorder(names, registered, tree_tensors(batch), ends, keep=detail == "operations")
+    keep = detail == "operations"
+    recorder = FlowRecorder(_module_names(module), registered, tree_tensors(batch), ends, keep=keep)
     losses: dict[str, torch.Tensor] = {}
 
     def recorded(model: nn.Module, _batch: Any) -> Any:
@@ -105,7 +104,7 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     compute_loss(recipe, module, state.step.batch, step=STEP, seed=state.seed_of(STEP), place="drawing, ")
     if state.rank != 0:
         return None
-    found = _Found(state, recorder, losses, path_ends, ends, names)
+    found = _Found(state, recorder, losses, path_ends)
     picture = found.operations(size, most) if detail == "operations" else None
     return picture or found.flow(size)
 
@@ -145,24 +144,76 @@ def _unregistered_modules(module: nn.Module) -> Iterator[nn.Module]:
                     yield item
 
 
+def _module_facts(module: nn.Module, recorder: FlowRecorder) -> dict[str, ModuleFact]:
+    found: dict[str, ModuleFact] = {}
+    for holder in (module, *_unregistered_modules(module)):
+        for submodule in holder.modules():
+            if (name := recorder.names.get(id(submodule))) is not None and name not in found:
+                elements = sum(p.numel() for p in submodule.parameters())
+                found[name] = ModuleFact(type(submodule).__name__, elements, recorder.calls[name])
+    return found
+
+
+@dataclass(slots=True)
+class _Operations:
+    """A graph whose nodes are Python identities.
+
+    Attributes:
+        nodes: The operations themselves, each after those that it reads; while they are kept, nothing else gets their
+            identities.
+        names: Of the operations, from the losses backwards.
+        edges: In the direction of the data; parameters and losses take part by the identity of their tensor.
+    """
+
+    nodes: list[Any] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    edges: dict[tuple[int, int], None] = field(default_factory=dict)
+
+
+def _operations(roots: Sequence[torch.Tensor], leaves: Container[int]) -> _Operations | None:
+    """The autograd graph behind `roots`, depth first, None where it is too large to be walked.
+
+    Leaves, as far as their identities are in `leaves`, stand directly at the operations that read them.
+    """
+    found = _Operations()
+    path: list[tuple[Any, Iterator[tuple[Any, int]]]] = []  # an operation, and those of its inputs that are left
+
+    def enter(node: Any) -> None:
+        if id(node) not in found.names:
+            found.names[id(node)] = type(node).__name__
+            path.append((node, iter(node.next_functions)))
+
+    for root in roots:
+        if root.grad_fn is None:
+            continue
+        enter(root.grad_fn)
+        while path:
+            reader, inputs = path[-1]
+            node = next((node for node, _ in inputs if node is not None), None)
+            if len(found.names) > WALK_LIMIT:
+                return None
+            if node is None:
+                found.nodes.append(path.pop()[0])
+            elif type(node).__name__ != "AccumulateGrad":
+                found.edges[id(node), id(reader)] = None
+                enter(node)
+            elif id(node.variable) in leaves:
+                found.edges[id(node.variable), id(reader)] = None
+        found.edges[id(root.grad_fn), id(root)] = None
+    return found
+
+
 class _Found:
     """The record of one forward pass, from which a `GraphView` is made."""
 
     def __init__(
-        self,
-        state: RankState,
-        recorder: FlowRecorder,
-        losses: Mapping[str, torch.Tensor],
-        path_ends: Mapping[str, PathEnd],
-        ends: Sequence[PathEnd],
-        names: Mapping[int, str],
+        self, state: RankState, recorder: FlowRecorder, losses: Mapping[str, torch.Tensor], ends: Mapping[str, PathEnd]
     ) -> None:
-        self.module = module = state.reference.module
+        module = state.reference.module
         self.recorder = recorder
         self.losses = losses
-        self.path_ends = path_ends
-        self.ends = ends
-        self.modules = self._module_facts(names)
+        self.path_ends = ends
+        self.modules = _module_facts(module, recorder)
         self.tensors: dict[int, torch.Tensor] = {id(p): p for p in module.parameters()}
         self.names = all_names(module)
         for leaf in recorder.leaves.values():
@@ -173,18 +224,6 @@ class _Found:
                     self.names[id(leaf)] = (strange[0].name,)
         self._nodes: dict[str, Node] = {}
         self._edges: dict[tuple[str, str], bool] = {}
-
-    def _module_facts(self, names: Mapping[int, str]) -> dict[str, ModuleFact]:
-        module, calls = self.module, self.recorder.calls
-        found = {}
-        for submodule in (
-            *module.modules(),
-            *(inner for item in _unregistered_modules(module) for inner in item.modules()),
-        ):
-            if (name := names.get(id(submodule))) is not None and name not in found:
-                elements = sum(p.numel() for p in submodule.parameters())
-                found[name] = ModuleFact(type(submodule).__name__, elements, calls[name])
-        return found
 
     # By modules
 
@@ -212,7 +251,7 @@ class _Found:
         return self._picture("modules", read_by, size)
 
     def _add_stops(self) -> None:
-        for index, end in enumerate(self.ends):
+        for index, end in enumerate(self.recorder.ends):
             stop = self.recorder.stops.get(index)
             self._add(Node(_stop_key(index), "stop", module=stop.module if stop else end.module, end=end))
 
@@ -221,37 +260,29 @@ class _Found:
     def operations(self, size: int | None, most: int | None) -> GraphView | None:
         """The autograd graph, with the module in which each operation was made; None where it has too many nodes."""
         recorder = self.recorder
-        dead = [t for stop in recorder.stops.values() for t in stop.dead if t.grad_fn is not None]
-        roots = [*self.losses.values(), *({id(t): t for t in dead}.values())]
-        walk = walk_graph(roots) if recorder.keeps else None
-        if walk is None or not walk.complete:
-            if most is not None:
-                return None
-            raise UsageError("the graph has too many operations to draw them one by one; pass --detail modules")
-        graph = read_operations(roots, self.tensors)
-        if most is not None and len(graph.names) > most:
+        dead = [tensor for stop in recorder.stops.values() for tensor in stop.dead]
+        graph = _operations([*self.losses.values(), *dead], self.tensors) if recorder.keeps else None
+        if most is not None and (graph is None or len(graph.names) > most):
             return None
+        if graph is None:
+            raise UsageError("the graph has too many operations to draw them one by one; pass --detail modules")
         keys = {node: f"operation {number}" for number, node in enumerate(graph.names)}
-        parameters = {id(t) for t in self.tensors.values()}
         owners = self._owners(graph)
         for name in self.losses:
             self._add(Node(_loss_key(name), "loss", name=name))
         for node, label in graph.names.items():
             self._add(Node(keys[node], "operation", name=label, module=owners.get(node)))
-        for key in parameters:
-            keys[key] = f"parameter {self.names[key][0]}"
-        for name, tensor in self.losses.items():
-            keys[id(tensor)] = _loss_key(name)
+        keys |= {id(tensor): _loss_key(name) for name, tensor in self.losses.items()}
         read_by: dict[int, list[str]] = {}
         for source, target in graph.edges:
-            if source in parameters and target in keys:
+            if source in self.tensors:
                 read_by.setdefault(source, []).append(keys[target])
-            elif source in keys and target in keys:
+            elif target in keys:
                 self._join(keys[source], keys[target], True)
         self._add_stops()
         for index, stop in recorder.stops.items():
             for tensor in stop.dead:
-                if id(tensor) in parameters:
+                if id(tensor) in self.tensors:
                     read_by.setdefault(id(tensor), []).append(_stop_key(index))
                 elif id(tensor.grad_fn) in keys:
                     self._join(keys[id(tensor.grad_fn)], _stop_key(index), True)
@@ -260,7 +291,7 @@ class _Found:
                     self._join(_stop_key(index), keys[id(tensor.grad_fn)], False)
         return self._picture("operations", read_by, size)
 
-    def _owners(self, graph: Operations) -> dict[int, str | None]:
+    def _owners(self, graph: _Operations) -> dict[int, str | None]:
         """The module of each node; one that no Python function returned belongs where all its readers belong."""
         owners = {node: self.recorder.owners[node][1] for node in graph.names if node in self.recorder.owners}
         readers: dict[int, list[int]] = {}
@@ -283,7 +314,8 @@ class _Found:
             self._edges[source, target] = self._edges.get((source, target), False) or gradient
 
     def _picture(self, detail: Detail, read_by: Mapping[int, Sequence[str]], size: int | None) -> GraphView:
-        ends = {name: _stop_key(self.ends.index(end)) for name, end in self.path_ends.items() if end in self.ends}
+        stops = self.recorder.ends
+        ends = {name: _stop_key(stops.index(end)) for name, end in self.path_ends.items() if end in stops}
         parameters = {}
         for key, tensor in self.tensors.items():
             names = self.names[key]

@@ -79,6 +79,8 @@ class FlowRecorder(TensorRecorder):
         calls: How often each module's forward ran.
         owners: By identity, each node of the autograd graph, and the module in which it was made (filled only while
             `keeps`); while a node is kept, nothing else gets its identity.
+        ends: Where paths are known to end.
+        names: Paths of modules by identity, also of those that are held without being registered.
         keeps: Whether tensors are kept and their nodes looked at; ends when there are too many to be looked at.
     """
 
@@ -94,11 +96,11 @@ class FlowRecorder(TensorRecorder):
         """Prepare to record.
 
         Args:
-            names: Paths of modules by identity, also of those that are held without being registered.
-            registered: The identities of those that are.
+            names: See the attribute.
+            registered: The identities of the modules that are registered.
             inputs: The tensors of the batch.
-            ends: Where paths are known to end.
-            keep: Keep tensors and look at their nodes; for graphs that are small enough to be walked.
+            ends: See the attribute.
+            keep: Keep tensors and look at their nodes.
         """
         super().__init__()
         self.places: dict[Place, Counter[str]] = {}
@@ -110,10 +112,10 @@ class FlowRecorder(TensorRecorder):
         self.calls: Counter[str] = Counter()
         self.owners: dict[int, tuple[Any, str | None]] = {}
         self.keeps = keep
-        self._names = names
+        self.names = names
         self._registered = registered
         self._known.update({tensor: _Made(INPUT) for tensor in inputs})
-        self._ends = list(ends)
+        self.ends = list(ends)
         self._frames = [_Frame(None)]
         self._revived: dict[Place, None] = {}
 
@@ -123,11 +125,17 @@ class FlowRecorder(TensorRecorder):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, value, trace)
-        self._revive()
+        pending = list(self._revived)
+        while pending:
+            place = pending.pop()
+            for (source, target), kinds in self.flows.items():
+                if target == place and "off" in kinds and "gradient" not in kinds:
+                    kinds.add("gradient")
+                    pending.append(source)
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         around = self._frames[-1]
-        name = self._names.get(id(module))
+        name = self.names.get(id(module))
         if name is None:  # what it computes counts as done by the module around it
             self._frames.append(around)
             return
@@ -143,7 +151,7 @@ class FlowRecorder(TensorRecorder):
             self._read(place, list(tree_tensors((args, kwargs))), None)
             for tensor in unseen:
                 self._known[tensor] = _Made(place)
-        self._frames[-1].part += id(module) in self._names
+        self._frames[-1].part += id(module) in self.names
 
     # Functions
 
@@ -178,34 +186,31 @@ class FlowRecorder(TensorRecorder):
         place = (frame.module, frame.part)
         lost = any(required) and not any(output.requires_grad for output in outputs)
         stop = self._stop_here(name, lost, outputs)
-        cut = stop if stop is not None and self._ends[stop].cause == "cut" else None
+        cut = stop if stop is not None and self.ends[stop].cause == "cut" else None
         before = [self._known.get(tensor) for tensor in inputs]
         after = frozenset(s for made in before if made is not None for s in made.after)
         if stop is not None:
             met = self.stops.setdefault(stop, Stop(frame.module))
-            if self._ends[stop].cause == "unreachable":
+            if self.ends[stop].cause == "unreachable":
                 met.sources, met.dead = [place], [t for t in outputs if self.keeps and t.requires_grad]
             else:
                 after |= {stop}
                 if self.keeps:
                     met.dead += [t for t, grad in zip(inputs, required, strict=True) if grad]
-        if cut is not None and self._ends[cut].reason.startswith((f"{name.strip('_')}()", f".{name}")):
+        if cut is not None and self.ends[cut].reason.startswith((f"{name.strip('_')}()", f".{name}")):
             met.sources += [made.place for made in before if made is not None and made.place not in (None, INPUT)]
             for output in outputs:  # the stop stands for the operation
                 self._known[output] = _Made(None, stop=cut, after=after)
             frame.part += 1
             return
-        if outputs:
-            self.places.setdefault(place, Counter())[name.strip("_")] += 1
-        else:
+        if not outputs:
             return
+        self.places.setdefault(place, Counter())[name.strip("_")] += 1
         self._read(place, inputs, stop)
         off = not torch.is_grad_enabled() and (any(required) or any(made is not None and made.off for made in before))
         for output in outputs:
             grad = output.requires_grad
-            self._known[output] = _Made(
-                place, stop=None if grad else cut, off=off, after=frozenset() if grad else after
-            )
+            self._known[output] = _Made(place, None if grad else cut, off, frozenset() if grad else after)
             in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))  # no __getitem__
             if output._is_view() and output._base is not None and in_place:
                 self._known[output._base] = self._known[output]
@@ -222,51 +227,32 @@ class FlowRecorder(TensorRecorder):
             if tensor.is_leaf and tensor.requires_grad:
                 self.leaves[id(tensor)] = tensor
                 self.reads.setdefault(id(tensor), {})[place] = None
-                if made is None:
-                    continue
             if made is None:
                 continue
             if self.keeps and made.place is not None and tensor.grad_fn is not None:
-                self.owners.setdefault(
-                    id(tensor.grad_fn), (tensor.grad_fn, made.place[0])
-                )  # of a custom Function, whose call is not seen
+                # of a custom Function, whose call is not seen
+                self.owners.setdefault(id(tensor.grad_fn), (tensor.grad_fn, made.place[0]))
             if made.stop is not None and made.stop != stop:
                 self.stops[made.stop].sources += [] if made.place is None else [made.place]
                 self.stop_edges[made.stop, place] = None
             elif made.place is not None and made.place != place:
-                off = made.off and not tensor.requires_grad
-                kind = "gradient" if tensor.requires_grad else "off" if off else "values"
+                kind = "gradient" if tensor.requires_grad else "off" if made.off else "values"
                 self.flows.setdefault((made.place, place), set()).add(kind)
-            if (
-                made.off and made.place is not None and tensor.requires_grad
-            ):  # what a custom Function returned was made while autograd was off
-                self._revived[made.place] = None
+            if made.off and made.place is not None and tensor.requires_grad:
+                self._revived[made.place] = None  # what a custom Function returned was made while autograd was off
 
     def maker_of(self, tensor: torch.Tensor) -> Place | None:
         """The place that made `tensor`, as far as it was seen."""
         made = self._known.get(tensor)
         return made.place if made is not None else None
 
-    def _revive(self) -> None:
-        pending = list(self._revived)
-        while pending:
-            place = pending.pop()
-            for (source, target), kinds in self.flows.items():
-                if target == place and "off" in kinds and "gradient" not in kinds:
-                    kinds.add("gradient")
-                    pending.append(source)
-
     def _stop_here(self, name: str, lost: bool, outputs: Sequence[torch.Tensor]) -> int | None:
-        ending = any(end.cause == "unreachable" and end.reason == f"{name.strip('_')}()" for end in self._ends)
-        if not self._ends or not (lost or outputs == [] or ending):
+        ending = any(end.cause == "unreachable" and end.reason == f"{name.strip('_')}()" for end in self.ends)
+        if not self.ends or not (lost or outputs == [] or ending):
             return None
         where, module = user_location(sys._getframe(2)), self._frames[-1].registered
-        reason = f"{name.strip('_')}()"
-        if not outputs:
-            reason = f"{name.strip('_')}(), which leaves torch"
-        elif lost:
+        reason = f"{name.strip('_')}()" if outputs else f"{name.strip('_')}(), which leaves torch"
+        if outputs and lost:
             reason = cut_reason(name, outputs[0])
-        for index, end in enumerate(self._ends):
-            if (end.location, end.module, end.reason) == (where, module, reason) and where is not None:
-                return index
-        return None
+        found = [(end.location, end.module, end.reason) for end in self.ends]
+        return found.index((where, module, reason)) if where and (where, module, reason) in found else None
