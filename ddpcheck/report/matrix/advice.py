@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import join_names
-from ddpcheck.report.matrix.matrix import Advice, MatrixRow, StepTime
+from ddpcheck.report.matrix.matrix import Advice, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS, FIND_UNUSED
 
 _NEEDLESS = "DDP109"
@@ -27,6 +27,7 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
     if own is None:
         return ()
     found = [_on_own(own)] if own.verdict != "skipped" else []
+    noise = noise or 0.0
     tried = [row for row in rows if row.verdict != "skipped"]
     fine = [row for row in tried if row.fine]
     defaults = next((row for row in tried if not row.label and row.options == DEFAULTS), None)
@@ -36,9 +37,9 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
         found += _on_needs(defaults, fine, said=defaults.own)
     if fine:
         found += _on_wrong(tried, fine)
-        found += _on_costs(fine, noise or 0.0)
-        found += _on_gains(fine, noise or 0.0)
-        found += _on_safe(fine, noise or 0.0)
+        found += _on_costs(fine, noise)
+        found += _on_gains(fine, noise)
+        found += _on_safe(fine, noise)
     return tuple(found)
 
 
@@ -61,13 +62,9 @@ def _because(row: MatrixRow) -> str:
 def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> list[Advice]:
     if len(tried) < 2:
         return []
-    codes = list(dict.fromkeys(row.code for row in tried if row.code))
+    codes = join_names(list(dict.fromkeys(row.code for row in tried if row.code)), most=5)
+    kind = f"is not mended by any option ({codes} under all of them)" if codes else "is under all options"
     fix = f" {own.what_to_do}" if own.what_to_do else ""
-    kind = (
-        f"is not mended by any option ({join_names(codes, most=5)} under all of them)"
-        if codes
-        else "is under all options"
-    )
     return [Advice("fault", f"The fault {kind}.{fix}")]
 
 
@@ -110,18 +107,13 @@ def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
 def _on_costs(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
     found = []
     for row in fine:
-        slower = row.step_time is not None and row.step_time.differs(noise) and row.step_time.ratio > 1
-        needless = _needless(row)
-        if needless and row.options != FIND_UNUSED and not row.own:
-            continue  # said once, of the option by itself
-        if needless:
-            cost = f"; a step takes {spelled_time(row.step_time)} here" if slower and row.step_time else ""
+        ratio, takes = _step_time(row, noise)
+        if _needless(row) and (row.options == FIND_UNUSED or row.own):  # else said once, of the option by itself
+            cost = f"; {takes} here" if ratio > 1 else ""
             text = f"{row.title} is needless: every parameter contributes in every step on every rank{cost}."
             found.append(Advice("costs", text))
-        elif slower and row.step_time is not None:
-            found.append(
-                Advice("costs", f"{row.title} is {_right(row)} and slower: a step takes {spelled_time(row.step_time)}.")
-            )
+        elif ratio > 1 and not _needless(row):
+            found.append(Advice("costs", f"{row.title} is {_right(row)} and slower: {takes}."))
     return found
 
 
@@ -129,13 +121,21 @@ def _needless(row: MatrixRow) -> bool:
     return any(finding.code == _NEEDLESS for finding in row.findings)
 
 
+def _step_time(row: MatrixRow, noise: float) -> tuple[float, str]:
+    """The step time as a ratio to the baseline's, 1 where no difference could be measured, and in words."""
+    time = row.step_time
+    if time is None or not time.differs(noise):
+        return 1.0, ""
+    return time.ratio, f"a step takes {time.ratio:.2f} times as long ({time.low:.2f} to {time.high:.2f})"
+
+
 def _on_gains(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
     found = []
-    for row in sorted(fine, key=lambda row: row.step_time.ratio if row.step_time else 1.0):
-        if row.step_time is None or row.baseline or not row.step_time.differs(noise) or row.step_time.ratio >= 1:
-            continue
-        how = f" and rounds gradients by up to {row.error:.1e}" if row.verdict == "lossy" and row.error else ""
-        found.append(Advice("gains", f"{row.title} is faster{how}: a step takes {spelled_time(row.step_time)}."))
+    for row in sorted(fine, key=lambda row: _step_time(row, noise)[0]):
+        ratio, takes = _step_time(row, noise)
+        if ratio < 1:
+            how = f" and {rounds}" if (rounds := _rounds(row)) else ""
+            found.append(Advice("gains", f"{row.title} is faster{how}: {takes}."))
     return found
 
 
@@ -144,18 +144,20 @@ def _on_safe(fine: Sequence[MatrixRow], noise: float) -> list[Advice]:
     expected = _warnings(fine[0])
     same, found = [], []
     for row in fine:
-        differs = row.step_time is not None and row.step_time.differs(noise)
         more = {code: message for code, message in _warnings(row).items() if code not in expected}
         if row.own or row.baseline or _needless(row):
             continue
         if more:
             said = " ".join(f"{code}: {message}" for code, message in more.items())
             found.append(Advice("warns", f"{row.title} is {_right(row)}, with a warning: {said}"))
-        elif not differs:
-            rounding = f" (rounds gradients by up to {row.error:.1e})" if row.verdict == "lossy" and row.error else ""
-            same.append(f"{row.title}{rounding}")
+        elif _step_time(row, noise)[0] == 1:
+            same.append(f"{row.title} ({rounds})" if (rounds := _rounds(row)) else row.title)
     tail = ", and without a measurable difference in step time" if any(row.step_time for row in fine) else ""
     return [*found, Advice("safe", f"Safe{tail}: {'; '.join(same)}.")] if same else found
+
+
+def _rounds(row: MatrixRow) -> str:
+    return f"rounds gradients by up to {row.error:.1e}" if row.verdict == "lossy" and row.error else ""
 
 
 def _right(row: MatrixRow) -> str:
@@ -164,11 +166,6 @@ def _right(row: MatrixRow) -> str:
 
 def _warnings(row: MatrixRow) -> dict[str, str]:
     return {finding.code: finding.message for finding in row.findings if finding.severity is Severity.WARNING}
-
-
-def spelled_time(time: StepTime) -> str:
-    """A step time in words."""
-    return f"{time.ratio:.2f} times as long ({time.low:.2f} to {time.high:.2f})"
 
 
 def _either(words: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,74 +126,50 @@ def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[Dd
         base: The options to which others are added: those of the plainest row that is right.
         graphs: The ways of treating the graph that are right, `base` among them where it is one.
     """
-    option_sets: list[OptionSet] = []
-    done = {*map(str, first_option_sets(facts))}
-    for option_set in _all_option_sets(facts, base, graphs):
-        if set(option_set.options.arguments) <= set(facts.known) and str(option_set.options) not in done:
-            done.add(str(option_set.options))
-            option_sets.append(option_set)
-    return option_sets
-
-
-def _all_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> Iterator[OptionSet]:
-    for graph in (base, *graphs):
-        yield OptionSet(graph.plus(gradient_as_bucket_view=True))
-    yield from _buffer_option_sets(facts, base)
-    yield from _bucket_option_sets(facts, base)
-    yield OptionSet(base.plus(batched_grad_copy=True))
-    yield _skip_option_set(facts, base)
-    yield from _hook_option_sets(facts, base)
-
-
-def _buffer_option_sets(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
-    if {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
-        return
-    none = "" if facts.buffers else "the model has no buffers"
-    same = "" if facts.buffers_differ else "all ranks build the same buffers, so it does what forward_sync_buffers does"
-    if "forward_sync_buffers" in facts.known:
-        yield OptionSet(base.plus(forward_sync_buffers=False), skip_reason=none)
-        yield OptionSet(base.plus(broadcast_buffers=False), skip_reason=none or same)
-    else:
-        yield OptionSet(base.plus(broadcast_buffers=False), skip_reason=none)
-
-
-def _bucket_option_sets(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
+    option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
+    if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
+        none = "" if facts.buffers else "the model has no buffers"
+        same = "all ranks build the same buffers, so it does what forward_sync_buffers does"
+        alike = same if "forward_sync_buffers" in facts.known and not facts.buffers_differ else ""
+        option_sets.append(OptionSet(base.plus(forward_sync_buffers=False), none))
+        option_sets.append(OptionSet(base.plus(broadcast_buffers=False), none or alike))
     size = facts.gradient_bytes
     small = "" if size > _MIB else f"all gradients ({_spelled_bytes(size)}) fit into one bucket of 1 MiB"
-    yield OptionSet(base.plus(bucket_cap_mb=1), skip_reason=small)
-    yield OptionSet(base.plus(bucket_cap_mb=100), skip_reason=small)
-    yield OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), skip_reason=small)
+    option_sets += [OptionSet(base.plus(bucket_cap_mb=cap), small) for cap in (1, 100)]
+    option_sets.append(OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), small))
+    option_sets.append(OptionSet(base.plus(batched_grad_copy=True)))
+    idle = "" if any(facts.absent.values()) else "every parameter takes part in every step, so there is nothing to skip"
+    skipping = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    option_sets.append(OptionSet(skipping, idle, _why_skipping_is_unsafe(facts)))
+    option_sets += [OptionSet(base.plus(hook=hook), _why_no_hook(facts, hook)) for hook in COMPRESSION_HOOKS]
+    done = {*map(str, first_option_sets(facts))}
+    by_title: dict[str, OptionSet] = {}
+    for option_set in option_sets:
+        if set(option_set.options.arguments) <= set(facts.known) and str(option_set.options) not in done:
+            by_title.setdefault(str(option_set.options), option_set)
+    return list(by_title.values())
 
 
-def _skip_option_set(facts: ModelFacts, base: DdpOptions) -> OptionSet:
-    options = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    if not any(facts.absent.values()):
-        return OptionSet(options, skip_reason="every parameter takes part in every step, so there is nothing to skip")
+def _why_skipping_is_unsafe(facts: ModelFacts) -> str:
+    """Why an all-reduce that one rank skips may be one in which another waits; empty where ranks skip the same."""
     for step in sorted({step for step, _ in facts.absent}):
         by_rank = {rank: names for (other, rank), names in facts.absent.items() if other == step}
-        first = by_rank[min(by_rank)]
-        odd = [rank for rank, names in by_rank.items() if names != first]
+        first = min(by_rank)
+        odd = [rank for rank, names in by_rank.items() if names != by_rank[first]]
         if odd:
-            why = (
-                f"{format_ranks(odd)} and rank {min(by_rank)} leave out different parameters in {format_steps([step])}"
-            )
-            return OptionSet(
-                options,
-                unsafe_reason=f"{why}; one skips an all-reduce in which the other waits, once a bucket holds no others",
-            )
-    return OptionSet(options)
+            who = f"{format_ranks(odd)} and rank {first} leave out different parameters in {format_steps([step])}"
+            return f"{who}; one skips an all-reduce in which the other waits, once a bucket holds no others"
+    return ""
 
 
-def _hook_option_sets(facts: ModelFacts, base: DdpOptions) -> Iterator[OptionSet]:
-    for hook in COMPRESSION_HOOKS:
-        why = ""
-        if facts.own_hook:
-            why = f"the recipe registers a hook of its own ({facts.own_hook}), and DDP takes only one"
-        elif facts.bits <= 16:
-            why = "the gradients have no more than 16 bits as they are"
-        elif hook.startswith("bf16") and not facts.nccl:
-            why = "torch takes this hook only with nccl, and this process group is none of it"
-        yield OptionSet(base.plus(hook=hook), skip_reason=why)
+def _why_no_hook(facts: ModelFacts, hook: str) -> str:
+    if facts.own_hook:
+        return f"the recipe registers a hook of its own ({facts.own_hook}), and DDP takes only one"
+    if facts.bits <= 16:
+        return "the gradients have no more than 16 bits as they are"
+    if hook.startswith("bf16") and not facts.nccl:
+        return "torch takes this hook only with nccl, and this process group is none of it"
+    return ""
 
 
 def _spelled_bytes(size: int) -> str:
