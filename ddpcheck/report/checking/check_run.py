@@ -66,8 +66,8 @@ class CheckRun(CheckWorlds):
                 self.state.log.error = bug_error(error)
             if self.reference is not None:
                 self.state.take_single_process(self.reference)
-            if self.single_hang and self.state.log.error is None:
-                self.state.log.error = ReportError(self.single_hang, EXIT_HANG)
+            if self.state.single.hang and self.state.log.error is None:
+                self.state.log.error = ReportError(self.state.single.hang, EXIT_HANG)
             judge(self.state, self._locate_module())
         self.state.log.seconds["total"] = time.perf_counter() - begun
         return self.state

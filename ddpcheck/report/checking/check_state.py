@@ -181,6 +181,7 @@ class SingleComparison:
 
     Attributes:
         skipped: Why there is no single process to compare with.
+        hang: The same, where that is a hang.
         incomparable: Why a difference from it shows nothing.
         backwards: Backward passes that it makes in a step.
         differences: By step, from its gradients.
@@ -193,6 +194,7 @@ class SingleComparison:
     """
 
     skipped: str = ""
+    hang: str = ""
     incomparable: str = ""
     backwards: int = 1
     differences: dict[int, tuple[Difference, ...]] = field(default_factory=dict)
@@ -347,8 +349,8 @@ class CheckState:
     @property
     def stopped_by_target(self) -> bool:
         """Whether the check was ended by something that does not depend on the wrapper's options."""
-        options = self.log.rest_skipped.startswith("DDP221")
-        return bool(self.log.error or self.log.rest_skipped) and self.log.part != "reducer" and not options
+        by_options = self.log.part == "reducer" or self.log.rest_skipped.startswith("DDP221")
+        return bool(self.single.hang) or (bool(self.log.error or self.log.rest_skipped) and not by_options)
 
     def _add_parity(self, step: int, reference: str, differences: Iterable[Difference]) -> None:
         for item in differences:

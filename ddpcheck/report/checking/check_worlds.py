@@ -100,7 +100,6 @@ class CheckWorlds:
         self.reference = reference
         self.state = CheckState(asked)
         self._alone_in_group = False
-        self.single_hang = ""
         self._packing_checked = False
         self._earlier: list[Callable[[], None]] = [
             partial(calls.single_process.start, target, asked.seed, asked.world_size)
@@ -172,7 +171,7 @@ class CheckWorlds:
             elif first is not None and "silenced" in first.place:
                 skipped = f"not comparable with random numbers silenced: {skipped}"
             elif isinstance(error, HangError):
-                skipped = self.single_hang = f"the single process hung: {error}"
+                skipped = self.state.single.hang = f"the single process hung: {error}"
             elif not self._alone_in_group and any(words in said for words in _NO_GROUP):
                 retried: Result | None = self._retry_in_group()
                 return retried

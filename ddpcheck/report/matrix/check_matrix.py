@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import EXIT_HANG, RankError
-from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.harness import RankHosts, World
@@ -132,16 +131,15 @@ class _MatrixRun:
     def run(self, *, step_times: bool) -> Matrix:
         """Run everything, whatever happens on the way."""
         begun = time.perf_counter()
-        own, stopped = self._check(None, "the recipe's own options")
-        wrapped = own.wrapped
-        if not stopped and not wrapped:  # with the recipe's own options no wrapper can be made
-            defaults, stopped = self._check(DEFAULTS, "defaults")
-            wrapped = defaults.wrapped
-        if stopped or not wrapped:
+        own = made = self._check(None, "the recipe's own options")
+        if not own.stopped_by_target and not own.wrapped:  # with the recipe's own options no wrapper can be made
+            made = self._check(DEFAULTS, "defaults")
+        wrapped = [item for item in made.wrapped if isinstance(item, WrappedRow)]
+        if made.stopped_by_target or not wrapped:
             self._rows = [self._judged(own, DEFAULTS, own=True)]
         else:
             self._facts = self._facts_of(own, wrapped)
-            self._rows = [self._judged(own, self._own_options(wrapped), own=True)]
+            self._rows = [self._judged(own, self._own_options(wrapped[0]), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
             if step_times:
@@ -155,64 +153,51 @@ class _MatrixRun:
             world={**report.world, "notes": list(dict.fromkeys([*own.log.notes, *self._notes]))},
             noise=self._noise,
             timing={**report.timing, "total": round(time.perf_counter() - begun, 4)},
-            error=(own.log.error if stopped else None) or self._bug or next(iter(own.log.bugs), None),
+            error=(own.log.error if made.stopped_by_target else None) or self._bug or next(iter(own.log.bugs), None),
             tool=report.tool,
         )
 
     # Rows
 
-    def _check(self, options: DdpOptions | None, words: str) -> tuple[CheckState, bool]:
-        """A check under these options, or the recipe's own; and whether it was stopped by what no option changes.
+    def _check(self, options: DdpOptions | None, words: str) -> CheckState:
+        """A check under these options, or the recipe's own.
 
         The single process of the first check that is finished stands for those of the later ones, unless the wrapper
         broadcasts buffers in only one of them: the steps of the ranks, with which it is compared, then begin apart.
         """
         synced = options is None or not {False} & {options.arguments.get(name) for name in _BROADCASTS}
-        reference = next(
-            (
-                done
-                for done in self._references
-                if not done.wrapped[0].buffers or done.wrapped[0].broadcasts_buffers == synced
-            ),
-            None,
-        )
-        checking = CheckRun(
+        wrapped = [(done.wrapped[0], done) for done in self._references]
+        alike = (done for item, done in wrapped if not item.buffers or item.broadcasts_buffers == synced)
+        reference = next(alike, None)
+        state = CheckRun(
             self.target,
             self.asked,
             progress=lambda phase: self.progress(f"{words}: {phase}"),
             hosts=self.hosts,
             wrap=partial(calls.matrix_phases.wrap, options),
             reference=reference,
-        )
-        state = checking.run()
+        ).run()
         stopped = state.log.error is not None or state.log.rest_skipped
         if not (reference or stopped or state.repeats.differ or state.steps.ranks_differ):
             self._references.append(state)
-        return state, state.stopped_by_target or bool(checking.single_hang)
+        return state
 
-    def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedModule]) -> ModelFacts:
+    def _facts_of(self, own: CheckState, wrapped: Sequence[WrappedRow]) -> ModelFacts:
         """Facts of the model that decide which options can make a difference."""
-        by_rank = [item.model for item in wrapped if isinstance(item, WrappedRow)]
-        same = all(facts.own == by_rank[0].own for facts in by_rank)
+        first = wrapped[0].model
         reference = next(iter(self._references), own)
         return replace(
-            by_rank[0],
-            own=by_rank[0].own if same else None,
+            first,
+            own=first.own if all(item.model.own == first.own for item in wrapped) else None,
             buffers_differ=any(item.buffers != wrapped[0].buffers for item in wrapped),
             absent=reference.steps.missing(),
         )
 
-    def _own_options(self, wrapped: Sequence[WrappedModule]) -> DdpOptions:
+    def _own_options(self, wrapped: WrappedRow) -> DdpOptions:
         """The recipe's own options that are not torch's defaults."""
-        set_by_wrap = wrapped[0].set_by_wrap if isinstance(wrapped[0], WrappedRow) else {}
-        own = {**(self._facts.own or {}), **set_by_wrap}
-        return DdpOptions(
-            {
-                name: value
-                for name, value in own.items()
-                if (value is False if name in _BROADCASTS else value not in (None, False))
-            }
-        )
+        own = {**(self._facts.own or {}), **wrapped.set_by_wrap}
+        kept = [name for name in own if (own[name] is False if name in _BROADCASTS else own[name] not in (None, False))]
+        return DdpOptions({name: own[name] for name in kept})
 
     def _try_options(self) -> None:
         own, rows = self._rows[0], self._rows
@@ -243,7 +228,7 @@ class _MatrixRun:
             return MatrixRow(
                 options.arguments, "stops", hook=options.hook, code="DDP104", reason=option_set.unsafe_reason
             )
-        state, _ = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
+        state = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
             values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
@@ -258,22 +243,20 @@ class _MatrixRun:
         errors = [finding for finding in findings if finding.severity is Severity.ERROR]
         error = state.steps.against_local()
         verdict: Verdict = "right"
-        if state.log.error is not None or state.steps.ddp_skipped or state.log.rest_skipped:
+        said = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
+        if state.log.unfinished is not None:
+            self._bug = self._bug or state.log.unfinished
+            verdict, errors, said = "skipped", [], state.log.unfinished.message
+        elif state.log.error is not None or state.steps.ddp_skipped or state.log.rest_skipped:
             verdict = "stops"
         elif errors:
             verdict = "wrong"
         elif report.not_made or hidden:
             verdict = "incomplete"
+            why = "; ".join(f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made)
+            said = f"{report.shortfall} ({why})" if why else report.shortfall
         elif (options.hook or self._facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self._facts.bits, 0.0):
             verdict = "lossy"
-        if state.log.unfinished is not None:
-            self._bug = self._bug or state.log.unfinished
-            verdict, errors = "skipped", []
-        said = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
-        if verdict == "incomplete":
-            why = [f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made]
-            said = " ".join([report.shortfall, *([f"({'; '.join(why)})"] if why else [])])
-        said = state.log.unfinished.message if state.log.unfinished is not None else said
         if errors:
             said = errors[0].message
             if options.hook and errors[0].code == "DDP302":

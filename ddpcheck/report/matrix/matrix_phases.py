@@ -47,11 +47,9 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
         wrapper.register_comm_hook(None, hook)  # type: ignore[operator]
     model = _model_facts(given)
     told = (model.own or {}) if options is None else options.arguments
-    set_by_wrap = {}
-    for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
-        got = getattr(wrapper, name, None)
-        if got is not None and bool(got) != bool(told.get(name, False)):
-            set_by_wrap[name] = got
+    flags = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+    got = {name: value for name in flags if (value := getattr(wrapper, name, None)) is not None}
+    set_by_wrap = {name: value for name, value in got.items() if bool(value) != bool(told.get(name, False))}
     said = {each.name: getattr(wrapped, each.name) for each in fields(wrapped)}
     return WrappedRow(**said, model=model, set_by_wrap=set_by_wrap)
 
@@ -101,7 +99,7 @@ def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
     hooks = [hook for hook, _state in getattr(state.training_model.wrapper, "_comm_hooks", ())]
     return ModelFacts(
         known=tuple(name for name in VARIED if name in known),
-        own=_plain(given[0]) if len(given) == 1 else None,
+        own={name: _plain(value) for name, value in given[0].items()} if len(given) == 1 else None,
         own_hook=getattr(hooks[0], "__name__", type(hooks[0]).__name__) if hooks else "",
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
         bits=max((torch.finfo(p.dtype).bits for p in trained), default=32),
@@ -110,27 +108,24 @@ def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
     )
 
 
-def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    plain = (bool, int, float, str, type(None), list, tuple)
-    return {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None | list | tuple) else str(value)
 
 
 # Step times
 
 
 @dataclass(slots=True)
-class Timed:
-    """A wrapped model whose steps are timed, and the state in which each of them begins."""
-
-    model: TrainingModel
-    before: ModuleState
-
-
-@dataclass(slots=True)
 class Timing:
-    """The baseline and the row that are timed on this rank, the batches of the steps, and the recipe's own state."""
+    """The models of the baseline and the row that are timed on this rank.
 
-    two: list[Timed]
+    Attributes:
+        two: Each with the state in which its steps begin.
+        batches: Of the steps.
+        external: The recipe's own state in which each step begins.
+    """
+
+    two: list[tuple[TrainingModel, ModuleState]]
     batches: list[Any]
     external: list[Restore]
 
@@ -139,12 +134,13 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[Dd
     """Build and wrap the model twice: as the baseline and as the row do."""
     model_build.build(target, seed)
     state = rank_state()
-    recipe, timed = state.recipe, list[Timed]()
+    recipe = state.recipe
+    timed: list[tuple[TrainingModel, ModuleState]] = []
     for options in two:
         if timed:
             state.module = _build_again(state)
         wrap(options)
-        timed.append(Timed(state.training_model, capture_state(state.module)))
+        timed.append((state.training_model, capture_state(state.module)))
     batches = []
     for step in range(steps):
         batch = make_batch(recipe, step, seed=seed, world_size=state.world_size)
@@ -180,28 +176,24 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
 
 
 def _seconds(state: RankState, timing: Timing, place: int, pair: int) -> float:
-    timed, step = timing.two[place], pair % len(timing.batches)
-    timed.before.restore(timed.model.module)
+    (model, before), step = timing.two[place], pair % len(timing.batches)
+    before.restore(model.module)
     put_back(timing.external)
     batch = copied(timing.batches[step])
     seed_everything(state.seed_of(step))
-    _settle(state)
+    _synchronize(state)
+    if state.world_size > 1:
+        dist.barrier(group=state.group)
     begun = time.perf_counter()
-    run_optimizer(timed.model.optimizer, "zero_grad")
-    losses = _scalars(call_loss(state.recipe, timed.model.wrapped, batch, step))
+    run_optimizer(model.optimizer, "zero_grad")
+    result = call_loss(state.recipe, model.wrapped, batch, step)
+    losses = [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]
     run_backward(functools.reduce(torch.add, losses))
-    run_optimizer(timed.model.optimizer, "step")
-    if state.device.type == "cuda":
-        torch.cuda.synchronize(state.device)
+    run_optimizer(model.optimizer, "step")
+    _synchronize(state)
     return time.perf_counter() - begun
 
 
-def _settle(state: RankState) -> None:
+def _synchronize(state: RankState) -> None:
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)
-    if state.world_size > 1:
-        dist.barrier(group=state.group)
-
-
-def _scalars(result: Any) -> Sequence[torch.Tensor]:
-    return [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]
