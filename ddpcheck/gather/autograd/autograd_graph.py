@@ -128,21 +128,13 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
 
 @dataclass(frozen=True, slots=True)
 class GraphWalk:
-    """The result of an iterative walk.
+    """The result of an iterative walk."""
 
-    Attributes:
-        leaves: The tensors into which backward accumulates.
-        node_names: Names of the node classes, for example "AddmmBackward0".
-        complete: False when the walk stopped at its limit.
-        size: Number of nodes that it met.
-        functions: The nodes of custom autograd Functions.
-    """
-
-    leaves: tuple[torch.Tensor, ...]
-    node_names: frozenset[str]
-    complete: bool
-    size: int
-    functions: tuple[Any, ...] = ()
+    leaves: tuple[torch.Tensor, ...]  # into which backward accumulates
+    node_names: frozenset[str]  # names of the node classes, for example "AddmmBackward0"
+    complete: bool  # False when the walk stopped at its limit
+    size: int  # number of nodes that it met
+    functions: tuple[Any, ...] = ()  # nodes of custom autograd Functions
 
 
 def walk_graph(roots: Iterable[torch.Tensor], *, nodes: Iterable[Any] = (), limit: int = WALK_LIMIT) -> GraphWalk:

@@ -310,12 +310,7 @@ def cut_reason(name: str, output: torch.Tensor) -> str:
 
 
 def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
-    """The custom Function that gave None for the gradient of `parameter`, or those that may have been it.
-
-    Args:
-        roots: The graph nodes at which backward began.
-        parameter: One that it reached.
-    """
+    """The custom Function that gave None for the gradient of `parameter`, or those that may have been it."""
     functions = functions_before(roots, parameter)
     code = getattr(functions[0].backward, "__code__", None) if len(functions) == 1 else None
     where = Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
@@ -324,19 +319,12 @@ def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> Pa
 
 @dataclass(slots=True)
 class Explainer:
-    """Replays a forward pass to say why parameters do not contribute.
+    """Replays a forward pass to say why parameters do not contribute."""
 
-    Attributes:
-        module: The module whose parameters are in question.
-        forward: Runs the forward pass and the loss afresh, under the same random numbers, and returns the losses.
-        prepare: Puts the module into the state in which `forward` begins.
-        once: Whether `forward` may run no more than once.
-    """
-
-    module: nn.Module
-    forward: Callable[[], Sequence[torch.Tensor]]
-    prepare: Callable[[], None] = lambda: None
-    once: bool = False
+    module: nn.Module  # whose parameters are in question
+    forward: Callable[[], Sequence[torch.Tensor]]  # the forward pass and the loss afresh, under the same random numbers
+    prepare: Callable[[], None] = lambda: None  # puts the module into the state in which `forward` begins
+    once: bool = False  # whether `forward` may run no more than once
 
     def explain(self, suspects: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
         """Where the path of each of `suspects` (by name) ends."""

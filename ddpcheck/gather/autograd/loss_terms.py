@@ -31,21 +31,13 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The end of a term: an input of a node of the graph; the whole loss where there is no node.
+    """The end of a term: an input of a node of the graph; the whole loss where there is no node."""
 
-    Attributes:
-        node: That reads it.
-        index: Of the input.
-        operation: The operation that made the term ("NllLoss").
-        location: The line of the user's code that called it, where it is known.
-        part: Which of the tensors that the recipe's loss returned it belongs to.
-    """
-
-    node: Any
-    index: int
-    operation: str
-    location: Location | None
-    part: int
+    node: Any  # that reads it
+    index: int  # of the input
+    operation: str  # that made the term ("NllLoss")
+    location: Location | None  # the line of the user's code that called it, where it is known
+    part: int  # which of the tensors that the recipe's loss returned it belongs to
 
 
 def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
@@ -79,11 +71,8 @@ _Key = tuple[int, Location | None, str]  # the same term in another run: part of
 class PairedTerms:
     """The terms of a loss over several runs of it, numbered alike in all of them.
 
-    A term of which runs have different numbers (one for each sample, say) is taken together with its likes.
-
-    Args:
-        runs: The edges of each run.
-        most: Terms to tell apart at most.
+    A term of which runs have different numbers (one for each sample, say) is taken together with its likes, and so are
+    all where there are more than `most`.
     """
 
     def __init__(self, runs: Sequence[Sequence[Edge]], *, most: int) -> None:
@@ -124,13 +113,7 @@ def _key(edge: Edge) -> _Key:
 
 
 def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
-    """Differentiate the terms that end at `of` alone; the graph is kept.
-
-    Args:
-        total: The loss.
-        edges: All of its terms.
-        of: The ones to go through.
-    """
+    """Differentiate the terms that end at `of` alone, of all `edges` of a loss; the graph is kept."""
     if not of:
         return  # a term that this run has not
     kept = {(edge.node, edge.index) for edge in of}

@@ -29,19 +29,12 @@ class RanksTimedOutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoreExchange:
-    """All-gathers bytes over the rendezvous store of the default process group.
+    """All-gathers bytes over the rendezvous store of the default process group."""
 
-    Attributes:
-        prefix: Of the keys; one that has not been used before.
-        rank: This rank.
-        ranks: Those that take part.
-        timeout: Seconds to wait for all of them together with the first one that is silent.
-    """
-
-    prefix: str
+    prefix: str  # of the keys; one that has not been used before
     rank: int
-    ranks: Sequence[int]
-    timeout: float
+    ranks: Sequence[int]  # that take part
+    timeout: float  # seconds to wait for all of them together with the first one that is silent
 
     @classmethod
     def over(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
@@ -50,10 +43,7 @@ class StoreExchange:
         The store itself counts, so that groups do not disturb each other, and a new store begins anew. The bytes that a
         rank wrote the time before last are deleted: all others have read them, or they would not have come as far.
 
-        Args:
-            group: A process group that this rank is in; `None` for all ranks.
-            purpose: What it is for, as part of the keys.
-            timeout: Default: that of the group.
+        `None` for all ranks as group, and for the group's own timeout.
         """
         import torch.distributed as dist
 

@@ -322,10 +322,6 @@ def average_exactly(step: int, file: Path) -> str:
     Tells a difference in the program from one that is rounding, where the ranks communicate in forward (SyncBatchNorm,
     say), so that no process alone can compute their part.
 
-    Args:
-        step: Counted from 0.
-        file: Where to.
-
     Returns:
         Why that cannot be done (a model that insists on its dtype), empty where it can.
     """

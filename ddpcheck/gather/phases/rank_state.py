@@ -32,129 +32,74 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(slots=True)
 class ReferenceModule:
-    """A second module, built like the one that is wrapped and never wrapped itself: the local steps run on it.
-
-    Attributes:
-        module: The module.
-        optimizer: Made once the wrapper cannot be used any more; from then on this module is the one that is trained.
-        trainable: The parameters that required grad at wrapping, by name: the only ones that DDP ever hears of.
-        seen: All of its parameters at wrapping, under all of their names.
-        submodules: Its modules at wrapping, by name.
-        constants: Tensors that required no grad before the first forward pass, whatever it makes of them, by identity.
-        changed: Changes that forward passes have made to `seen`, by name.
-        created: Parameters that a forward pass has created, with their lines; DDP has not heard of them.
-        leaves: Leaves of the graph of the step before, by identity.
-        arrivals: How many gradients have arrived at each parameter.
-        outputs: What its forward has returned.
-    """
+    """A second module, built like the one that is wrapped and never wrapped itself: the local steps run on it."""
 
     module: nn.Module
+    # Made once the wrapper cannot be used any more; from then on this module is the one that is trained.
     optimizer: torch.optim.Optimizer | None = None
+    # At wrapping: what required grad, the only parameters that DDP ever hears of; all under all names; the modules.
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
     seen: dict[str, SeenParameter] = field(default_factory=dict)
     submodules: dict[str, nn.Module] = field(default_factory=dict)
+    # Tensors that required no grad before the first forward pass, whatever it makes of them, by identity.
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    changed: dict[str, ParameterChange] = field(default_factory=dict)
-    created: dict[str, Location | None] = field(default_factory=dict)
-    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
-    arrivals: dict[str, int] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
+    changed: dict[str, ParameterChange] = field(default_factory=dict)  # in `seen`, by forward passes
+    created: dict[str, Location | None] = field(default_factory=dict)  # by a forward pass: DDP has not heard of them
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # of the graph of the step before, by identity
+    arrivals: dict[str, int] = field(default_factory=dict)  # how many gradients have come to each parameter
+    outputs: list[Any] = field(default_factory=list)  # of its forward
 
 
 @dataclass(slots=True)
 class TrainingModel:
-    """The wrapped model with its optimizer; a new one each time that a module is wrapped.
+    """The wrapped model with its optimizer; a new one each time that a module is wrapped."""
 
-    Attributes:
-        module: The module in the wrapper.
-        wrapped: What `wrap` has returned, and what the loss is called with.
-        wrapper: The `DistributedDataParallel` in it; `wrapped` itself where there is none.
-        optimizer: Of the parameters of `wrapped` that require grad.
-        facts: The wrapper's options that detectors need.
-        trainable: The parameters of `module` that required grad at wrapping, by name.
-        unregistered: Names of the tensors without gradient that `module` held then without having registered them.
-        hooks: Hooks of the user's that `wrap` has put in the way of gradients.
-        external_state: The state that the recipe keeps outside of its modules.
-        calls: How often the "wrapper" and the "inner" module were called in the step under way.
-        counters: Handles of the hooks that count them.
-    """
-
-    module: nn.Module
-    wrapped: nn.Module
-    wrapper: nn.Module
+    module: nn.Module  # the one in the wrapper
+    wrapped: nn.Module  # what `wrap` has returned, and what the loss is called with
+    wrapper: nn.Module  # the `DistributedDataParallel` in it; `wrapped` itself where there is none
     optimizer: torch.optim.Optimizer
     facts: WrapperFacts
-    trainable: dict[str, nn.Parameter]
-    unregistered: frozenset[str]
-    hooks: tuple[GradientHook, ...]
+    trainable: dict[str, nn.Parameter]  # of `module`, what required grad at wrapping
+    unregistered: frozenset[str]  # tensors without gradient that `module` held then without having registered them
+    hooks: tuple[GradientHook, ...]  # that `wrap` has put in the way of gradients
     external_state: ExternalState
-    calls: dict[str, int] = field(default_factory=dict)
-    counters: list[Any] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)  # of the "wrapper" and the "inner" module, in this step
+    counters: list[Any] = field(default_factory=list)  # handles of the hooks that count them
 
 
 @dataclass(slots=True)
 class StepData:
-    """The step under way.
+    """The step under way."""
 
-    Attributes:
-        before: State of the module when the step began.
-        batch: The shard of this rank.
-        external: Restores the state that the recipe keeps outside of its modules to what it was when that was drawn.
-        local: Gradients of this rank by itself, by name.
-        norms: Their norms.
-        missing: Names of the parameters that received none.
-        without_random: Whether `local` are the gradients with constants in place of random numbers.
-        averaged: Averages of `local` over the ranks; None where no rank has one.
-        scale: Root mean square of the ranks' norms, by name.
-        after: State of the reference module after its forward and backward pass.
-    """
-
-    before: ModuleState
-    batch: Any = None
-    external: list[Restore] = field(default_factory=list)
-    local: Gradients = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    without_random: bool = False
-    averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    scale: dict[str, float] = field(default_factory=dict)
-    after: ModuleState | None = None
+    before: ModuleState  # of the module when the step began
+    batch: Any = None  # the shard of this rank
+    external: list[Restore] = field(default_factory=list)  # the state outside of modules when that was drawn
+    local: Gradients = field(default_factory=dict)  # of this rank by itself
+    norms: dict[str, float] = field(default_factory=dict)  # of `local`
+    missing: list[str] = field(default_factory=list)  # parameters that received no gradient
+    without_random: bool = False  # whether `local` was computed with constants in place of random numbers
+    averaged: dict[str, torch.Tensor | None] = field(default_factory=dict)  # None where no rank has one
+    scale: dict[str, float] = field(default_factory=dict)  # root mean square of the ranks' norms
+    after: ModuleState | None = None  # of the reference module after its forward and backward pass
 
 
 @dataclass(slots=True)
 class RankState:
-    """The state of one rank during a check.
-
-    Attributes:
-        recipe: What is checked.
-        seed: Of all random numbers.
-        device: Of the modules.
-        rank: Of this process.
-        world_size: Number of ranks.
-        group: A process group of the check's own; None where there is one rank.
-        module: The module that is wrapped.
-        reference: The one that is not.
-        origins: The lines that made `module` and its parts.
-        description: `module` as `model()` has returned it.
-        arrived_evaluating: Whether that was in eval mode.
-        syncbn: Names of the SyncBatchNorm modules that ran on CPU so far.
-        stack: Is closed with the rank.
-        step: The step under way.
-    """
+    """The state of one rank during a check."""
 
     recipe: Recipe
     seed: int
     device: torch.device
     rank: int
     world_size: int
-    group: Any
-    module: nn.Module
-    reference: ReferenceModule
-    origins: Origins
-    description: ModuleDescription
-    arrived_evaluating: bool
-    syncbn: list[str]
-    stack: contextlib.ExitStack
+    group: Any  # of the check's own; None where there is one rank
+    module: nn.Module  # the one that is wrapped
+    reference: ReferenceModule  # the one that is not
+    origins: Origins  # the lines that made `module` and its parts
+    description: ModuleDescription  # of `module` as `model()` has returned it
+    arrived_evaluating: bool  # whether that was in eval mode
+    syncbn: list[str]  # names of the SyncBatchNorm modules that ran on CPU so far
+    stack: contextlib.ExitStack  # is closed with the rank
     wrapping: TrainingModel | None = None
     step: StepData = field(init=False)
 

@@ -50,9 +50,6 @@ def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size:
         world_size: Number of ranks.
         threads: With which a rank computes. With as many, a shard gives the very same numbers here: a sum that is cut
             into other parts is rounded otherwise, and a deep network can make a thousand times more of that.
-
-    Returns:
-        What could be measured: where a shard cannot be run here, only what the global batch tells.
     """
     own: SingleProcess = this_rank.state["single"]
     here = torch.get_num_threads()
@@ -158,12 +155,7 @@ def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: G
 
     A single number, the gradient of a bias say, may lose far more on shards than it happened to lose on the global
     batch, and a deep model with statistics of few samples loses much everywhere.
-
-    Args:
-        own: Of this process.
-        averaged: The ranks' average.
-        exact: The same in float64.
-        whole: The gradient of the global batch in float64.
+    `exact` is the ranks' average in float64, `whole` the gradient of the global batch.
     """
     found = []
     for name in sorted(_beyond(own, averaged) & set(exact) & set(whole)):

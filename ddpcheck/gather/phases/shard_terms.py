@@ -43,23 +43,14 @@ _SAME = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class ShardRun:
-    """How the loss is run on a part of the batch.
-
-    Attributes:
-        own: Of this process.
-        module: The module, in its own dtype or in float64.
-        step: Counted from 0.
-        quiet: Whether random operations give constants.
-        frozen: Names of modules that are in eval mode meanwhile.
-        activations: Watches the forward pass.
-    """
+    """How the loss is run on a part of the batch."""
 
     own: SingleProcess
-    module: nn.Module
+    module: nn.Module  # in its own dtype or in float64
     step: int
-    quiet: bool = False
-    frozen: Sequence[str] = ()
-    activations: FirstActivations | None = None
+    quiet: bool = False  # whether random operations give constants
+    frozen: Sequence[str] = ()  # modules that are in eval mode meanwhile
+    activations: FirstActivations | None = None  # watches the forward pass
 
     @contextlib.contextmanager
     def loss(self, part: Any) -> Iterator[Loss]:
@@ -129,19 +120,12 @@ def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradie
 
 @dataclass(slots=True)
 class Terms:
-    """The gradients of the terms of the loss.
+    """The gradients of the terms of the loss."""
 
-    Attributes:
-        terms: What they say, as evidence.
-        whole: Of each term, on the global batch.
-        parts: Of each term, on each shard.
-        scale: By which each parameter is measured.
-    """
-
-    terms: list[LossTerm]
-    whole: list[Gradients]
-    parts: list[list[Gradients]]
-    scale: Mapping[str, float]
+    terms: list[LossTerm]  # what they say, as evidence
+    whole: list[Gradients]  # of each term, on the global batch
+    parts: list[list[Gradients]]  # of each term, on each shard
+    scale: Mapping[str, float]  # by which each parameter is measured
 
     @property
     def total(self) -> Gradients:
@@ -175,16 +159,7 @@ class Terms:
 def look_at_terms(
     own: SingleProcess, batch: Any, shards: Sequence[Any], step: int, *, exactly: bool, frozen: Sequence[str] = ()
 ) -> Terms:
-    """Each term of the loss on the global batch and on the shards.
-
-    Args:
-        own: Of this process.
-        batch: The global batch.
-        shards: Its parts.
-        step: Counted from 0.
-        exactly: In float64.
-        frozen: Names of modules to put into eval mode meanwhile.
-    """
+    """Each term of the loss on the global batch and on the shards: `exactly` is in float64, `frozen` are in eval mode."""
     module = own.double if exactly and own.double is not None else own.module
     if exactly:
         batch, shards = upcast(batch), [upcast(shard) for shard in shards]

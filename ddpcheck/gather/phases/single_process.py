@@ -44,55 +44,31 @@ _LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a r
 
 @dataclass(slots=True)
 class SingleStepData:
-    """The step under way in the single process.
+    """The step under way in the single process."""
 
-    Attributes:
-        before: State of the module when the step began.
-        external: Restores the state that the recipe keeps outside of its modules to what it was then.
-        loss: Of the global batch.
-        gradients: Of it, by name.
-        scale: By name, the scale that relative errors are measured by.
-        tolerance: By name, the relative error that may be rounding.
-    """
-
-    before: ModuleState
-    external: list[Restore]
-    loss: float = 0.0
+    before: ModuleState  # of the module when the step began
+    external: list[Restore]  # the state outside of modules then
+    loss: float = 0.0  # of the global batch
     gradients: Gradients = field(default_factory=dict)
-    scale: dict[str, float] = field(default_factory=dict)
-    tolerance: dict[str, float] = field(default_factory=dict)
+    scale: dict[str, float] = field(default_factory=dict)  # that relative errors are measured by
+    tolerance: dict[str, float] = field(default_factory=dict)  # the relative error that may be rounding
 
 
 @dataclass(slots=True)
 class SingleProcess:
-    """The state of the single process from step to step.
-
-    Attributes:
-        recipe: What is checked.
-        module: The model.
-        double: A copy of it in float64; None where there is none.
-        double_error: Why there is none.
-        device: Of both.
-        seed: Of all random numbers.
-        world_size: Of the ranks that it is compared with.
-        stack: Is closed with the process.
-        external_state: The state that the recipe keeps outside of its modules.
-        draws: Whether the forward pass draws random numbers, so that it runs with constants in their place.
-        after: State that the forward passes of the last step have left.
-        step: The step under way.
-    """
+    """The state of the single process from step to step."""
 
     recipe: Recipe
     module: nn.Module
-    double: nn.Module | None
-    double_error: str
+    double: nn.Module | None  # a copy of it in float64
+    double_error: str  # why there is none
     device: torch.device
     seed: int
-    world_size: int
-    stack: contextlib.ExitStack
+    world_size: int  # of the ranks that it is compared with
+    stack: contextlib.ExitStack  # is closed with the process
     external_state: ExternalState
-    draws: bool = False
-    after: ModuleState | None = None
+    draws: bool = False  # whether forward draws random numbers, so that it runs with constants in their place
+    after: ModuleState | None = None  # what the forward passes of the last step have left
     step: SingleStepData = field(init=False)
 
     def rewind(self, module: nn.Module) -> None:
@@ -162,9 +138,7 @@ def adopt(module_file: Path) -> None:
 def run_step(step: int, state_file: Path | None) -> SingleStep:
     """Compute the gradients of the global batch of `step`, in the module's dtype and in float64.
 
-    Args:
-        step: Counted from 0.
-        state_file: Where rank 0 has put its state before the step; None where the module's own state is the same.
+    `state_file` has rank 0's state before the step; it is None where the module's own state is the same.
     """
     own: SingleProcess = this_rank.state["single"]
     if own.after is not None:
@@ -258,9 +232,7 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gr
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
     """The averaged gradients of the ranks against those of the last `run_step`.
 
-    Args:
-        gradient_file: Where rank 0 has put them.
-        trained: The parameters that require grad on the ranks; what a wrapper has frozen or added is not compared.
+    `trained` require grad on the ranks: what a wrapper has frozen or added is not compared.
     """
     own: SingleProcess = this_rank.state["single"]
     data = own.step

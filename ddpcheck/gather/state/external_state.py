@@ -39,10 +39,7 @@ Restore = Callable[[], None]
 class ExternalState:
     """The state that functions of a recipe and methods of its modules reach without being given it.
 
-    Args:
-        functions: The recipe's.
-        module: Whose classes' methods count too.
-        ignore: Tensors and modules that are put back by other means, by identity.
+    What is in `ignore`, by identity, is put back by other means.
     """
 
     def __init__(self, functions: Collection[Any], module: nn.Module, ignore: Collection[int]) -> None:
@@ -68,14 +65,7 @@ def put_back(undo: Collection[Restore]) -> None:
 
 
 def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
-    """Closures that bring `value`, and what it holds, back to what they are now.
-
-    Args:
-        value: Anything.
-        put: Binds a value to the name under which `value` was found.
-        depth: How far it is from the recipe's functions.
-        seen: Identities of what needs no second look.
-    """
+    """Closures that bring `value`, and what it holds, back to what they are now; `put` binds it to its name again."""
     if isinstance(value, PLAIN):
         yield lambda: put(value)
         return

@@ -19,17 +19,13 @@ from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_user_object, refi
 
 @dataclass(slots=True)
 class ModuleState:
-    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes.
+    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes."""
 
-    Attributes:
-        tensors: Parameters and buffers, copied.
-        held: Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
-        plain: Attributes that are no tensors, by position of the submodule: numbers, words, None, small containers of
-            them, and the same of helper objects. An attribute that holds a tensor is there as that tensor.
-    """
-
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # parameters and buffers, copied
+    # Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
     held: dict[str, torch.Tensor] = field(default_factory=dict)
+    # By submodule: numbers, words, None, small containers of them, generators, and the same of helper objects; an
+    # attribute that holds a tensor is there as that tensor.
     plain: list[dict[str, Any]] = field(default_factory=list)
 
     def restore(self, module: nn.Module) -> None:

@@ -24,19 +24,12 @@ NUMBERS = (int, float, complex)
 
 
 class Variable(NamedTuple):
-    """A variable that code of the user's can reach by name.
-
-    Attributes:
-        name: Its name.
-        kind: Of variable, in words.
-        value: What it is bound to.
-        bind: Binds it to another value; where that cannot be done, does nothing.
-    """
+    """A variable that code of the user's can reach by name."""
 
     name: str
-    kind: str
+    kind: str  # of variable, in words
     value: Any
-    bind: Callable[[Any], None]
+    bind: Callable[[Any], None]  # binds it to another value; where that cannot be done, does nothing
 
 
 def unbindable(_value: Any) -> None:

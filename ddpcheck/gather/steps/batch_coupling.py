@@ -62,11 +62,7 @@ def first_coupling(
 ) -> Coupling:
     """Find where an output for a sample of a part of the batch is another one than in the whole batch.
 
-    Args:
-        module: Whose submodules are watched.
-        whole: Runs the loss on the whole batch.
-        part: Runs it on a part.
-        rounding: What is no difference, relative; 0: by the dtype.
+    `whole` and `part` run the loss; `rounding` is what is no difference, relative (0: by the dtype).
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
     given: dict[str, list[torch.Tensor]] = defaultdict(list)

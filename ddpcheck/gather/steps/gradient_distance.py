@@ -65,11 +65,7 @@ def tolerances(
 
     At least 16 machine eps (correct DDP stays within about 1.4 at any depth), or 3 times what the single-process run
     in the model's own dtype loses to rounding, measured against float64, on this parameter or on the median one.
-
-    Args:
-        reference: The single-process gradients.
-        scale: Of `scales`.
-        noise: Norm of (own dtype - float64) by name, `None` where there is no float64 run.
+    `noise` is the norm of (own dtype - float64) by name, None where there is no float64 run.
     """
     if noise is None:
         return {

@@ -23,15 +23,10 @@ _FELT = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative change of a gradi
 
 @dataclass(slots=True)
 class Activation:
-    """Where data first meets parameters: the result of one operation, in the order of the forward pass.
+    """Where data first meets parameters: the result of one operation, in the order of the forward pass."""
 
-    Attributes:
-        value: The result, as the forward pass goes on with it.
-        gradient: What a backward pass has brought.
-    """
-
-    value: torch.Tensor
-    gradient: torch.Tensor | None = None
+    value: torch.Tensor  # as the forward pass goes on with it
+    gradient: torch.Tensor | None = None  # that a backward pass has brought
 
     def arrived(self, gradient: torch.Tensor) -> None:
         """Keep the gradient of a backward pass."""
@@ -41,8 +36,7 @@ class Activation:
 class FirstActivations(TorchFunctionMode):
     """Records the first activations of a forward pass, and multiplies those that it is told to.
 
-    Args:
-        factors: By position in the forward pass.
+    `factors` are by position in the forward pass.
     """
 
     def __init__(self, factors: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -100,12 +94,9 @@ def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None
 def changes_for(
     whole: Sequence[Activation], part: Sequence[Activation], *, large: bool
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By position: the rows of the part's samples, and the factors that change them.
+    """By position: rows of the part's samples among the first activations of the batch, and factors that change them.
 
-    Args:
-        whole: The first activations of the global batch.
-        part: Those of a part of it.
-        large: Negate them, so that what is chosen by them (the expert of a sample) becomes another, too.
+    Those are `large` where they negate, so that what is chosen by them (the expert of a sample) becomes another, too.
     """
     found = {}
     generator = torch.Generator().manual_seed(0)
@@ -125,13 +116,7 @@ def are_felt(
     after: Sequence[torch.Tensor | None],
     changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> bool | None:
-    """Whether the gradients of other samples are others; None where none arrived that can be compared.
-
-    Args:
-        before: The gradient of each first activation.
-        after: The same with the changes.
-        changes: Of `changes_for`.
-    """
+    """Whether gradients of first activations are others for other samples; None where none can be compared."""
     compared = False
     for number, (owned, _) in changes.items():
         one, other = (gradients[number] if number < len(gradients) else None for gradients in (before, after))

@@ -27,21 +27,13 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Loss:
-    """The loss of one step, with its graph.
+    """The loss of one step, with its graph."""
 
-    Attributes:
-        parts: The scalar tensors that the recipe returned.
-        total: Their sum, which is what backward is called on.
-        drew: The libraries from whose generators random numbers were drawn on the way.
-        batch: What the recipe was handed.
-        names: How to reach each part in what the recipe returned ("loss['penalty']").
-    """
-
-    parts: list[torch.Tensor]
-    total: torch.Tensor
-    drew: frozenset[str]
-    batch: Any
-    names: list[str]
+    parts: list[torch.Tensor]  # the scalar tensors that the recipe returned
+    total: torch.Tensor  # their sum, which is what backward is called on
+    drew: frozenset[str]  # the libraries from whose generators random numbers were drawn on the way
+    batch: Any  # what the recipe was handed
+    names: list[str]  # how to reach each part in what the recipe returned ("loss['penalty']")
 
     @property
     def value(self) -> float:
@@ -92,11 +84,8 @@ def run_backward(
 ) -> None:
     """Call `backward` as a training loop does.
 
-    Args:
-        total: The loss.
-        retain_graph: Whether it will be gone through again.
-        module: Which may hold what backward finds overwritten; a note on the error then names it.
-        since: The versions of its tensors when the step began.
+    Where it finds a saved tensor overwritten that may be one of `module`, a note on the error names it; `since` has the
+    versions of its tensors when the step began.
     """
     try:
         total.backward(retain_graph=retain_graph)
@@ -153,14 +142,7 @@ def compute_gradients(
 ) -> tuple[Gradients, Loss]:
     """Forward and backward from cleared gradients; returns the dense gradients that arrived, by name.
 
-    Args:
-        recipe: Supplies the loss.
-        model: The bare module, whose parameters' `.grad` are cleared first.
-        batch: The local or the global one.
-        step: Counted from 0.
-        seed: For the random numbers of the forward pass.
-        quiet: Give every random operation a constant (see `QuietRandomness`).
-        place: Which of the runs this is, for a reader of a hang.
+    `quiet` gives every random operation a constant (see `QuietRandomness`).
     """
     clear_gradients(model)
     parameters = named_parameters(model)  # forward may put others in their place, which no optimizer or DDP knows
