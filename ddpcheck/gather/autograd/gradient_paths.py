@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -23,17 +23,9 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location
 from ddpcheck.gather.autograd.autograd_graph import functions_before
+from ddpcheck.recipe.pytree import tree_tensors
 
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    reason: str
-    location: Location | None
-    module: str
-    region: Location | None = None
-
-
-_Taint = dict[int, "_Event | None"]  # parameter index -> the event that cut it, None while its path is whole
+_Taint = dict[int, PathEnd | None]  # parameter index -> what cut its path, None while that is whole
 
 
 LEAVES_TORCH = frozenset(
@@ -48,18 +40,6 @@ _READS_NO_VALUE = frozenset(
     | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex"}
 )
 """Functions that ask their first tensor for its shape, dtype or device only."""
-
-
-def _tensors_in(nest: Any) -> Iterator[torch.Tensor]:
-    pending = [nest]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            pending.extend(reversed(value))
-        elif isinstance(value, dict):
-            pending.extend(reversed(list(value.values())))
 
 
 class TensorRecorder(TorchFunctionMode):
@@ -113,8 +93,8 @@ class PathRecorder(TensorRecorder):
         self._modules: list[str] = [""]
         # `_known`: taint of a tensor, and whether it required grad then
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
-        self._last_use: dict[int, _Event] = {}
-        self._left_torch: dict[int, _Event] = {}
+        self._last_use: dict[int, PathEnd] = {}
+        self._left_torch: dict[int, PathEnd] = {}
         self._region: Location | None = None  # where gradients were switched off last
 
     def __enter__(self) -> Self:
@@ -145,7 +125,7 @@ class PathRecorder(TensorRecorder):
         if func is torch._C._set_grad_enabled and not args[0]:
             self._note_region()
         value_of = args[1:] if function_name(func) in _READS_NO_VALUE else args
-        inputs = list(_tensors_in((value_of, kwargs)))
+        inputs = list(tree_tensors((value_of, kwargs)))
         before = self._merged(inputs)
         result = func(*args, **kwargs)
         if before:
@@ -162,7 +142,7 @@ class PathRecorder(TensorRecorder):
         for index, event in self._written.get(_storage_key(tensor), {}).items():
             taint.setdefault(index, event)
         if not tensor.requires_grad:
-            generic = _Event("a path that autograd does not record", None, self._modules[-1])
+            generic = PathEnd("cut", "a path that autograd does not record", None, self._modules[-1])
             taint = {index: event or generic for index, event in taint.items()}
         own = self._index.get(id(tensor))
         if own is not None:
@@ -181,12 +161,12 @@ class PathRecorder(TensorRecorder):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], before: _Taint, result: Any
     ) -> None:
         name = function_name(func)
-        outputs = list(_tensors_in(result))
+        outputs = list(tree_tensors(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
         )
         written = [args[0]] if in_place and args and isinstance(args[0], torch.Tensor) else []
-        written += list(_tensors_in(kwargs.get("out")))
+        written += list(tree_tensors(kwargs.get("out")))
         if not outputs and not written:
             if name in LEAVES_TORCH:
                 event = self._event(f"{name.strip('_')}(), which leaves torch")
@@ -195,15 +175,14 @@ class PathRecorder(TensorRecorder):
                     self._last_use[index] = event
             return
         event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
-        given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
+        given = {id(tensor) for tensor in tree_tensors((args, kwargs))}
         for output in (*outputs, *written):
             whole = output.requires_grad and (not output.is_leaf or id(output) in given)
             self._follow([output], before, event, None if whole else self._event(cut_reason(name, output)))
         for target in written:
-            taint = dict(before)
-            self._written.setdefault(_storage_key(target), {}).update(taint)
+            self._written.setdefault(_storage_key(target), {}).update(before)
 
-    def _follow(self, outputs: Iterable[torch.Tensor], before: _Taint, use: _Event, cut: _Event | None) -> None:
+    def _follow(self, outputs: Iterable[torch.Tensor], before: _Taint, use: PathEnd, cut: PathEnd | None) -> None:
         """Note that `use` made `outputs` of values with the taint `before`, on a path that `cut` ends, if it does."""
         for index in before:
             self._last_use[index] = use
@@ -211,9 +190,9 @@ class PathRecorder(TensorRecorder):
             taint = {index: known if known is not None else cut for index, known in before.items()}
             self._known[output] = (taint, output.requires_grad)
 
-    def _event(self, reason: str) -> _Event:
+    def _event(self, reason: str) -> PathEnd:
         region = self._region if reason in (_NO_GRAD, _INFERENCE) else None
-        return _Event(reason, user_location(sys._getframe(2)), self._modules[-1], region)
+        return PathEnd("cut", reason, user_location(sys._getframe(2)), self._modules[-1], region)
 
     def explain(self, losses: Iterable[torch.Tensor]) -> dict[int, PathEnd]:
         """Why each suspect does not contribute to `losses`, to be asked after the forward pass."""
@@ -224,18 +203,15 @@ class PathRecorder(TensorRecorder):
             if use is None:
                 ends[index] = PathEnd("unused")
             elif cut is not None:
-                ends[index] = PathEnd("cut", cut.reason, cut.location, cut.module, cut.region)
+                ends[index] = cut
             else:
-                ends[index] = PathEnd("unreachable", use.reason, use.location, use.module)
+                ends[index] = replace(use, cause="unreachable")
         return ends
 
     def escape(self, index: int) -> PathEnd:
         """Where the value of a suspect was last seen that reaches the loss on a way that cannot be followed."""
-        left = self._left_torch.get(index)
-        if left is not None:
-            return PathEnd("cut", left.reason, left.location, left.module)
         use = self._last_use[index]
-        return PathEnd("cut", f"what follows {use.reason}", use.location, use.module)
+        return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
 
 @contextlib.contextmanager

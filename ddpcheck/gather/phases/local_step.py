@@ -144,11 +144,13 @@ class _GraphFacts:
         self._parameters = reference.trainable
         walk = walk_graph([loss.total])
         self.probe = EngineProbe(loss.total, list(self._parameters.values()))
-        visible, opaque = visible_tensors(reference.outputs)
-        seen = walk_graph(visible) if state.training_model.facts.tolerates_unused and reference.outputs else None
+        tensors, opaque = visible_tensors(reference.outputs)
+        seen = walk_graph(tensors) if state.training_model.facts.tolerates_unused and reference.outputs else None
         reference.outputs.clear()
-        self._visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
-        self._opaque = opaque
+        visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
+        self._visible = None if opaque else visible
+        # The type of a module output in which DDP finds no tensor, where it finds none at all.
+        self.output_type = opaque if visible is not None and not visible else ""
         ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
         self.unregistered = unregistered_leaves(
             walk.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe
@@ -157,14 +159,9 @@ class _GraphFacts:
         checkpointed = any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self.reentrant = not walk.complete or checkpointed
 
-    @property
-    def output_type(self) -> str:
-        """Type of a module output in which DDP finds no tensor; empty where it finds some."""
-        return self._opaque if self._visible is not None and not self._visible else ""
-
     def hidden_from_ddp(self, states: Mapping[str, str]) -> tuple[str, ...]:
         """Parameters that contribute, but that DDP does not find from the module's output."""
-        if self._visible is None or self._opaque:
+        if self._visible is None:
             return ()
         used = ((name, p) for name, p in self._parameters.items() if states[name] != "missing")
         return tuple(name for name, parameter in used if id(parameter) not in self._visible)
@@ -238,11 +235,9 @@ def _states(state: RankState, probe: EngineProbe) -> dict[str, Any]:
 def _located(leaves: Iterable[UnregisteredTensor], state: RankState) -> tuple[UnregisteredTensor, ...]:
     """`leaves` with the lines that made them, or else those that assign the attribute or variable that holds them."""
     lines = {name: state.origins.of(tensor) for name, tensor in unregistered_tensors(state.module)}
+    loss = state.recipe.loss
     return tuple(
-        replace(
-            leaf,
-            location=lines.get(leaf.name) or assignment_of(state.module, leaf.name, beside=state.recipe.loss),
-        )
+        replace(leaf, location=lines.get(leaf.name) or assignment_of(state.module, leaf.name, beside=loss))
         for leaf in leaves
     )
 

@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     names = {id(p): name for name, p in state.module.named_parameters()}
     original, reference = state.module, state.reference.module
     known_hooks = recorded_hooks()
-    with _watch_construction() as construction, around or contextlib.nullcontext():
+    with _watch_construction() as (options, seen), around or contextlib.nullcontext():
         wrapped = state.recipe.wrap_module(original, state.device)
     hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
     wrapper = find_ddp(wrapped)
@@ -86,7 +85,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return WrappedModule(
         facts=model.facts,
-        options={**construction.options, **wrapper_attributes(wrapper)},
+        options={**options, **wrapper_attributes(wrapper)},
         optimizer=_optimizer_options(optimizer, state.module),
         parameters=fingerprints(state.module.named_parameters()),
         buffers=fingerprints(state.module.named_buffers()),
@@ -94,8 +93,8 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         hooks=hooks,
         wrapper=type(wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(wrapper),
-        changes=changes(construction.seen, state.module) if construction.seen else {},
-        parameters_at_construction={name: parameter.value for name, parameter in construction.seen.items()},
+        changes=changes(seen, state.module) if seen else {},
+        parameters_at_construction={name: parameter.value for name, parameter in seen.items()},
         replaces_module=reshaped,
         transfer_error=trouble,
         foreign_tensors=len(optimized - set(owned)),
@@ -124,32 +123,26 @@ def _hand_over(module: nn.Module) -> str:
     return ""
 
 
-@dataclass(slots=True)
-class _Construction:
-    """The arguments of a DDP constructor, and the parameters that it has seen."""
-
-    options: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, SeenParameter] = field(default_factory=dict)
-
-
 @contextlib.contextmanager
-def _watch_construction() -> Iterator[_Construction]:
-    """Compare the ranks' options before the DDP constructor communicates, and note what it has seen."""
+def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter]]]:
+    """Compare the ranks' options before the DDP constructor communicates; yields them, and the parameters seen."""
     ddp: Any = nn.parallel.DistributedDataParallel
     original = ddp.__init__
-    found = _Construction()
+    options: dict[str, str] = {}
+    seen: dict[str, SeenParameter] = {}
 
     @functools.wraps(original)
     @passes_on
     def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        found.options = constructor_options(original, self, *args, **kwargs)
-        compare_options(found.options)
+        options.clear()
+        options.update(constructor_options(original, self, *args, **kwargs))
+        compare_options(options)
         original(self, *args, **kwargs)
-        found.seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in self.module.named_parameters()})
+        seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in self.module.named_parameters()})
 
     ddp.__init__ = constructor
     try:
-        yield found
+        yield options, seen
     finally:
         ddp.__init__ = original
 
@@ -165,18 +158,14 @@ def _optimizer_options(optimizer: torch.optim.Optimizer, module: nn.Module) -> d
     return found
 
 
-def _will_broadcast(wrapper: Any) -> bool:
-    """Whether a forward pass of `wrapper` broadcasts buffers, which all ranks have to join."""
-    return broadcasts_buffers(wrapper) and not getattr(getattr(wrapper, "_join_config", None), "enable", False)
-
-
 def count_calls(model: TrainingModel) -> None:
     """From now on, count the calls of the wrapper and of the module in it."""
 
     def counter(key: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any) -> None:
             model.calls[key] = model.calls.get(key, 0) + 1
-            if key == "wrapper" and _will_broadcast(model.wrapper):
+            joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
+            if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # which all ranks have to join
                 mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
                 note_collective("DistributedDataParallel.forward", mode)
 
@@ -200,12 +189,5 @@ def _follow(reference: ReferenceModule) -> None:
     tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))
     reference.constants = {id(tensor): tensor for tensor in tensors if not tensor.requires_grad}
     for name, parameter in reference.trainable.items():
-        parameter.register_post_accumulate_grad_hook(_arrival(reference.arrivals, name))
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: reference.arrivals.update([name]))
     module.register_forward_hook(lambda _module, _inputs, output: reference.outputs.append(output))
-
-
-def _arrival(arrivals: dict[str, int], name: str) -> Any:
-    def hook(_parameter: torch.Tensor) -> None:
-        arrivals[name] = arrivals.get(name, 0) + 1
-
-    return hook

@@ -17,6 +17,7 @@ _MOST_ITEMS = 1 << 20
 _MOST_STATE = 1000  # items of a container that a step may change; a vocabulary is no state
 _MOST_ELEMENTS = 64  # of a tensor
 _DEEPEST = 4
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def note_program_data() -> None:
@@ -56,12 +57,7 @@ def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapp
     """The plain values in `value` as text that is equal for equal values, whatever order a set has."""
     if isinstance(value, bool):
         return {}  # "I am rank 0", most of the time
-    if isinstance(value, PLAIN):
-        return {name: repr(value)}
-    if isinstance(value, torch.Tensor):
-        text = _spelled_tensor(value)
-        return {name: text} if text else {}
-    if isinstance(value, list | tuple | dict | set | frozenset):
+    if isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)):
         text = _text(value, depth, most)
         return {name: text} if text else {}
     if depth < 1 and is_user_object(value) and not callable(value):
@@ -80,9 +76,10 @@ def _text(value: Any, depth: int, most: int) -> str:
     """A container of plain values spelled; empty where it holds anything else or too much."""
     if isinstance(value, PLAIN):
         return repr(value)
-    if isinstance(value, torch.Tensor):
-        return _spelled_tensor(value)
-    if depth > _DEEPEST or not isinstance(value, list | tuple | dict | set | frozenset) or len(value) > most:
+    if isinstance(value, torch.Tensor):  # a small one that is not trained
+        odd = value.requires_grad or value.is_nested or value.layout != torch.strided
+        return "" if odd or value.numel() > _MOST_ELEMENTS else f"tensor({value.tolist()})"
+    if depth > _DEEPEST or not isinstance(value, _CONTAINERS) or len(value) > most:
         return ""
     if isinstance(value, dict):
         items = [(_text(key, depth + 1, most), _text(item, depth + 1, most)) for key, item in value.items()]
@@ -94,10 +91,3 @@ def _text(value: Any, depth: int, most: int) -> str:
     if isinstance(value, set | frozenset):
         return "{" + ", ".join(sorted(parts)) + "}"
     return f"[{', '.join(parts)}]" if isinstance(value, list) else f"({', '.join(parts)})"
-
-
-def _spelled_tensor(tensor: torch.Tensor) -> str:
-    """The values of a small tensor that is not trained, else nothing."""
-    if tensor.requires_grad or tensor.is_nested or tensor.layout != torch.strided or tensor.numel() > _MOST_ELEMENTS:
-        return ""
-    return f"tensor({tensor.tolist()})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -46,7 +47,7 @@ class ReferenceModule:
     changed: dict[str, ParameterChange] = field(default_factory=dict)  # in `seen`, by forward passes
     created: dict[str, Location | None] = field(default_factory=dict)  # by a forward pass: DDP has not heard of them
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # of the graph of the step before, by identity
-    arrivals: dict[str, int] = field(default_factory=dict)  # how many gradients have come to each parameter
+    arrivals: Counter[str] = field(default_factory=Counter)  # how many gradients have come to each parameter
     outputs: list[Any] = field(default_factory=list)  # of its forward
 
 

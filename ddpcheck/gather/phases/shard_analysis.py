@@ -6,8 +6,9 @@ Runs in the single process, once, at the first step that differs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _analyse(
             exact: Gradients = torch.load(exact_file, map_location=own.device, weights_only=True)
             whole, _ = total_gradient(ShardRun(own, own.double, step), upcast(batch))
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
-            if set(found.rounded) >= _beyond(own, averaged):
+            if set(found.rounded) >= _beyond(own, averaged, own.step.gradients):
                 return found
     size = sum(gradient.numel() for gradient in own.step.gradients.values())
     if world_size * size > MOST_ELEMENTS:
@@ -97,11 +98,7 @@ def _analyse(
     except Exception as error:  # a model that runs neither in float64 nor a second time in its own dtype
         return replace(found, error=summary(error))
     if exactly:
-        as_shards = {
-            name: gradient
-            for name, gradient in compared.items()
-            if norm(gradient.double() - mean[name].double()) <= own.step.tolerance[name] * own.step.scale[name]
-        }
+        as_shards = {name: compared[name] for name in compared.keys() - _beyond(own, compared, mean)}
         rounded = _rounded(own, as_shards, seen.mean, seen.total)  # else float64 alone tells nothing of the ranks
         found = replace(found, rounded=(*found.rounded, *rounded), shard_rounding=_fit(mean, seen.mean).residual)
     if len(seen.whole) > 1:
@@ -140,11 +137,11 @@ def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: 
     return False, look_at_terms(own, batch, shards, step, exactly=False)
 
 
-def _beyond(own: SingleProcess, averaged: Gradients) -> set[str]:
-    """The gradients that differ from the global batch's by more than they may."""
+def _beyond(own: SingleProcess, averaged: Gradients, wanted: Gradients) -> set[str]:
+    """The gradients that differ by more than they may from the global batch's."""
     return {
         name
-        for name, want in own.step.gradients.items()
+        for name, want in wanted.items()
         if name in averaged
         and norm(averaged[name].double() - want.double()) > own.step.tolerance[name] * own.step.scale[name]
     }
@@ -158,7 +155,7 @@ def _rounded(own: SingleProcess, averaged: Gradients, exact: Gradients, whole: G
     `exact` is the ranks' average in float64, `whole` the gradient of the global batch.
     """
     found = []
-    for name in sorted(_beyond(own, averaged) & set(exact) & set(whole)):
+    for name in sorted(_beyond(own, averaged, own.step.gradients) & set(exact) & set(whole)):
         gap = norm(averaged[name].double() - own.step.gradients[name].double())
         if norm(exact[name] - whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.step.scale[name]):
             found.append(name)
@@ -174,17 +171,14 @@ def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> Coupling
     In float64 a coupling shows that is smaller than rounding in the model's own dtype.
     """
 
-    def run(module: nn.Module, part: Any) -> Callable[[], None]:
-        def forward() -> None:
-            own.rewind(module)
-            with constant_random_numbers(module):
-                compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
+    def run(module: nn.Module, part: Any) -> None:
+        own.rewind(module)
+        with constant_random_numbers(module):
+            compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
 
-        return forward
-
-    found = first_coupling(own.module, run(own.module, batch), run(own.module, shard))
+    found = first_coupling(own.module, partial(run, own.module, batch), partial(run, own.module, shard))
     if found.module is None and own.double is not None:
-        whole, part = run(own.double, upcast(batch)), run(own.double, upcast(shard))
+        whole, part = partial(run, own.double, upcast(batch)), partial(run, own.double, upcast(shard))
         exact = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
         found = exact if found == Coupling() or exact.module is not None else found
     return found

@@ -159,7 +159,7 @@ class Terms:
 def look_at_terms(
     own: SingleProcess, batch: Any, shards: Sequence[Any], step: int, *, exactly: bool, frozen: Sequence[str] = ()
 ) -> Terms:
-    """Each term of the loss on the global batch and on the shards: `exactly` is in float64, `frozen` are in eval mode."""
+    """Each term of the loss on the global batch and on the shards: `exactly` in float64, `frozen` in eval mode."""
     module = own.double if exactly and own.double is not None else own.module
     if exactly:
         batch, shards = upcast(batch), [upcast(shard) for shard in shards]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -104,32 +104,30 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _remember(part, unbindable, depth + 1, seen)
     elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
-        yield from _of_container(value, put, depth, seen)
+        if len(value) > _MOST_ITEMS:
+            return
+        items = copy.copy(value)
+
+        def undo_items() -> None:
+            put(value)
+            refill(value, items)
+
+        yield undo_items
+        for item in list(value.values() if isinstance(value, dict) else value):
+            if not isinstance(item, PLAIN):
+                yield from _remember(item, unbindable, depth + 1, seen)
     elif isinstance(value, type | ModuleType) or is_user_object(value):
-        yield from _of_holder(value, put, depth, seen)
+        yield from _of_holder(value, depth, seen)
 
 
-def _of_container(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
-    if len(value) > _MOST_ITEMS:
-        return
-    saved = copy.copy(value)
-
-    def undo() -> None:
-        put(value)
-        refill(value, saved)
-
-    yield undo
-    for item in list(value.values() if isinstance(value, dict) else value):
-        if not isinstance(item, PLAIN):
-            yield from _remember(item, unbindable, depth + 1, seen)
-
-
-def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
+def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
     """A class, a module or an object of the user's: its attributes."""
+    bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
     if isinstance(holder, type | ModuleType):
         if not is_user_namespace(holder):
             return
     else:
+        bind = vars(holder).__setitem__  # past a `__setattr__` of the user's
         yield from _remember(type(holder), unbindable, depth + 1, seen)
     yield _forget_new_numbers(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
@@ -137,7 +135,7 @@ def _of_holder(holder: Any, put: Callable[[Any], None], depth: int, seen: set[in
             name.startswith("__") and not isinstance(value, FunctionType)
         ):
             continue
-        yield from _remember(value, _binder(holder, name), depth + 1, seen)
+        yield from _remember(value, functools.partial(bind, name), depth + 1, seen)
 
 
 def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
@@ -149,10 +147,3 @@ def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object
             remove(name)
 
     return undo
-
-
-def _binder(holder: Any, name: str) -> Callable[[Any], None]:
-    if isinstance(holder, type | ModuleType):
-        return functools.partial(setattr, holder, name)
-    attributes: MutableMapping[str, Any] = vars(holder)
-    return functools.partial(attributes.__setitem__, name)

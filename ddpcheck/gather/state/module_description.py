@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,12 +20,8 @@ _MASK = (1 << 64) - 1
 
 def describe(module: nn.Module) -> ModuleDescription:
     """Describe everything about `module` that DDP takes to be the same on every rank."""
-    parameters = [(name, p) for name, p in module.named_parameters() if not isinstance(p, _LAZY)]
-    return ModuleDescription(
-        parameters=tuple(_record(name, parameter) for name, parameter in parameters),
-        buffers=tuple(
-            _record(name, buffer) for name, buffer in module.named_buffers() if not isinstance(buffer, _LAZY)
-        ),
+    return replace(
+        layout_of(module),
         ties=tuple(sorted(names for names in all_names(module).values() if len(names) > 1)),
         modules=tuple(
             (name, type(submodule).__qualname__, _options(submodule), submodule.training)

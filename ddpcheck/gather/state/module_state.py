@@ -33,33 +33,29 @@ class ModuleState:
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
         own = dict(_registered(module))
-        if self.held:  # a search through the whole module
-            own |= {f"held {name}": tensor for name, tensor in _held(module)}
+        held = dict(_held(module)) if self.held else {}  # a search through the whole module
         with torch.no_grad():
-            for name, saved in (*self.tensors.items(), *((f"held {name}", t) for name, t in self.held.items())):
-                target = own.get(name)
-                if target is not None and target.shape == saved.shape:
-                    with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
-                        target.detach().copy_(saved)
+            for targets, source in ((own, self.tensors), (held, self.held)):
+                for name, saved in source.items():
+                    if name in targets and targets[name].shape == saved.shape:
+                        with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
+                            targets[name].detach().copy_(saved)
 
 
 def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
     """A copy of the state of `module`; the tensors of `into`, an earlier one, are used again where they fit."""
     old = into.tensors if into is not None else {}
-    return ModuleState(
-        tensors={name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)},
-        held={name: tensor.detach().clone() for name, tensor in _held(module)},
-        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
-    )
+    return _captured(module, {name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)})
 
 
 def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
     """The state that a forward pass may change: unregistered tensors, plain attributes, and buffers where asked."""
-    return ModuleState(
-        tensors={name: buffer.detach().clone() for name, buffer in module.named_buffers()} if buffers else {},
-        held={name: tensor.detach().clone() for name, tensor in _held(module)},
-        plain=[_plain(vars(submodule), 0) for submodule in module.modules()],
-    )
+    return _captured(module, {name: b.detach().clone() for name, b in module.named_buffers()} if buffers else {})
+
+
+def _captured(module: nn.Module, tensors: dict[str, torch.Tensor]) -> ModuleState:
+    held = {name: tensor.detach().clone() for name, tensor in _held(module)}
+    return ModuleState(tensors, held, [_plain(vars(submodule), 0) for submodule in module.modules()])
 
 
 def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:

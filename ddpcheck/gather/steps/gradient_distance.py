@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -85,19 +86,17 @@ def difference(
     name: str, got: torch.Tensor | None, want: torch.Tensor | None, *, scale: float, tolerance: float
 ) -> Difference:
     """How `got` differs from `want`; a gradient that is None counts as zeros."""
+
+    def relative(size: float) -> float:
+        return _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
+
     if got is None or want is None:
         there = got if got is not None else want
         size = norm(there) if there is not None else 0.0
-        error = _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
-        return Difference(
-            name,
-            error,
-            tolerance,
-            residual=error,
-            elements=0 if there is None else there.numel(),
-            absolute_error=_finite(size),
-            reference_norm=0.0 if want is None else _finite(size),
-        )
+        found = Difference(name, relative(size), tolerance, absolute_error=_finite(size))
+        known = 0.0 if want is None else _finite(size)
+        elements = 0 if there is None else there.numel()
+        return replace(found, residual=found.error, elements=elements, reference_norm=known)
     got, want = dense(got), dense(want).to(got.device)
     if got.shape != want.shape:
         return Difference(
@@ -107,12 +106,12 @@ def difference(
     delta = float(torch.linalg.vector_norm(_subtract(got, want), dtype=wide))
     if delta <= math.sqrt(max(want.numel(), 1)) * _STEPS_AT_ZERO * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
-    error = _finite(delta / scale) if scale else (0.0 if delta == 0.0 else _LARGEST)
     size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
-    if error <= tolerance:
-        return Difference(
-            name, error, tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
-        )
+    found = Difference(
+        name, relative(delta), tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
+    )
+    if found.error <= tolerance:
+        return found
     left = torch.view_as_real(got.to(wide)) if wide.is_complex else got.to(wide)
     right = torch.view_as_real(want.to(wide)) if wide.is_complex else want.to(wide)
     power = float((right * right).sum())
@@ -121,19 +120,14 @@ def difference(
     gap = (left - right).abs()
     flat = int(gap.reshape(-1).nan_to_num(nan=math.inf).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), gap.shape))
-    return Difference(
-        name,
-        error,
-        tolerance,
+    return replace(
+        found,
         ratio=_finite(ratio),
         residual=residual,
-        elements=want.numel(),
         elements_beyond=int((gap > tolerance * scale / math.sqrt(max(gap.numel(), 1))).sum()),
         worst_index=index,
         worst_got=_finite(float(left.reshape(-1)[flat])),
         worst_want=_finite(float(right.reshape(-1)[flat])),
-        absolute_error=_finite(delta),
-        reference_norm=size,
     )
 
 
@@ -158,13 +152,11 @@ def against_average(
         lossy: What a communication hook loses; 0 where there is none.
         floor: Of the scale, where there is one: a gradient that is nothing but rounding is rounded away with impunity.
     """
-    if got is None and want is None:
+    if got is None and (want is None or not bool(want.count_nonzero())):
         return Difference(name, 0.0, 0.0)
-    if got is None and want is not None and not bool(want.count_nonzero()):
-        return Difference(name, 0.0, 0.0)
-    if want is None and got is not None:
-        want = torch.zeros_like(got)  # under find_unused_parameters, what no rank used may come back as zeros
-    assert want is not None
+    if want is None:  # under find_unused_parameters, what no rank used may come back as zeros
+        assert got is not None
+        want = torch.zeros_like(got)
     tolerance = (8 + world_size) * max(eps_of(want.dtype), lossy)
     return difference(name, got, want, scale=max(scale or norm(want), floor), tolerance=tolerance)
 
