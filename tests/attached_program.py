@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from ddpcheck.cli import main
-from ddpcheck.worlds.launchers import require
+from ddpcheck.worlds.launchers.detection import require
 
 
 def run(arguments: list[str]) -> tuple[int, str, str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.errors import RankError
+from ddpcheck.testing.launched_ranks import LaunchedWorld
 from ddpcheck.worlds import rank as ranks
-from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, require
+from ddpcheck.worlds.launchers.detection import require
+from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.validation import WorldOptions
 
 FOLDER = Path(sys.argv[1])
@@ -104,16 +107,16 @@ def unpicklable() -> Any:
 
 
 def save_attachment() -> None:
-    mine = ranks.current()
-    (mine.directory / f"rank{mine.rank}.attachment").write_bytes(b"of %d" % mine.rank)
+    ranks.save_attachment(b"of %d" % ranks.current().rank)
 
 
 def big() -> bytes:
     return b"%d" % ranks.current().rank * (9 << 20)
 
 
-def world_of(session: RankGroup, **options: Any) -> LaunchedWorld:
-    return LaunchedWorld(session, WorldOptions(**{"world_size": session.world_size, **options}))
+def world_of(session: RankGroup, **options: Any) -> contextlib.closing[LaunchedWorld]:
+    world = LaunchedWorld(session, WorldOptions(**{"world_size": session.world_size, **options}))
+    return contextlib.closing(world)
 
 
 class Program:
@@ -194,8 +197,8 @@ class Program:
         self.end("skipped run")
         session.begin("other run")
         try:
-            with world_of(session) as world:
-                world.run(all_reduced if session.rank else context_and_environment)
+            with world_of(session, timeout=10 + session.rank) as world:
+                world.run(context_and_environment)
         except RankError as error:
             self.write("other run", str(error))
         self.end("other run")

@@ -23,9 +23,10 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck import World
+from ddpcheck.cli.launched import ending, explain_exit
 from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
-from ddpcheck.worlds.launchers import BY_HAND, Ending, LauncherEnv, explain_exit
 from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.leader import Place, places
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import ProcessContext
@@ -409,10 +410,10 @@ def test_a_file_that_was_left_behind_misleads_nobody_and_strangers_are_not_let_i
                 fooled.sendall(b"f" * 32)  # it does not know the other half of the secret
         leading = pool.submit(gather, ALONE, 30.0)
         sock, welcome = joining.result()
-        _, (joined,) = leading.result()
-        assert joined.hello.rank == 1 and welcome.shared and not file.exists()
+        _, ((theirs, hello, _),) = leading.result()
+        assert hello.launch.rank == 1 and welcome.shared and not file.exists()
         sock.close()
-        joined.sock.close()
+        theirs.close()
 
         leading = pool.submit(gather, replace(ALONE, world_size=3, local_world_size=3), 0.5)
         while not (port := loopback.look_up(file)[0]):
@@ -443,7 +444,8 @@ def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
         environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         around = ProcessContext(environment, frozenset(), "", (), ())
         local = machines[:rank].count(machine)
-        hellos.append(Hello(rank, len(machines), machine, local, None, "", around, 0.0))
+        launch = LauncherEnv("torchrun", rank, len(machines), local, None, "", "", 0)
+        hellos.append(Hello(launch, machine, "", around, 0.0))
     assert places(hellos) == [Place(*each) for each in expected]
 
 
@@ -476,12 +478,12 @@ def test_torchrun_is_told_what_an_exit_code_means_unless_it_is_0(
 def test_sigterm_leaves_time_to_say_what_has_happened() -> None:
     before = signal.getsignal(signal.SIGTERM)
     launch = LauncherEnv(BY_HAND, 0, 2, 0, None, "", "", 0)
-    with Ending(launch, 60.0):
+    with ending(launch, 60.0):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
     assert signal.getsignal(signal.SIGTERM) == before
     begun = time.monotonic()
-    with pytest.raises(SystemExit), Ending(launch, 0.1):
+    with pytest.raises(SystemExit), ending(launch, 0.1):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
     assert time.monotonic() - begun < 20

@@ -134,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, as all errors of ddpcheck are."""
 
     def error(self, message: str) -> NoReturn:
-        from ddpcheck.worlds.launchers import BY_HAND, detect
+        from ddpcheck.worlds.launchers.detection import BY_HAND, detect
 
         launch = detect()
         if launch is not None and launch.rank and launch.launcher != BY_HAND:

@@ -6,8 +6,14 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import math
+import os
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ddpcheck.cli.output import complain
@@ -16,12 +22,13 @@ from ddpcheck.report.settings import load_settings
 
 if TYPE_CHECKING:
     from ddpcheck.harness import RankHosts
-    from ddpcheck.worlds.launchers import LauncherEnv
+    from ddpcheck.worlds.launchers.detection import LauncherEnv
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 _LAST_WORDS = 2.0  # seconds that rank 0 has for a report after SIGTERM; the others wait a little longer for it
 _WITHOUT_LEADER = 3.0
+_LOOK = 0.25  # seconds between looks at the launcher
 
 
 def on_launched_ranks(
@@ -35,10 +42,10 @@ def on_launched_ranks(
             return run(arguments, None)
         if launch.rank:
             return _follow(launch)
-        from ddpcheck.worlds.launchers import Ending, Leader, explain_exit
+        from ddpcheck.worlds.launchers.leader import Leader
 
         code, sentence = EXIT_USAGE, ""
-        with Ending(launch, _LAST_WORDS), Leader(launch) as hosts:
+        with ending(launch, _LAST_WORDS), contextlib.closing(Leader(launch)) as hosts:
             try:
                 code = run(arguments, hosts)
                 sentence = "ddpcheck has not crashed: this is what it says of the target, in the report"
@@ -60,17 +67,17 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
         launcher = "auto"  # rank 0 will say what is wrong
     if launcher == "off":
         return None
-    from ddpcheck.worlds.launchers import detect, require
+    from ddpcheck.worlds.launchers.detection import detect, require
 
     return require() if launcher == "on" else detect()
 
 
 def _follow(launch: LauncherEnv) -> int:
     """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
-    from ddpcheck.worlds.launchers import Ending, follow
+    from ddpcheck.worlds.launchers.follower import follow
 
     try:
-        with Ending(launch, _WITHOUT_LEADER):
+        with ending(launch, _WITHOUT_LEADER):
             if follow(launch):
                 return EXIT_CLEAN
     except KeyboardInterrupt:
@@ -78,3 +85,48 @@ def _follow(launch: LauncherEnv) -> int:
     if launch.rank == 1:  # one is enough
         complain("rank 0 was lost before it could write the report; its launcher knows how")
     return EXIT_TARGET
+
+
+@contextlib.contextmanager
+def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
+    """End this process some seconds after SIGTERM, and at once when its launcher is gone; both raise `SystemExit`.
+
+    A launcher that finds one rank dead ends the others in the same moment: that time is for saying what happened. A
+    launch by hand has no launcher to watch: a shell may well end before what it has started.
+    """
+    from ddpcheck.worlds.launchers.detection import BY_HAND
+
+    parent, over, due = os.getppid(), threading.Event(), math.inf
+
+    def asked(number: int, _: object) -> None:
+        nonlocal due
+        if due < math.inf:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing shall keep us from cleaning up
+            raise SystemExit(128 + number)
+        due = time.monotonic() + seconds
+
+    def watch() -> None:
+        nonlocal due
+        while not over.wait(_LOOK):
+            if time.monotonic() > due or (launch.launcher != BY_HAND and os.getppid() != parent):
+                due = 0.0
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    before = signal.signal(signal.SIGTERM, asked)
+    threading.Thread(target=watch, name="ddpcheck-ending", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+
+
+def explain_exit(code: int, sentence: str) -> None:
+    """Tell torchrun what an exit code means, for the page that it prints about a process that has "failed"."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or code == 0 or os.path.exists(path):
+        return
+    told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": sentence, "extraInfo": told}}, file)

@@ -13,22 +13,26 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from ddpcheck.findings.errors import RankError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.harness import Watch
 from ddpcheck.testing.leases import Lent, Ranks
 from ddpcheck.testing.rank_context import RngStates
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import validation, wire
-from ddpcheck.worlds.launchers import LaunchedWorld, RankGroup, detect, require
+from ddpcheck.worlds.launchers.detection import detect, require
+from ddpcheck.worlds.launchers.group_run import Run, results_of
+from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.preloading import import_named
-from ddpcheck.worlds.rank_setup import seed
+from ddpcheck.worlds.rank_setup import choose_device, seed
 from ddpcheck.worlds.validation import WorldOptions
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
@@ -82,11 +86,11 @@ class JoinedRanks(Ranks):
             raise UsageError(f"process_group=False is not possible on ranks that {launch.launcher} started.")
         # These ranks live on in any case, and their liveness is watched without a callback.
         asked = {name: value for name, value in options.items() if name not in ("reuse", "watch", "hash_seeds")}
-        return JoinedWorld(self._launched, self._capture, WorldOptions(**{"startup_timeout": STARTUP, **asked}))
+        return LaunchedWorld(self._launched, WorldOptions(**{"startup_timeout": STARTUP, **asked}), self._capture)
 
     def release(self, world: Lent, *, broken: bool) -> None:
         """A test is done with its world."""
-        assert isinstance(world, JoinedWorld)
+        assert isinstance(world, LaunchedWorld)
         world.close()
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
@@ -113,36 +117,85 @@ def _travelling(succeeded: bool, value: Any) -> bytes:
     return data
 
 
-class JoinedWorld(LaunchedWorld):
-    """The first ranks of a launched session, for code of a test, whose output is kept and whose changes are undone."""
+class LaunchedWorld:
+    """The first ranks of a session, with a process group of their own for each run.
 
-    def __init__(self, launched: RankGroup, capture: Any, options: WorldOptions) -> None:
-        """Take them; `capture` is pytest's capture manager, `None` where output is not captured."""
-        super().__init__(launched, options)
+    Every rank of the session makes it, runs and closes it at the same points, those that take no part too: they only
+    learn what comes of it. Unlike the ranks of a `World`, these live on after a failure, and the next run works.
+
+    Attributes:
+        world_size: How many ranks take part.
+        failed: Whether the last run failed.
+    """
+
+    def __init__(self, session: RankGroup, options: WorldOptions, capture: Any = None) -> None:
+        """Take the first ranks of a session.
+
+        Args:
+            session: This process's.
+            options: Of a `World`; those that say how ranks start mean nothing here. On `cuda`, a rank gets the GPU of
+                its number on its machine.
+            capture: Pytest's capture manager; `None` where output is not captured.
+
+        Raises:
+            UsageError: There are not so many ranks.
+        """
+        launch, size = session.launch, options.world_size
+        if size > session.world_size:
+            raise UsageError(
+                f"world_size={size}, but {launch.launcher} has started {session.world_size} ranks; "
+                "start more, or run this without a launcher."
+            )
+        self.world_size = size
+        self.failed = False
+        self._session = session
         self._options = options
         self._capture = capture
+        self._directory = session.directory / session.name_world()  # the same for the ranks of one machine
+        self._context: this_rank.RankContext | None = None
+        if session.rank < size:
+            local_size = min(launch.local_world_size or size, size)
+            device, shared = choose_device(options.device, options.backend, session.local_rank, local_size)
+            self._context = this_rank.RankContext(session.rank, size, options.backend, device, self._directory, shared)
+        self._state: dict[str, Any] = {}
+        self._attachments: dict[int, bytes] = {}
         self._printed: dict[int, str] = {}
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call rank 0's function with rank 0's arguments on every rank, and return all results.
 
         Raises:
             RankError: When a rank fails; in the same words on every rank.
-            HangError: When a rank does not finish in time.
+            HangError: When a rank does not finish, or does not come, in time.
             UsageError: When something cannot be sent to the ranks.
         """
-        payload = validation.pack_task(fn, args, kwargs)
-        mine = payload if self.session.rank == 0 else b""
-        payload = self.session.gather("a run", mine, timeout=self.startup_timeout)[0]
+        if timeout is not None:
+            validation.check_seconds("timeout", timeout)
+        if threading.current_thread() is not threading.main_thread():
+            raise DdpcheckError("On the ranks of a launcher, run() must be called in the main thread.")
+        session, options = self._session, self._options
+        seconds = options.timeout if timeout is None else timeout
+        payload = validation.pack_task(fn, args, {})
+        self.failed = True
+        here = f"run({self.world_size}, {options.backend}, {options.device}, {seconds:g}) of {self._directory.name}"
+        mine = pickle.dumps((here, payload if session.rank == 0 else b""))
+        told = [pickle.loads(data) for data in session.gather("a run", mine, timeout=options.startup_timeout)]
+        session.check_in_step([at for at, _ in told])
+        payload = told[0][1]
+        self._directory.mkdir(exist_ok=True)
         self._attachments = {}
-        try:
-            with _process_restored(), _environment(self._options.env or {}):
-                return super().run(self._call, payload, timeout=timeout)
-        finally:
-            for rank, data in self._attachments.items():
-                if data:
-                    self._attachments[rank], printed = pickle.loads(data)
-                    self._printed[rank] = self._printed.get(rank, "") + printed
+        run = Run(session, self._context, self.world_size, seconds)
+        with _process_restored(), _environment(options.env or {}), _state(self._state):
+            outcomes = run.perform(lambda: self._call(payload))
+        for rank, outcome in outcomes.items():
+            if outcome.attachment:
+                self._attachments[rank], printed = pickle.loads(outcome.attachment)
+                self._printed[rank] = self._printed.get(rank, "") + printed
+            if outcome.lost:
+                session.mark_broken(f"rank {rank} is stuck, and could not be freed.")
+        results = results_of(outcomes, seconds)
+        self.failed = False
+        return results
 
     @for_target
     def _call(self, payload: bytes) -> Any:
@@ -155,9 +208,17 @@ class JoinedWorld(LaunchedWorld):
             function, args, kwargs = this_rank.unpacked_task(payload)
             return function(*args, **kwargs)
 
+    def attachment(self, rank: int) -> bytes:
+        """The bytes that a rank has saved with `ddpcheck.rank.save_attachment` in the last run."""
+        return self._attachments.get(rank, b"")
+
     def output(self, rank: int) -> str:
         """Return what a rank has printed in all runs."""
         return self._printed.get(rank, "")
+
+    def close(self) -> None:
+        """Let go of the ranks; the scratch directory is removed once all have done so."""
+        self._session.clean_up_later(lambda: shutil.rmtree(self._directory, ignore_errors=True))
 
 
 # --- Changes that the code of a test makes to a process that lives on ------------------------------------------------
@@ -195,6 +256,21 @@ def _set_debug_level() -> None:
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
+
+
+@contextlib.contextmanager
+def _state(values: dict[str, Any]) -> Iterator[None]:
+    """Give `rank.state` the values of one world, and keep them for its next run."""
+    before = dict(this_rank.state)
+    this_rank.state.clear()
+    this_rank.state.update(values)
+    try:
+        yield
+    finally:
+        values.clear()
+        values.update(this_rank.state)
+        this_rank.state.clear()
+        this_rank.state.update(before)
 
 
 @contextlib.contextmanager

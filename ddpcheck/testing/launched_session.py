@@ -27,7 +27,8 @@ from ddpcheck.testing.outcome import as_pytest_shows, judge, to_raise
 from ddpcheck.testing.rank_context import RankArtifacts, add_coverage
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.worlds import failures, wire
-from ddpcheck.worlds.launchers import LauncherEnv, RankGroup, detect
+from ddpcheck.worlds.launchers.detection import LauncherEnv, detect
+from ddpcheck.worlds.launchers.rank_group import RankGroup
 
 Phase = Literal["setup", "call", "teardown"]
 _SHOWN = pytest.StashKey[tuple[str, Any]]()
@@ -271,7 +272,7 @@ class InStep:
         speaks = launched is None or session is None
         if launched is not None and session is not None:
             launched.leave(timeout=PATIENCE)
-            gone = set(launched.gone)
+            gone = set(launched.watch.gone)
             if launched.rank and 0 in gone:
                 speaks = min(set(range(launched.world_size)) - gone) == launched.rank
             elif session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:

@@ -26,7 +26,6 @@ _POLL = 0.01  # where one has to ask whether a rank has ended
 _DEATH = 2.0
 _DUMP = 1.5  # for a stack to be written; the leader waits a little longer
 _STUCK = 60.0  # seconds without the leader reading what it is told
-_GROW = ("out", "log")  # files that are only added to
 
 
 def follow(launch: LauncherEnv, *, timeout: float = PATIENCE) -> bool:
@@ -130,8 +129,7 @@ class _Hosted:
         self._rank = rank
         self._directory = Path(directory)
         self._shared = follower.welcome.shared
-        self._lengths: dict[str, int] = {}  # of each file that grows, how much the leader has
-        self._whole: dict[str, bytes] = {}  # of each other file, what the leader has
+        self._sent: dict[str, bytes] = {}  # of each file, what the leader has
         self._backlog = bytearray()
         self._inbox = wire.Inbox()
         self._said_all = self._exited = False
@@ -180,6 +178,7 @@ class _Hosted:
         deadline = time.monotonic() + _DUMP
         while time.monotonic() < deadline and (not (size := _size(stack)) or size != self._steady(stack)):
             pass
+        self._sent.pop(stack.name, None)  # the leader has emptied its own
         self._show(stack.name)
 
     def _steady(self, file: Path) -> int:
@@ -211,21 +210,9 @@ class _Hosted:
     def _hand_on(self) -> None:
         if self._said_all:
             return
-        if self._shared:
-            alive, data = True, bytearray()
-            try:
-                while chunk := self._sock.recv(1 << 18):
-                    data += chunk
-                alive = False
-            except (BlockingIOError, InterruptedError):
-                pass
-            except OSError:
-                alive = False
-        else:
-            messages, alive = self._inbox.drain(self._sock)
-            data = bytearray().join(wire.pack(self._in_time(message)) for message in messages)
-        if data:
-            self._follower.tell("bytes", self._number, bytes(data))
+        messages, alive = self._inbox.drain(self._sock)
+        if messages:
+            self._follower.tell("bytes", self._number, b"".join(wire.pack(self._in_time(one)) for one in messages))
         if not alive:
             self._said_all = True
             self._follower.selector.unregister(self._sock)
@@ -251,15 +238,11 @@ class _Hosted:
             data = (self._directory / name).read_bytes()
         except OSError:
             return
-        offset = 0
-        if name.endswith(_GROW):
-            offset, self._lengths[name] = self._lengths.get(name, 0), len(data)
-            new = data[offset:]
-        else:
-            new = b"" if self._whole.get(name) == data else data
-            self._whole[name] = data
-        if new:
-            self._follower.tell("file", self._number, name, offset, new)
+        before = self._sent.get(name, b"")
+        offset = len(before) if data.startswith(before) else 0
+        if data != before:
+            self._sent[name] = data
+            self._follower.tell("file", self._number, name, offset, data[offset:])
 
     # --- The end -----------------------------------------------------------------------------------------------------
 
@@ -270,11 +253,9 @@ class _Hosted:
             deadline = time.monotonic() + _DEATH
             while time.monotonic() < deadline and not any(event[0] == "exit" for event in self.launch.events()):
                 time.sleep(_POLL)
-        with contextlib.suppress(KeyError, ValueError):
-            self._follower.selector.unregister(self._sock)
-        if self.launch.channel is not None:
+        for channel in filter(None, (self._sock, self.launch.channel)):
             with contextlib.suppress(KeyError, ValueError):
-                self._follower.selector.unregister(self.launch.channel)
+                self._follower.selector.unregister(channel)
         self._sock.close()
         self.launch.close()
         if not self._shared:

@@ -12,15 +12,16 @@ import contextlib
 import math
 import os
 import pickle
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
+from ddpcheck.findings.wording import format_ranks
+from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers.interrupt import (
     Interrupted,
@@ -31,11 +32,13 @@ from ddpcheck.worlds.launchers.interrupt import (
     open_sockets,
 )
 from ddpcheck.worlds.launchers.rank_group import RankGroup
+from ddpcheck.worlds.launchers.store import StoreGoneError
 
-GRACE = 0.3  # seconds after the first failure, for others to fail for reasons of their own
+_GRACE = 0.3  # seconds after the first failure, for others to fail for reasons of their own
 _GIVE_UP = 10.0  # seconds that a rank may take to be freed
 _AGAIN = 0.5  # between attempts to free it
-_BETWEEN = 1e-3  # from one failure to the next, in units of `RankFailure.when`
+_BETWEEN = 1e-3  # from one failure to the next, in units of `RankFailure.when`: closer than what is at the same time
+_AFTERWARDS = 1e6  # for `RankFailure.when`: ranks that are stuck are so after whatever has happened
 _LATE = b"late"
 
 
@@ -44,33 +47,27 @@ class RankOutcome:
     """The outcome of a run on one rank.
 
     Attributes:
-        kind: `result`, `failure`, `stuck`, `gone` (its process has ended) or `lost` (it could not be freed).
-        order: When it arrived, counted from 1.
-        data: A packed result.
-        reply: What `rank.describe` says of a failure.
-        stack: Of a stuck rank, as `faulthandler` writes it.
-        place: Where it was in its own words.
-        collective: That it waits in, where it is known.
-        reason: The end of its process, in words.
-        code: The exit code of its process, where it is known.
+        result: Packed, where there is one.
+        reply: What `rank.describe` says of an exception.
+        when: For `RankFailure.when`, where there is a reply.
+        failure: How else it failed.
+        lost: Whether it could not be freed.
         attachment: What it left for the parent.
     """
 
-    kind: str
-    order: int = 0
-    data: bytes = b""
-    reply: Mapping[str, Any] | None = None
-    stack: str = ""
-    place: str = ""
-    collective: str = ""
-    reason: str = ""
-    code: int | None = None
+    result: bytes | None = None
+    reply: dict[str, Any] | None = None
+    when: float = 0.0
+    failure: RankFailure | None = None
+    lost: bool = False
     attachment: bytes = b""
 
-    @property
-    def when(self) -> float:
-        """For `RankFailure.when`: closer than what counts as at the same time."""
-        return self.order * _BETWEEN
+    def failed(self, rank: int) -> RankFailure | None:
+        """The failure of the rank, if it is one."""
+        if self.reply is None:
+            return self.failure
+        failure = failures.raised(rank, self.reply)
+        return replace(failure, when=self.when, place=self.reply["place"], collective=self.reply["collective"])
 
 
 class Run:
@@ -87,7 +84,7 @@ class Run:
         self._interruption = Interruption()
         self._inside = False
         self._free_at: float | None = None
-        self._stuck: RankOutcome | None = None
+        self._stuck: RankFailure | None = None
         self._next_attempt = 0.0
         self._sockets = open_sockets()
         self._deadline = time.monotonic() + timeout
@@ -98,65 +95,86 @@ class Run:
 
     # --- This rank's part ----------------------------------------------------------------------------------------
 
-    def perform(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def perform(self, fn: Callable[[], Any]) -> dict[int, RankOutcome]:
         """Call the function in a process group of its own, and write what comes of it; wait for the other ranks.
 
+        Returns:
+            The outcome on each rank; every rank reads the same. Where the store has ended with the rank that kept it,
+            those that are known.
+
         Raises:
+            RankError: The store has ended, and nothing is known.
             KeyboardInterrupt: Once the others know.
         """
         interrupt = None
-        with self._session.attended(self._check):
-            if self._context is not None:
-                with contextlib.ExitStack() as undo:
+        try:
+            with self._session.attended(self._check), contextlib.ExitStack() as undo:
+                if self._context is not None:
                     undo.callback(self._end_group)  # not before all outcomes are there: the end of a group is felt
                     try:
-                        outcome, interrupt = self._attempt(fn, args, kwargs, self._context)
+                        outcome, interrupt = self._attempt(fn, self._context)
                     except OSError as error:  # no room for our own files: nobody shall wait for us
-                        outcome = RankOutcome("failure", self._order(), reply=ranks.describe(error))
+                        outcome = RankOutcome(reply=ranks.describe(error), when=self._now())
                     self._claim(self._context.rank, outcome)
-                    if outcome.kind != "result":
+                    if outcome.result is None:
                         self._store.put(f"{self._name}/failed", b"failed")
-                    self._await_all()
-            else:
                 self._await_all()
-        if interrupt is not None:
-            raise interrupt
+            if interrupt is not None:
+                raise interrupt
+            return {rank: pickle.loads(self._store.claimed(self._out(rank))) for rank in self._members}
+        except StoreGoneError as error:
+            lost = self._session.lost_store(error)
+            if not any(rank in self._session.watch.gone for rank in self._members):
+                raise lost from None
+            return {rank: self._gone(rank, _BETWEEN) for rank in self._members if rank in self._session.watch.gone}
 
     def _attempt(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], context: ranks.RankContext
+        self, fn: Callable[[], Any], context: ranks.RankContext
     ) -> tuple[RankOutcome, KeyboardInterrupt | None]:
-        interrupt, reply, data = None, None, b""
+        interrupt, reply, data, when = None, None, b"", 0.0
         own = os.getpid()
-        with _environment(context, self._session), ranks.acting_as_rank(context):
+        os.environ.update(self._variables(context))
+        with ranks.acting_as_rank(context):
             try:
                 with self._interruption.allowed():
                     self._inside = True
                     ranks.set_status("starting up")
                     self._begin_group(context)
                     ranks.set_status("")
-                    result = fn(*args, **kwargs)
+                    result = fn()
                     self._inside = False
                 data = ranks.packed_result(result)
             except Interrupted:
                 pass
             except BaseException as error:  # pytest.skip and sys.exit are no Exceptions
                 self._inside = False
-                order = self._order()  # before the description, which takes time
+                when = self._now()  # before the description, which takes time
                 reply = ranks.describe(error)
                 interrupt = error if isinstance(error, KeyboardInterrupt) else None
             finally:
-                if (
-                    os.getpid() != own
-                ):  # a process that the user's code has forked, and that does not speak for the rank
+                if os.getpid() != own:  # the user's code has forked a process, which does not speak for the rank
                     os._exit(0)
                 self._inside = False
         attachment = _read(context.directory / f"rank{context.rank}.attachment")
         # What it raises once it was found stuck is due to its being freed, or to another that was: gloo says the same.
         if self._stuck is not None and (self._freeing or reply is not None) and interrupt is None:
-            return replace(self._stuck, attachment=attachment), None
+            return RankOutcome(failure=self._stuck, attachment=attachment), None
         if reply is not None:
-            return RankOutcome("failure", order, reply=reply, attachment=attachment), interrupt
-        return RankOutcome("result", data=data, attachment=attachment), None
+            return RankOutcome(reply=reply, when=when, attachment=attachment), interrupt
+        return RankOutcome(data, attachment=attachment), None
+
+    def _variables(self, context: ranks.RankContext) -> dict[str, str]:
+        """The environment variables of a rank, and gloo's network interface."""
+        session, size = self._session, context.world_size
+        values = {
+            "RANK": str(context.rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(session.local_rank),
+            "LOCAL_WORLD_SIZE": str(min(session.launch.local_world_size or size, size)),
+        }
+        if session.interface:
+            values["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", session.interface)
+        return values
 
     def _begin_group(self, context: ranks.RankContext) -> None:
         import torch.distributed as dist
@@ -169,7 +187,7 @@ class Run:
             )
         # A connection of its own, so that a rendezvous with a rank that died can be ended like a collective.
         store = PrefixStore(f"{self._store.prefix}/{self._name}", self._store.reopen())
-        seconds = self._timeout + GRACE + _GIVE_UP / 2  # for what nothing else frees: a receive from any rank
+        seconds = self._timeout + _GRACE + _GIVE_UP / 2  # for what nothing else frees: a receive from any rank
         dist.init_process_group(
             context.backend,
             store=store,
@@ -190,8 +208,9 @@ class Run:
 
     # --- Outcomes ------------------------------------------------------------------------------------------------
 
-    def _order(self) -> int:
-        return self._store.next(f"{self._name}/order")
+    def _now(self) -> float:
+        """For `RankFailure.when`: the order of arrival at the store."""
+        return self._store.next(f"{self._name}/order") * _BETWEEN
 
     def _claim(self, rank: int, outcome: RankOutcome) -> None:
         self._store.claim(self._out(rank), pickle.dumps(outcome))
@@ -199,11 +218,10 @@ class Run:
     def _await_all(self) -> None:
         def claim_for_others(missing: list[int]) -> None:
             for rank in missing:
-                if rank in self._session.gone:
-                    reason, code = self._session.gone[rank]
-                    self._claim(rank, RankOutcome("gone", self._order(), reason=reason, code=code))
+                if rank in self._session.watch.gone:
+                    self._claim(rank, self._gone(rank, self._now()))
                 elif time.monotonic() > self._last_moment():
-                    self._claim(rank, RankOutcome("lost", self._order()))
+                    self._claim(rank, _lost(failures.stuck(rank, _AFTERWARDS, "", "", "")))
 
         self._store.wait_for({rank: self._out(rank) for rank in self._members}, math.inf, claim_for_others)
 
@@ -212,18 +230,9 @@ class Run:
         since = self._deadline if self._free_at is None else min(self._free_at, self._deadline)
         return since + _GIVE_UP + 2.0
 
-    def outcomes(self) -> dict[int, RankOutcome]:
-        """The outcome on each rank; every rank reads the same."""
-        return {rank: pickle.loads(self._store.claimed(self._out(rank))) for rank in self._members}
-
-    def outcomes_without_store(self) -> dict[int, RankOutcome]:
-        """The outcomes that are known where the store has ended with the rank that kept it."""
-        gone = self._session.gone
-        return {
-            rank: RankOutcome("gone", 1, reason=gone[rank][0], code=gone[rank][1])
-            for rank in self._members
-            if rank in gone
-        }
+    def _gone(self, rank: int, when: float) -> RankOutcome:
+        reason, code = self._session.watch.gone[rank]
+        return RankOutcome(failure=RankFailure(rank, "died", reason, when, exit_code=code))
 
     # --- Watching: all of this runs in the session's own thread -----------------------------------------------------
 
@@ -235,15 +244,14 @@ class Run:
         if self._context is None or not self._inside or now < self._free_at:
             return
         if self._stuck is None:
-            place, collective = ranks.own_slots()
-            self._stuck = RankOutcome("stuck", stack=main_stack(), place=place, collective=collective)
+            self._stuck = failures.stuck(self._context.rank, _AFTERWARDS, main_stack(), *ranks.own_slots())
             self._store.put(self._noted(self._context.rank), b"")
         if not self._freeing:  # it would be felt by those that have not noted yet where they are
-            self._freeing = now > self._free_at + GRACE or self._all_noted()
+            self._freeing = now > self._free_at + _GRACE or self._all_noted()
         if not self._freeing or not self._inside:
             return
         if now > self._free_at + _GIVE_UP:
-            self._claim(self._context.rank, RankOutcome("lost", self._order(), stack=self._stuck.stack))
+            self._claim(self._context.rank, _lost(self._stuck))
         elif now >= self._next_attempt:
             self._next_attempt = now + _AGAIN
             abort_groups()
@@ -257,10 +265,10 @@ class Run:
         if not late and (failed := self._store.has(name)):
             late = self._store.get(name) == _LATE
         elif not late:
-            failed = any(rank in session.gone for rank in self._members) or session.terminated is not None
+            failed = any(rank in session.watch.gone for rank in self._members) or session.watch.terminated is not None
         if not late and not failed:
             return False
-        self._free_at = now if late else now + GRACE
+        self._free_at = now if late else now + _GRACE
         if late:
             self._store.put(name, _LATE)
         return True
@@ -270,33 +278,42 @@ class Run:
 
     def _all_noted(self) -> bool:
         return all(
-            rank in self._session.gone or self._store.has(self._noted(rank)) or self._store.has(self._out(rank))
+            rank in self._session.watch.gone or self._store.has(self._noted(rank)) or self._store.has(self._out(rank))
             for rank in self._members
         )
 
 
-@contextlib.contextmanager
-def _environment(context: ranks.RankContext, session: RankGroup) -> Iterator[None]:
-    """The environment variables of a rank, and gloo's network interface, for one run."""
-    launch = session.launch
-    values = {
-        "RANK": str(context.rank),
-        "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(session.local_rank),
-        "LOCAL_WORLD_SIZE": str(min(launch.local_world_size or context.world_size, context.world_size)),
-    }
-    if session.interface and "GLOO_SOCKET_IFNAME" not in os.environ:
-        values["GLOO_SOCKET_IFNAME"] = session.interface
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _lost(failure: RankFailure) -> RankOutcome:
+    return RankOutcome(failure=replace(failure, message=f"{failure.message}, and could not be freed"), lost=True)
+
+
+def results_of(outcomes: dict[int, RankOutcome], seconds: float) -> list[Any]:
+    """Return the results of a run that might take so many seconds, or raise what has come instead."""
+    found = [failure for rank, outcome in outcomes.items() if (failure := outcome.failed(rank)) is not None]
+    results: dict[int, Any] = {}
+    for rank, outcome in outcomes.items():
+        if outcome.result is not None:
+            try:
+                results[rank] = wire.loads(outcome.result)
+            except Exception as error:
+                if not found:
+                    raise DdpcheckError(
+                        f"The result of rank {rank} could not be unpickled here ({type(error).__name__}: {error}); "
+                        "return plain values or tensors."
+                    ) from error
+    if not found:
+        return [results[rank] for rank in sorted(results)]
+    for outcome in outcomes.values():
+        if outcome.reply is not None and outcome.reply["usage"] and outcome.reply["place"] == "starting up":
+            raise UsageError(outcome.reply["text"])
+    late = [one.rank for one in found if one.kind == "stuck"]
+    failed: RankError
+    if len(late) == len(found):
+        failed = failures.hang(found, f"{format_ranks(late)} did not finish within {seconds:g} s")
+    else:
+        failed = failures.error(found)
+    failed.results = results
+    raise failed
 
 
 def _read(path: Path) -> bytes:
@@ -306,13 +323,3 @@ def _read(path: Path) -> bytes:
     except OSError:
         return b""
     return data
-
-
-def check_thread() -> None:
-    """Refuse a run that could not be interrupted.
-
-    Raises:
-        DdpcheckError: This is not the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        raise DdpcheckError("On the ranks of a launcher, run() must be called in the main thread.")

@@ -13,27 +13,27 @@ This module is light: it imports torch only where the ranks are on several machi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Hello, Joined, gather
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import TCPStore
 
 _CHUNK = 1 << 18
 _FAREWELL = 5.0  # seconds for the other processes to end
+_numbers = itertools.count(1)  # of worlds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ def places(hellos: Sequence[Hello]) -> list[Place]:
     found = []
     for hello in hellos:
         here = [other for other in hellos if other.machine == hello.machine]
-        alike = [other.rank for other in here if _visible(other) == _visible(hello)]
-        sharing = alike.index(hello.rank), len(alike)
-        local = here.index(hello) if hello.local_rank is None else hello.local_rank
-        found.append(Place(local, hello.local_world_size or len(here), sharing))
+        alike = [other for other in here if _visible(other) == _visible(hello)]
+        local, size = hello.launch.local_rank, hello.launch.local_world_size
+        sharing = alike.index(hello), len(alike)
+        found.append(Place(here.index(hello) if local is None else local, size or len(here), sharing))
     return found
 
 
@@ -84,35 +84,27 @@ class Leader:
         """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
-        self._launch = launch
+        self._address = launch.address
         mine, joined = gather(launch, timeout)
-        self._followers = {each.hello.rank: _Follower(each) for each in joined}
-        self.one_machine = all(each.welcome.shared for each in joined)
-        self._places = places([mine, *(each.hello for each in joined)])
+        self._followers = {follower.rank: follower for follower in map(_Follower, joined)}
+        self.one_machine = all(welcome.shared for _, _, welcome in joined)
+        self._places = places([mine, *(hello for _, hello, _ in joined)])
         self.sharing = self._places[0].sharing[1]
-        self._stores: dict[str, tuple[Store, int]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._stores: dict[str, TCPStore] = {}  # by the directory of the world; that of the last one
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """The config of a rank with the context of its own process, and the store of all ranks."""
-        store = None if self.one_machine else (self._launch.address, self._meeting_port(config.directory))
+        store = None if self.one_machine else (self._address, self._meeting_port(config.directory))
         config = replace(config, store=store, **asdict(self._places[config.rank]))
         if config.rank == 0:
             return config
         follower, ours = self._followers[config.rank], config.context
-        theirs = follower.hello.context
         asked_for = {name: ours.environment[name] for name in ours.explicit}
+        environment = {**follower.context.environment, **asked_for}
         return replace(
             config,
             directory=follower.directory_for(config.directory),
-            context=replace(theirs, environment={**theirs.environment, **asked_for}, explicit=ours.explicit),
+            context=replace(follower.context, environment=environment, explicit=ours.explicit),
         )
 
     def _meeting_port(self, directory: str) -> int:
@@ -120,9 +112,9 @@ class Leader:
         if directory not in self._stores:
             from torch._C._distributed_c10d import TCPStore
 
-            store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
-            self._stores = {directory: (store, store.port)}  # the one of the world before is not needed any more
-        return self._stores[directory][1]
+            # The one of the world before is not needed any more.
+            self._stores = {directory: TCPStore("localhost", 0, None, True, wait_for_workers=False)}
+        return self._stores[directory].port
 
     def starter(self, rank: int, own: starting.Starter) -> starting.Starter:
         """The starter of a rank: in this process, or in the process of the launcher that it belongs to."""
@@ -134,7 +126,7 @@ class Leader:
         """Let the other processes go, and wait until they have."""
         deadline = time.monotonic() + _FAREWELL
         for follower in self._followers.values():
-            follower.send(("bye",))
+            follower.send("bye")
         for follower in self._followers.values():
             follower.close(deadline)
         self._stores.clear()
@@ -144,30 +136,23 @@ class _Follower:
     """One of the other processes."""
 
     def __init__(self, joined: Joined) -> None:
-        self.hello = joined.hello
-        self.shared = joined.welcome.shared
+        self._sock, hello, welcome = joined
+        self.rank = hello.launch.rank
+        self.context = hello.context
         self.lost: float | None = None  # when
-        self.launches: dict[int, RemoteRanks] = {}
-        self._sock = joined.sock
+        self.worlds: dict[int, RemoteRanks] = {}  # by number
+        self._folder = None if welcome.shared else hello.temporary
         self._lock = threading.Lock()
-        self._numbers = 0
-        self._thread = threading.Thread(target=self._listen, name=f"ddpcheck-rank-{self.hello.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name=f"ddpcheck-rank-{self.rank}", daemon=True)
         self._thread.start()
 
     def directory_for(self, directory: str) -> str:
         """The scratch directory of a world on its machine."""
-        if self.shared:
+        if self._folder is None:
             return directory
-        return os.path.join(self.hello.temporary, f"{os.path.basename(directory)}-{self.hello.rank}")
+        return os.path.join(self._folder, f"{os.path.basename(directory)}-{self.rank}")
 
-    def add(self, launch: RemoteRanks) -> int:
-        """A number for one more world."""
-        with self._lock:
-            self._numbers += 1
-            self.launches[self._numbers] = launch
-        return self._numbers
-
-    def send(self, message: tuple[Any, ...]) -> None:
+    def send(self, *message: Any) -> None:
         """Tell it something; nothing happens where it has ended, which is told elsewhere."""
         with self._lock, contextlib.suppress(OSError):
             self._sock.sendall(wire.pack(message))
@@ -176,16 +161,16 @@ class _Follower:
         try:
             while (message := wire.receive(self._sock)) is not None:
                 kind, number, *rest = message
-                if (launch := self.launches.get(number)) is not None:
-                    launch.take(kind, *rest)
+                if (world := self.worlds.get(number)) is not None:
+                    world.take(kind, *rest)
                     if kind == "over":
-                        del self.launches[number]
+                        del self.worlds[number]
         except OSError:
             pass
         finally:
             self.lost = time.monotonic()
-            for launch in list(self.launches.values()):
-                launch.lose(self.lost)
+            for world in list(self.worlds.values()):
+                world.lose(self.lost)
 
     def close(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -212,17 +197,17 @@ class RemoteRanks:
         self._follower = follower
         self._directory = Path(directory)
         self._end = socket.socket(fileno=os.dup(descriptor))  # what the rank's would be
-        self._news: deque[starting.Event] = deque()
         self._ended = False
         self.over = False
+        self._inbox = wire.Inbox()
         self._notify, self._notified = socket.socketpair()
-        self._notify.setblocking(False)
         self._notified.setblocking(False)
         self.channel: socket.socket | None = self._notified
-        self._number = follower.add(self)
+        self._number = next(_numbers)
+        follower.worlds[self._number] = self
         self._sender = threading.Thread(target=self._send, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
         theirs, method = follower.directory_for(directory), "fork" if forked else "spawn"
-        follower.send(("open", self._number, theirs, self._rank, hash_seed, tuple(preload), ahead, method))
+        follower.send("open", self._number, theirs, self._rank, hash_seed, tuple(preload), ahead, method)
         self._sender.start()
         if follower.lost is not None:
             self.lose(follower.lost)
@@ -231,66 +216,50 @@ class RemoteRanks:
         """Hand on what is said to the rank, until nobody says anything any more."""
         with contextlib.suppress(OSError):
             while data := self._end.recv(_CHUNK):
-                self._follower.send(("bytes", self._number, data))
-        self._follower.send(("close", self._number))
+                self._follower.send("bytes", self._number, data)
+        self._follower.send("close", self._number)
 
     # --- In the thread that listens ------------------------------------------------------------------------------
 
     def take(self, kind: str, *rest: Any) -> None:
         """Something has come from there."""
-        if kind == "bytes":
-            with contextlib.suppress(OSError):  # the world is closed
+        with contextlib.suppress(OSError):  # the world is closed
+            if kind == "bytes":
                 self._end.sendall(rest[0])
-        elif kind == "file":
-            self._keep(*rest)
-        elif kind == "event":
-            self._ended |= rest[0][0] == "exit"
-            self._tell(rest[0])
-        elif kind == "over":
-            self._finish()
+            elif kind == "file":
+                self._keep(*rest)
+            elif kind == "event":
+                self._ended |= rest[0][0] == "exit"
+                self._notify.sendall(wire.pack(rest[0]))
+            else:
+                self._notify.close()
+                self._end.shutdown(socket.SHUT_WR)
 
     def lose(self, when: float) -> None:
         """The process has ended, and so has its rank."""
-        if not self.over:
-            if not self._ended:
-                self._ended = True
-                self._tell(("exit", self._rank, None, when))
-            self._finish()
-
-    def _finish(self) -> None:
-        self.over = True
-        with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_WR)
+        if not self._ended:
+            self.take("event", ("exit", self._rank, None, when))
+        self.take("over")
 
     def _keep(self, name: str, offset: int, data: bytes) -> None:
         """Keep a part of a file of a rank on another machine where one on this machine would be."""
-        with contextlib.suppress(OSError):  # the world is closed
-            fd = os.open(self._directory / os.path.basename(name), os.O_WRONLY | os.O_CREAT, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.seek(offset)
-                file.write(data)
-                file.truncate()
-
-    def _tell(self, event: starting.Event) -> None:
-        self._news.append(event)
-        with contextlib.suppress(OSError):
-            self._notify.send(b"x")
+        fd = os.open(self._directory / os.path.basename(name), os.O_WRONLY | os.O_CREAT, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.seek(offset)
+            file.write(data)
+            file.truncate()
 
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
     def events(self) -> list[starting.Event]:
         """The events since the last call."""
-        with contextlib.suppress(OSError):
-            while self._notified.recv(1 << 10):
-                pass
-        found = []
-        while self._news:
-            found.append(self._news.popleft())
+        found, alive = self._inbox.drain(self._notified)
+        self.over = not alive
         return found
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Have the rank be sent a signal."""
-        self._follower.send(("signal", self._number, int(number)))
+        self._follower.send("signal", self._number, int(number))
 
     def close(self) -> None:
         """Let go."""

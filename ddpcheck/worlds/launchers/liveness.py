@@ -1,5 +1,7 @@
 """Which of the other ranks' processes are still there: at once on this machine, by their heartbeats on another.
 
+A thread of a launched rank watches them and the launcher, and calls the task of a run that is under way.
+
 This module is light: it never imports torch.
 """
 
@@ -8,17 +10,25 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-BEAT = 1.0  # seconds between heartbeats
-SILENCE = 60.0  # without one: longer than a thread may be kept from running by an import or a compilation
+from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
+from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError
+
+_BEAT = 1.0  # seconds between heartbeats
+_SILENCE = 60.0  # without one: longer than a thread may be kept from running by an import or a compilation
+_IDLE = 0.25  # seconds between looks when nothing runs
+_BUSY = 0.02  # and while something does
+_ORPHANED = 5.0  # for this process to end by itself without a launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,7 @@ class Peers:
             count = beat(rank)
             if rank not in self._beats or self._beats[rank][0] != count:
                 self._beats[rank] = (count, now)
-            elif now > self._beats[rank][1] + SILENCE:
+            elif now > self._beats[rank][1] + _SILENCE:
                 self.remote.remove(rank)
                 found.append(rank)
         return found
@@ -108,6 +118,110 @@ class Peers:
             if descriptor is not None:
                 os.close(descriptor)
         self._descriptors.clear()
+
+
+class PeerWatch:
+    """Watches the ranks of a launch, and the launcher, from one of them.
+
+    Attributes:
+        gone: Ranks that have ended without leaving: how, in words, and the exit code where that is known.
+        terminated: When this process was asked to end or lost its launcher, by `time.monotonic()`; `None` before.
+        started: Whether the other ranks are watched.
+    """
+
+    def __init__(self, launch: LauncherEnv) -> None:
+        self.gone: dict[int, tuple[str, int | None]] = {}
+        self.terminated: float | None = None
+        self.started = False
+        self._launch = launch
+        self._parent = os.getppid()
+        self._orphaned: float | None = None
+        self._task: Callable[[], None] | None = None
+        self._stop = False
+
+    def start(
+        self, peers: Mapping[int, Peer], store: LauncherStore, directory: Path, on_bug: Callable[[str], object]
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            peers: Every rank.
+            store: Of the ranks.
+            directory: Removed where this process has to end without its launcher.
+            on_bug: Called with a sentence where the thread cannot go on.
+        """
+        self._peers = Peers(self._launch.rank, peers)
+        if not self._launch.agent and self._launch.rank:
+            store.kept = self._peers.lookout(0)
+        self._thread = threading.Thread(
+            target=self._watch, args=(store, directory, on_bug), name="ddpcheck-ranks", daemon=True
+        )
+        self._thread.start()
+        self.started = True
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stop = True
+        if self.started:
+            self._peers.wake()
+            self._thread.join(5.0)
+            if not self._thread.is_alive():
+                self._peers.close()
+
+    @contextlib.contextmanager
+    def calling(self, task: Callable[[], None]) -> Iterator[None]:
+        """Call `task` in the thread many times a second while the block runs."""
+        self._task = task
+        self._peers.wake()
+        try:
+            yield
+        finally:
+            self._task = None
+
+    def _watch(self, store: LauncherStore, directory: Path, on_bug: Callable[[str], object]) -> None:
+        peers, rank = self._peers, self._launch.rank
+        count, beat = 0, 0.0
+        while not self._stop:
+            self._check_launcher(directory)
+            try:
+                for other, code in peers.wait(_IDLE if self._task is None else _BUSY).items():
+                    if self.gone.get(other) is None and not self._has_left(store, other):
+                        self.gone[other] = (_how_it_ended(other, code), code)
+                if peers.remote and time.monotonic() > beat + _BEAT:
+                    beat, count = time.monotonic(), count + 1
+                    store.put(f"beat/{rank}", b"%d" % count)
+                    for other in peers.silent(lambda one: _beats(store, one)):
+                        self.gone[other] = (f"rank {other} has given no sign of life for a minute", None)
+                if (task := self._task) is not None:
+                    task()
+            except StoreGoneError:
+                time.sleep(_BUSY)  # the main thread finds that out by itself, and says so
+            except Exception as error:  # a bug of ddpcheck: no rank could be freed any more, so say it
+                on_bug(f"the thread that watches them failed on rank {rank}: {error!r}.")
+                raise
+
+    def _check_launcher(self, directory: Path) -> None:
+        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
+        if self._launch.launcher == BY_HAND or os.getppid() == self._parent:
+            return
+        if self._orphaned is None:
+            self._orphaned = self.terminated = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif time.monotonic() > self._orphaned + _ORPHANED:
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(128 + signal.SIGTERM)
+
+    def _has_left(self, store: LauncherStore, rank: int) -> bool:
+        if rank == 0 and not self._launch.agent:
+            return False  # the store has ended with it: do not ask
+        try:
+            return store.has(f"left/{rank}")
+        except StoreGoneError:
+            return False
+
+
+def _beats(store: LauncherStore, rank: int) -> int:
+    return int(store.get(f"beat/{rank}")) if store.has(f"beat/{rank}") else 0
 
 
 def _is_quiet(descriptor: int) -> bool:
@@ -135,7 +249,7 @@ def _exit_code(pid: int) -> int | None:
         return None
 
 
-def how_it_ended(rank: int, code: int | None) -> str:
+def _how_it_ended(rank: int, code: int | None) -> str:
     """The end of a rank's process in words."""
     if code is None:
         return f"rank {rank} has ended (its launcher knows how)"

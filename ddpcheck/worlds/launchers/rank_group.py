@@ -27,8 +27,7 @@ from ddpcheck.findings.errors import DdpcheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.interface import gloo_interface, route
-from ddpcheck.worlds.launchers.liveness import Peer, this_machine
-from ddpcheck.worlds.launchers.peer_watch import PeerWatch
+from ddpcheck.worlds.launchers.liveness import Peer, PeerWatch, this_machine
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.wire import NO_LAUNCH
 
@@ -45,6 +44,7 @@ class RankGroup:
         world_size: How many there are.
         local_rank: Among the ranks of this machine.
         interface: Of the network, that gloo must be told of; empty where it finds one by itself.
+        watch: Of the other ranks.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -64,7 +64,7 @@ class RankGroup:
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.broken: str | None = None
-        self._watch = PeerWatch(launch)
+        self.watch = PeerWatch(launch)
         self._owner = os.getpid()
         self._label = "the start"
         self._epoch = 0
@@ -96,7 +96,7 @@ class RankGroup:
             os.rmdir(offered)
         self.directory = Path(peers[min(here)][1])
         members = {rank: peer for rank, (peer, *_) in peers.items()}
-        self._watch.start(members, self.store, self.directory, on_bug=self._break)
+        self.watch.start(members, self.store, self.directory, on_bug=self.mark_broken)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
@@ -142,7 +142,7 @@ class RankGroup:
         try:
             found = self._gather(f"{self._epoch}/end", "the end", data, timeout)
         except HangError as error:
-            self._break(str(error))
+            self.mark_broken(str(error))
             raise
         self._next_epoch(f"what follows {self._label}")
         return found
@@ -163,10 +163,6 @@ class RankGroup:
         self._worlds += 1
         return f"world{self._epoch}-{self._worlds}"
 
-    def lose(self, rank: int) -> None:
-        """Take note that a rank is stuck for good."""
-        self._break(f"rank {rank} is stuck, and could not be freed.")
-
     @property
     def point(self) -> str:
         """A name for where this rank is, the same for ranks in step, and never the same again."""
@@ -186,13 +182,17 @@ class RankGroup:
         finally:
             self._busy = False
         self._clean([record(self.rank)])
-        if len({one for one, _ in found}) > 1:
-            said = "; ".join(f"rank {rank} is at {one}" for rank, (one, _) in enumerate(found))
+        self.check_in_step([at for at, _ in found])
+        return [value for _, value in found]
+
+    def check_in_step(self, points: Sequence[str]) -> None:
+        """Refuse to go on where the ranks, in order, are at different points of the program."""
+        if len(set(points)) > 1:
+            said = "; ".join(f"rank {rank} is at {point}" for rank, point in enumerate(points))
             raise RankError(
                 f"The ranks are not in step in {self._label}: {said}; "
                 "every rank must do the same things in the same order."
             )
-        return [value for _, value in found]
 
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
         """Wait until all of these are there."""
@@ -204,14 +204,13 @@ class RankGroup:
             # A rank may have been here before it ended.
             if what != "the end" and (ended := [rank for rank in ended if not self.store.has(names[rank])]):
                 raise RankError(
-                    f"{_Name(ended)} {agreeing('has', ended)} left {self._label} already, "
+                    f"{format_ranks(ended).capitalize()} {agreeing('has', ended)} left {self._label} already, "
                     f"while rank {self.rank} waits in {what}."
                 )
 
         if late := self.store.wait_for(names, time.monotonic() + timeout, check):
-            raise HangError(
-                f"{_Name(late)} did not reach {what} of {self._label} within {timeout:g} s{self._last(late)}."
-            )
+            who = format_ranks(late).capitalize()
+            raise HangError(f"{who} did not reach {what} of {self._label} within {timeout:g} s{self._last(late)}.")
 
     def _last(self, ranks: Sequence[int]) -> str:
         said = []
@@ -241,50 +240,40 @@ class RankGroup:
         if self.broken is not None:
             raise RankError(self.broken)
 
-    def _break(self, sentence: str) -> str:
+    def mark_broken(self, sentence: str) -> str:
         if self.broken is None:
             self.broken = f"The ranks cannot work together any more, since {self._label}: {sentence}"
         return self.broken
 
     def _why_not(self, ranks: Sequence[int]) -> str | None:
         """Why some of these will never come; breaks the session."""
-        gone = [rank for rank in ranks if rank in self.gone]
+        gone = [rank for rank in ranks if rank in self.watch.gone]
         if gone:
-            return self._break("; ".join(self.gone[rank][0] for rank in gone) + ".")
+            return self.mark_broken("; ".join(self.watch.gone[rank][0] for rank in gone) + ".")
         left = [rank for rank in ranks if self.store.has(f"left/{rank}")]
         if left:
             said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
-            return self._break("; ".join(said) + ".")
-        if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:
-            return self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
+            return self.mark_broken("; ".join(said) + ".")
+        if self.watch.terminated is not None and time.monotonic() > self.watch.terminated + _AFTERMATH:
+            return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
         return None
 
     def lost_store(self, error: StoreGoneError) -> RankError:
         """The exception for a store that does not answer: its keeper has ended, which as a rule is seen soon."""
         deadline = time.monotonic() + _AFTERMATH
-        while self._watch.started and not self.gone and time.monotonic() < deadline:
+        while self.watch.started and not self.watch.gone and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        if self.gone:
-            return RankError(self._break("; ".join(said for said, _ in self.gone.values()) + "."))
+        if self.watch.gone:
+            return RankError(self.mark_broken("; ".join(said for said, _ in self.watch.gone.values()) + "."))
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
-        return RankError(self._break(f"the store that {keeper} keeps does not answer any more."))
-
-    @property
-    def gone(self) -> dict[int, tuple[str, int | None]]:
-        """Ranks that have ended without leaving: how, in words, and the exit code where that is known."""
-        return self._watch.gone
-
-    @property
-    def terminated(self) -> float | None:
-        """When this process was asked to end or lost its launcher, by `time.monotonic()`; `None` before."""
-        return self._watch.terminated
+        return RankError(self.mark_broken(f"the store that {keeper} keeps does not answer any more."))
 
     @contextlib.contextmanager
     def attended(self, task: Callable[[], None]) -> Any:
         """Have the watching thread call `task` many times a second."""
         self._busy = True
         try:
-            with self._watch.calling(task):
+            with self.watch.calling(task):
                 yield
         finally:
             self._busy = False
@@ -294,9 +283,9 @@ class RankGroup:
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         """Survive long enough to say what happened: launchers end all ranks as soon as one of them has died."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who means it asks twice
-        self._watch.terminated = time.monotonic()
+        self.watch.terminated = time.monotonic()
         if not self._busy and self.broken is None:
-            self._break(f"{self.launch.launcher} has told rank {self.rank} to end.")
+            self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
             raise KeyboardInterrupt(self.broken)
 
     def announce(self, reason: str) -> None:
@@ -335,13 +324,13 @@ class RankGroup:
     def _linger(self, ranks: Sequence[int], name: str, timeout: float) -> None:
         """Wait for these to have written this, as far as they still exist."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self.terminated is None:
-            if all(rank in self.gone or self.store.has(f"{name}/{rank}") for rank in ranks):
+        while time.monotonic() < deadline and self.watch.terminated is None:
+            if all(rank in self.watch.gone or self.store.has(f"{name}/{rank}") for rank in ranks):
                 return
             time.sleep(_PAUSE)
 
     def _release(self) -> None:
-        self._watch.stop()
+        self.watch.stop()
         with contextlib.suppress(ValueError):  # not in the main thread
             if signal.getsignal(signal.SIGTERM) == self._on_terminate:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -352,14 +341,6 @@ class RankGroup:
 
     def _at_exit(self) -> None:
         self.leave("its process ended", timeout=1.0)
-
-
-class _Name(str):
-    """Ranks at the beginning of a sentence."""
-
-    def __new__(cls, ranks: Sequence[int]) -> _Name:
-        text = format_ranks(ranks)
-        return super().__new__(cls, text[0].upper() + text[1:])
 
 
 def _nothing() -> None:

@@ -43,21 +43,15 @@ class Hello:
     """The first message of a process to the leader.
 
     Attributes:
-        rank: Its number.
-        world_size: Of how many.
+        launch: What its launcher said.
         machine: The same for processes that see each other's ids, files and loopback interface.
-        local_rank: Its number on its machine; `None` where the launcher does not say.
-        local_world_size: How many there are; `None` where the launcher does not say.
         temporary: The folder for scratch directories.
         context: What its rank takes over.
         clock: `time.monotonic()` when this was sent.
     """
 
-    rank: int
-    world_size: int
+    launch: LauncherEnv
     machine: str
-    local_rank: int | None
-    local_world_size: int | None
     temporary: str
     context: wire.ProcessContext
     clock: float
@@ -65,16 +59,14 @@ class Hello:
     @classmethod
     def of(cls, launch: LauncherEnv) -> Hello:
         """The message of this process."""
-        around = wire.ProcessContext(
+        context = wire.ProcessContext(
             environment=starting.inherited_environment(),
             explicit=frozenset(),
             cwd=os.getcwd(),
             path=starting.import_path(),
             argv=tuple(sys.argv),
         )
-        local = launch.local_rank, launch.local_world_size
-        folder = tempfile.gettempdir()
-        return cls(launch.rank, launch.world_size, _machine(), *local, folder, around, time.monotonic())
+        return cls(launch, _machine(), tempfile.gettempdir(), context, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +80,6 @@ class Welcome:
 
     shared: bool
     offset: float
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The leader's side of a connection."""
-
-    sock: socket.socket
-    hello: Hello
-    welcome: Welcome
-
-
-def _said_by(launch: LauncherEnv) -> str:
-    """The reason why several ranks are expected, for messages."""
-    if launch.launcher == BY_HAND:
-        return "RANK and WORLD_SIZE are set"
-    return f"{launch.launcher} has started this one"
 
 
 def _machine() -> str:
@@ -124,6 +100,10 @@ def _file(launch: LauncherEnv) -> Path | None:
 # --- The leader's side -----------------------------------------------------------------------------------------------
 
 
+Joined = tuple[socket.socket, Hello, Welcome]
+"""The leader's side of a connection."""
+
+
 def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[Joined]]:
     """As rank 0: wait for all other processes.
 
@@ -135,19 +115,42 @@ def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[
         HangError: Some did not come.
     """
     deadline = time.monotonic() + timeout
-    token = secrets.token_hex(_HALF)
-    path = _file(launch)
-    with contextlib.ExitStack() as stack:
+    mine, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch)
+    found: dict[int, Joined] = {}
+    with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is not None:
-            server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+            server = meeting.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
             port_file.publish(path, server.getsockname()[1], token)
-            stack.callback(path.unlink, missing_ok=True)
+            meeting.callback(path.unlink, missing_ok=True)
         else:
             store, met = open_store(launch, timeout)
-            server = stack.enter_context(_listen_everywhere())
+            server = meeting.enter_context(_listen_everywhere())
             store.put("hosts", f"{server.getsockname()[1]} {token}".encode())
-            stack.callback(met)
-        return _accept(server, launch, token.encode(), deadline, timeout)
+            meeting.callback(met)
+        while missing := [rank for rank in range(1, launch.world_size) if rank not in found]:
+            server.settimeout(max(1e-3, deadline - time.monotonic()))
+            try:
+                sock, _ = server.accept()
+            except TimeoutError:
+                by_hand = launch.launcher == BY_HAND
+                because = "RANK and WORLD_SIZE are set" if by_hand else f"{launch.launcher} has started this one"
+                raise HangError(
+                    f"{format_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} "
+                    f"s, although {because}; start every rank with the same command, or use --launcher off."
+                ) from None
+            hello = _admitted(sock, token.encode(), launch)
+            if hello is None or hello.launch.rank not in missing:
+                sock.close()
+                continue
+            undo.callback(sock.close)
+            shared = hello.machine == mine.machine
+            offset = 0.0 if shared else time.monotonic() - hello.clock
+            found[hello.launch.rank] = sock, hello, Welcome(shared, offset)
+        for sock, _, welcome in found.values():
+            sock.sendall(wire.pack(welcome))
+            sock.settimeout(None)
+        undo.pop_all()
+    return mine, [found[rank] for rank in sorted(found)]
 
 
 def _listen_everywhere() -> socket.socket:
@@ -156,49 +159,17 @@ def _listen_everywhere() -> socket.socket:
     return socket.create_server(("", 0), backlog=128)
 
 
-def _accept(
-    server: socket.socket, launch: LauncherEnv, token: bytes, deadline: float, timeout: float
-) -> tuple[Hello, list[Joined]]:
-    mine = Hello.of(launch)
-    found: dict[int, Joined] = {}
-    with contextlib.ExitStack() as stack:
-        while len(found) < launch.world_size - 1:
-            server.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
-            try:
-                sock, _ = server.accept()
-            except TimeoutError:
-                missing = [rank for rank in range(1, launch.world_size) if rank not in found]
-                raise HangError(
-                    f"{format_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} "
-                    f"s, although {_said_by(launch)}; start every rank with the same command, or use --launcher off."
-                ) from None
-            joined = _admitted(sock, token, mine)
-            if joined is None or joined.hello.rank in found or not 0 < joined.hello.rank < launch.world_size:
-                sock.close()
-                continue
-            found[joined.hello.rank] = joined
-            stack.callback(sock.close)
-        for joined in found.values():
-            joined.sock.sendall(wire.pack(joined.welcome))
-            joined.sock.settimeout(None)
-        stack.pop_all()
-    return mine, [found[rank] for rank in sorted(found)]
-
-
-def _admitted(sock: socket.socket, token: bytes, mine: Hello) -> Joined | None:
+def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
     sock.settimeout(_HANDSHAKE)
     try:
         if not hmac.compare_digest(_read(sock), token[:_HALF]):
             return None
         sock.sendall(token[_HALF:])
         hello = wire.receive(sock)
+        _stay_connected(sock)
     except OSError:
         return None
-    if not isinstance(hello, Hello) or hello.world_size != mine.world_size:
-        return None
-    _stay_connected(sock)
-    shared = hello.machine == mine.machine
-    return Joined(sock, hello, Welcome(shared, 0.0 if shared else time.monotonic() - hello.clock))
+    return hello if isinstance(hello, Hello) and hello.launch.world_size == launch.world_size else None
 
 
 # --- The others' side ------------------------------------------------------------------------------------------------
@@ -239,9 +210,7 @@ def _read_board(launch: LauncherEnv, timeout: float) -> Callable[[], tuple[int, 
 
     def look() -> tuple[int, str]:
         try:
-            if not store.has("hosts"):
-                return 0, ""
-            port, _, token = store.get("hosts").decode().partition(" ")
+            port, _, token = (store.get("hosts") if store.has("hosts") else b"0").decode().partition(" ")
         except StoreGoneError as error:
             raise DdpcheckError("Rank 0 has ended before all ranks were there.") from error
         return int(port), token
