@@ -500,7 +500,7 @@ def test_the_first_claim_on_a_name_stays(opened: Callable[[dict[str, str]], Any]
     large = bytes(range(256)) * (40 << 10)
     board.put("large", large)
     assert board.get("large") == large and board.has("large", "end") and not board.has("end", "no")
-    board.remove(["large"])
+    board.remove("large")
     assert not board.has("large") and not board.has("large#1")
     met()
 

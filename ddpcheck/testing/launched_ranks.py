@@ -44,11 +44,7 @@ PATIENCE = 3600.0
 
 
 def refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Refuse a session whose tests cannot have the ranks that they should.
-
-    Args:
-        config: Of pytest.
-        launcher: The setting.
+    """Refuse a session whose tests cannot have the ranks that they should, given the setting `launcher`.
 
     Raises:
         UsageError: It is a worker of pytest-xdist that a launcher has started, or no launcher where there must be one.
@@ -185,7 +181,7 @@ class LaunchedWorld:
         self._directory.mkdir(exist_ok=True)
         self._attachments = {}
         run = Run(session, self._context, self.world_size, seconds)
-        with _process_restored(), _environment(options.env or {}), _state(self._state):
+        with _process_restored(options.env or {}), _state(self._state):
             outcomes = run.perform(lambda: self._call(payload))
         for rank, outcome in outcomes.items():
             if outcome.attachment:
@@ -225,9 +221,13 @@ class LaunchedWorld:
 
 
 @contextlib.contextmanager
-def _process_restored() -> Iterator[None]:
+def _process_restored(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, and have torch read the one that it reads only once; take back them, and what the code changes."""
     seeds, directory, environment = RngStates.capture(), os.getcwd(), dict(os.environ)
+    os.environ.update(variables)
     try:
+        if _DEBUG in variables:
+            _set_debug_level()
         yield
     finally:
         os.chdir(directory)
@@ -235,20 +235,7 @@ def _process_restored() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         seeds.restore()
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, which `_process_restored` takes back, and have torch read the one that it reads only once."""
-    before = os.environ.get(_DEBUG)
-    os.environ.update(values)
-    try:
-        if _DEBUG in values:
-            _set_debug_level()
-        yield
-    finally:
-        if _DEBUG in values:
-            os.environ[_DEBUG] = before or "OFF"
+        if _DEBUG in variables:
             _set_debug_level()
 
 

@@ -35,13 +35,7 @@ _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
 def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
-    """Take part where a launcher has started this process, as one of several.
-
-    Args:
-        config: Of pytest.
-        is_ours: Whether a test needs ranks.
-        options: Names of the plugin's options.
-    """
+    """Take part where a launcher has started this process, as one of several; `is_ours`: whether a test needs ranks."""
     xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # each process on its own then
     launch = detect()
     if launch is not None and not xdist:
@@ -168,7 +162,7 @@ class InStep:
         if launched is None or self._going:
             return (yield)
         if launched.broken is not None:
-            self._give_up(item, launched.broken)
+            item.session.shouldfail = launched.broken
             if when == "setup":
                 pytest.fail(launched.broken, pytrace=False)
             return (yield)
@@ -196,15 +190,13 @@ class InStep:
         try:
             said = launched.end(pickle.dumps(mine), timeout=self._patience(item))
         except RankError as lost:
-            self._give_up(item, str(lost))
+            item.session.shouldfail = str(lost)  # the ranks cannot go on together: no more tests after this one
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
         told: list[_Told] = [pickle.loads(data) for data in said]
         if len({one.same_as for one in told}) == 1:
             return own
-        if any(one.reply is not None and not one.fell for one in told):
-            found = [_failure(rank, one) for rank, one in enumerate(told) if one.reply is not None]
-        else:
-            found = [_failure(rank, replace(one, fell=False)) for rank, one in enumerate(told) if one.reply is not None]
+        caused = any(one.reply is not None and not one.fell for one in told)
+        found = [_failure(rank, one, caused) for rank, one in enumerate(told) if one.reply is not None]
         error = failures.error(found) if found else None
         verdict = judge({rank: one.ended for rank, one in enumerate(told) if one.ended is not None}, error)
         if verdict.how == "xfailed":
@@ -215,10 +207,6 @@ class InStep:
             for key, text in one.output if rank != launched.rank else ():
                 item.add_report_section(when, f"{key} of rank {rank} of {launched.world_size}", text)
         return to_raise(verdict, error, marks.expected_failure(item))
-
-    def _give_up(self, item: pytest.Item, sentence: str) -> None:
-        """The ranks cannot go on together: no more tests after this one."""
-        item.session.shouldfail = sentence
 
     def _patience(self, item: pytest.Item) -> float:
         if not self._is_ours(item):
@@ -332,10 +320,11 @@ def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
     return data if hasattr(shown, "reprcrash") else b""
 
 
-def _failure(rank: int, told: _Told) -> RankFailure:
+def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
+    """The failure of a rank; `caused` says that one of another rank may have been its cause."""
     assert told.reply is not None
     failure = failures.raised(rank, {**told.reply, "when": 0.0})  # clocks of machines are not compared
-    if told.fell:
+    if told.fell and caused:
         return replace(failure, kind="fell", message=f"rank {rank} fell with it: {told.reply['text']}")
     return failure
 

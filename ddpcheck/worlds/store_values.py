@@ -26,7 +26,8 @@ def get_value(get: Callable[[str], bytes], name: str) -> bytes:
     return b"".join([first[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in more)])
 
 
-def keys_of_value(get: Callable[[str], bytes], name: str) -> list[str]:
-    """The keys under which a value that exists is on the store."""
-    count = int.from_bytes(bytes(get(name))[:_COUNT], "big")
-    return [name, *(f"{name}#{index}" for index in range(1, count))]
+def remove_value(delete: Callable[[str], bool], name: str) -> None:
+    """Delete a value; `delete` returns whether a key was there."""
+    piece = 0
+    while delete(f"{name}#{piece}" if piece else name):
+        piece += 1

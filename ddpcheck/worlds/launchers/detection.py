@@ -113,8 +113,7 @@ _ASK = {
 def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
     """Return what the launcher of this process has said; `None` where there is none, or it started one process only.
 
-    `None` too in a process that a rank has started, which inherits the rank's variables, and in a shell of SLURM that
-    is no step of `srun`.
+    `None` too in a process that a rank has started, which inherits its variables, and in an interactive SLURM shell.
     """
     found = _read(environ)
     return found if isinstance(found, LauncherEnv) and found.world_size > 1 else None
@@ -123,9 +122,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
 def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> LauncherEnv:
     """Return what the launcher of this process has said, also where it started one process only.
 
-    Args:
-        environ: Variables.
-        launcher: The only one to listen to, a key of `LAUNCHERS`; default: the innermost one that has spoken.
+    The innermost one that has spoken, or `launcher` alone, a key of `LAUNCHERS`.
 
     Raises:
         UsageError: No launcher has started this process, or its variables are incomplete or make no sense.
@@ -180,17 +177,11 @@ def _spoken(environ: Mapping[str, str]) -> list[_Names]:
         _PLAIN: "RANK" in environ or "WORLD_SIZE" in environ,
     }
     spoken = [names for names, said in there.items() if said]
-    if there[_MPICH] and there[_SLURM] and _same_rank(environ):  # `srun --mpi=pmi2` speaks for itself, and says more
-        spoken.remove(_SLURM)
+    said_twice = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
+    if there[_MPICH] and there[_SLURM] and said_twice[0] == said_twice[1]:
+        spoken.remove(_SLURM)  # `srun --mpi=pmi2` speaks for itself, and says more
         spoken.insert(spoken.index(_MPICH), _SLURM)
     return spoken
-
-
-def _same_rank(environ: Mapping[str, str]) -> bool:
-    return all(
-        environ.get(mine) == environ.get(other)
-        for mine, other in ((_MPICH.rank, _SLURM.rank), (_MPICH.world_size, _SLURM.world_size))
-    )
 
 
 def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -132,61 +132,73 @@ def _device_in_use() -> torch.device:
 
 
 def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, options: dict[str, Any]) -> torch.device:
-    deadline = time.monotonic() + seconds
     store, met = open_store(launch, seconds, as_told=as_told)
-    meeting = _Meeting(store, launch, seconds, deadline)
+    meeting = _Meeting(store, launch, seconds)
     try:
         address, port = store.address
         own, master = route(address, port)
         machine = this_machine()
-        seats = meeting.exchange(RankDevices(machine, launch.local_rank, _visible_gpus(machine), asked, master), met)
+        seat = RankDevices(machine, launch.local_rank, _visible_gpus(machine), asked, master)
+        told = meeting.gather("come to init_dist", json.dumps(asdict(seat)), met)
+        seats = [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in map(json.loads, told)]
+        if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
+            _kept.append(
+                store
+            )  # or a rank that is early for the next one would find the store of this one about to end
+        backend = choose_backend(seats)
+        index = choose_gpus(seats)[launch.rank]
+        if index is not None:
+            torch.cuda.set_device(index)
+        values = {
+            "RANK": str(launch.rank),
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_RANK": str(local_ranks(seats)[launch.rank]),
+            "LOCAL_WORLD_SIZE": str(launch.local_world_size or [one.machine for one in seats].count(machine)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        interface = gloo_interface(launch.one_machine, own, [one.master for one in seats])
+        if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
+            values["GLOO_SOCKET_IFNAME"] = interface
+        _set_up(store, launch, backend, values, meeting, options)
     except BaseException:
-        meeting.leave()
+        meeting.leave(_LAST_WORD)
         raise
     finally:
         met()
-    if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
-        _kept.append(store)  # or a rank that is early for the next one would find the store of this one about to end
-    backend = choose_backend(seats)
-    index = choose_gpus(seats)[launch.rank]
-    if index is not None:
-        torch.cuda.set_device(index)
-    names: dict[str, object] = {
-        "RANK": launch.rank,
-        "WORLD_SIZE": launch.world_size,
-        "LOCAL_RANK": local_ranks(seats)[launch.rank],
-        "LOCAL_WORLD_SIZE": launch.local_world_size or [seat.machine for seat in seats].count(machine),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (
-        interface := gloo_interface(launch.one_machine, own, [seat.master for seat in seats])
-    ):
-        names["GLOO_SOCKET_IFNAME"] = interface
-    before = {name: os.environ.get(name) for name in names}
-    values = {name: str(value) for name, value in names.items()}
+    meeting.leave(seconds)
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+
+def _set_up(
+    store: LauncherStore,
+    launch: LauncherEnv,
+    backend: str,
+    values: dict[str, str],
+    meeting: _Meeting,
+    options: dict[str, Any],
+) -> None:
+    """Set the group up on all ranks, with these values in the environment; nothing of it stays where one cannot."""
+    before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
-        if backend == "mpi":
-            dist.init_process_group(backend, **options)  # MPI knows who is who, and where
-        else:
-            prefixed = PrefixStore("group", store.store)
-            dist.init_process_group(backend, store=prefixed, rank=launch.rank, world_size=launch.world_size, **options)
-        meeting.wait_for_all(f"set up {backend}")  # gloo's own is no barrier, and rank 0 may keep the store
-    except BaseException as error:
+        try:
+            if backend == "mpi":
+                dist.init_process_group(backend, **options)  # MPI knows who is who, and where
+            else:
+                group = PrefixStore("group", store.store)
+                dist.init_process_group(backend, store=group, rank=launch.rank, world_size=launch.world_size, **options)
+        except Exception as error:
+            text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            meeting.give_up(DdpcheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
+        meeting.gather(f"set up {backend}")  # gloo's own is no barrier, and rank 0 may keep the store
+    except BaseException:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if isinstance(error, DdpcheckError) or not isinstance(error, Exception):
-            meeting.leave()
-            raise
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        said = f"Rank {launch.rank} could not set up {backend}: {said}"
-        meeting.leave(said)
-        raise DdpcheckError(said) from error
+        raise
     _set.update({name: value for name, value in values.items() if before[name] != value})
-    return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
 def _visible_gpus(machine: str) -> tuple[str, ...]:
@@ -207,97 +219,70 @@ def _visible_gpus(machine: str) -> tuple[str, ...]:
 class _Meeting:
     """The exchange between ranks before there is a process group."""
 
-    def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float, deadline: float) -> None:
+    def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float) -> None:
         self._store = store
         self._launch = launch
         self._seconds = seconds
-        self._deadline = deadline
+        self._deadline = time.monotonic() + seconds
 
-    def exchange(self, seat: RankDevices, met: Callable[[], None]) -> list[RankDevices]:
-        """Return the devices of every rank, in order of rank; rank 0 collects them.
+    def gather(self, what: str, data: str = "", met: Callable[[], None] = lambda: None) -> list[str]:
+        """Wait until every rank has called this, and return the data of each, in order of rank; rank 0 collects them.
 
         Args:
-            seat: Of this rank.
+            what: The point, in words.
+            data: Of this rank.
             met: What rank 0 calls when all are there, before any of them can go on, and come back for another attempt.
-        """
-        own = [f"seat/{rank}" for rank in range(self._launch.world_size)]
-        with self._store_at_hand():
-            self._store.put(own[self._launch.rank], json.dumps(asdict(seat)).encode())
-            if self._launch.rank == 0:
-                self._wait(dict(enumerate(own)), own, "come to init_dist")
-                met()
-                self._store.put("seats", b"\n".join(self._store.get(name) for name in own))
-            self._wait({0: "seats"}, own, "come to init_dist")
-            lines = self._store.get("seats").splitlines()
-            self._read_by_all("seats")
-        told = [json.loads(line) for line in lines]
-        return [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in told]
-
-    def wait_for_all(self, what: str) -> None:
-        """Wait until every rank has called this."""
-        own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
-        with self._store_at_hand():
-            self._store.put(own[self._launch.rank], b"")
-            if self._store.next(what) == self._launch.world_size:
-                self._store.put(f"{what}/all", b"")
-            self._wait({0: f"{what}/all"}, own, what)
-            self._read_by_all(what)
-
-    def leave(self, said: str = "") -> None:
-        """Leave without a process group, with a reason for the others if they do not know it; rank 0 leaves last.
-
-        It stays for a moment, also for those that have come a little late: they are to read it before the store ends.
-        """
-        with contextlib.suppress(StoreGoneError):
-            if said:
-                self._store.put(_GIVEN_UP, json.dumps([False, said]).encode())
-            if self._store.next("left") == self._launch.world_size:
-                self._store.put("left/all", b"")
-            last = time.monotonic() + _LAST_WORD
-            while self._launch.rank == 0 and time.monotonic() < last and not self._store.has("left/all"):
-                time.sleep(_PAUSE)
-
-    def _read_by_all(self, what: str) -> None:
-        """Let rank 0 wait for the others: it may keep the store that they read from, and end right after this."""
-        others = self._launch.world_size - 1
-        if self._launch.rank and self._store.next(f"{what}/read") == others:
-            self._store.put(f"{what}/over", b"")
-        if self._launch.rank == 0 and others:
-            self._linger({0: f"{what}/over"})
-
-    def _linger(self, names: Mapping[int, str]) -> list[int]:
-        """Wait until all of these are there, and return the ranks whose are not.
 
         Raises:
-            HangError: Another rank has waited for too long.
-            DdpcheckError: Another rank could not set the group up.
+            HangError: A rank has waited for too long.
+            DdpcheckError: Another rank could not set the group up, or the store has ended.
         """
+        own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
+        try:
+            self._store.put(own[self._launch.rank], data.encode())
+            if self._launch.rank == 0:
+                self._wait(dict(enumerate(own)), own, what)
+                met()
+                self._store.put(what, json.dumps([self._store.get(name).decode() for name in own]).encode())
+            self._wait({0: what}, own, what)
+            found: list[str] = json.loads(self._store.get(what))
+        except StoreGoneError as error:
+            raise DdpcheckError(
+                f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
+                "see what the output of rank 0 says."
+            ) from error
+        return found
+
+    def _wait(self, names: Mapping[int, str], own: list[str], what: str) -> None:
+        """Wait until all of these are there; those of `own` tell which ranks are missing."""
 
         def check(_missing: list[int]) -> None:
             if self._store.has(_GIVEN_UP):
                 late, reason = json.loads(self._store.get(_GIVEN_UP))
                 raise HangError(reason) if late else DdpcheckError(reason)
 
-        return self._store.wait_for(names, self._deadline, check, longest=_PAUSE)
-
-    def _wait(self, names: Mapping[int, str], own: list[str], what: str) -> None:
-        if not self._linger(names):
+        if not self._store.wait_for(names, self._deadline, check, longest=_PAUSE):
             return
         missing = [rank for rank, name in enumerate(own) if not self._store.has(name)] or [0]
-        who = format_ranks(missing)
-        reason = (
-            f"{who[0].upper()}{who[1:]} of {self._launch.world_size} did not {what} within {self._seconds:g} s; "
-            f"see whether {self._launch.launcher} started them all alike, and what the output of the missing ones says."
+        self.give_up(
+            HangError(
+                f"{format_ranks(missing).capitalize()} of {self._launch.world_size} did not {what} within "
+                f"{self._seconds:g} s; see whether {self._launch.launcher} started them all alike, and what the output "
+                "of the missing ones says."
+            )
         )
-        self._store.put(_GIVEN_UP, json.dumps([True, reason]).encode())
-        raise HangError(reason)
 
-    @contextlib.contextmanager
-    def _store_at_hand(self) -> Any:
-        try:
-            yield
-        except StoreGoneError as error:
-            raise DdpcheckError(
-                f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
-                "see what the output of rank 0 says."
-            ) from error
+    def give_up(self, error: DdpcheckError, cause: Exception | None = None) -> NoReturn:
+        """Raise an error, on the other ranks too."""
+        with contextlib.suppress(StoreGoneError):
+            self._store.put(_GIVEN_UP, json.dumps([isinstance(error, HangError), str(error)]).encode())
+        raise error from cause
+
+    def leave(self, seconds: float) -> None:
+        """Leave: the store may end. Rank 0 leaves last, but waits no longer than this: the others read from it."""
+        with contextlib.suppress(StoreGoneError):
+            if self._store.next("left") == self._launch.world_size:
+                self._store.put("left/all", b"")
+            last = time.monotonic() + seconds
+            while self._launch.rank == 0 and time.monotonic() < last and not self._store.has("left/all"):
+                time.sleep(_PAUSE)

@@ -18,12 +18,8 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
     """The interface that gloo must be told of, empty where it finds it by itself.
 
     Gloo tells the other ranks the address that this machine's own name stands for. On one machine the name need not
-    stand for any, and on several it must not stand for the loopback interface, as it does on many.
-
-    Args:
-        one_machine: Whether all ranks are on one.
-        own: The address from which this machine reaches that of rank 0.
-        master: The addresses by which each rank reaches that: one of them may be ours.
+    stand for any, and on several it must not stand for the loopback interface, as it does on many. `own` is the address
+    from which this machine reaches that of rank 0, `master` by which each rank reaches that: one may be ours.
     """
     if one_machine:
         return loopback()

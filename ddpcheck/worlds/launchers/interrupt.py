@@ -24,6 +24,7 @@ from typing import Any
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # one that hardly anybody uses
+_MAIN_THREAD = threading.main_thread().ident or 0
 
 Sockets = dict[int, int]
 
@@ -59,18 +60,12 @@ class Interruption:
     def send(self) -> None:
         """Raise, in the main thread, as soon as it is in Python; nothing happens when it is not open to it."""
         if self._armed:
-            signal.pthread_kill(_main_thread(), _SIGNAL)
-
-
-def _main_thread() -> int:
-    ident = threading.main_thread().ident
-    assert ident is not None
-    return ident
+            signal.pthread_kill(_MAIN_THREAD, _SIGNAL)
 
 
 def main_stack() -> str:
     """The stack of the main thread in a run, without frames of ddpcheck, as `faulthandler` writes it."""
-    frame = sys._current_frames().get(_main_thread())
+    frame = sys._current_frames().get(_MAIN_THREAD)
     lines = []
     while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
         if not frame.f_code.co_filename.startswith(_PACKAGE):

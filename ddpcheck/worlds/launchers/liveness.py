@@ -142,13 +142,10 @@ class PeerWatch:
     def start(
         self, peers: Mapping[int, Peer], store: LauncherStore, directory: Path, on_bug: Callable[[str], object]
     ) -> None:
-        """Begin to watch.
+        """Begin to watch every rank.
 
-        Args:
-            peers: Every rank.
-            store: Of the ranks.
-            directory: Removed where this process has to end without its launcher.
-            on_bug: Called with a sentence where the thread cannot go on.
+        The directory is removed where this process has to end without its launcher; `on_bug` is called with a sentence
+        where the thread cannot go on.
         """
         self._peers = Peers(self._launch.rank, peers)
         if not self._launch.agent and self._launch.rank:

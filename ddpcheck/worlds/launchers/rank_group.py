@@ -51,10 +51,6 @@ class RankGroup:
     def __init__(self, launch: LauncherEnv, *, timeout: float = 120.0) -> None:
         """Meet the other ranks.
 
-        Args:
-            launch: As detected.
-            timeout: Seconds to wait for them.
-
         Raises:
             UsageError: Nothing tells where the ranks could meet.
             HangError: A rank did not come.
@@ -74,16 +70,16 @@ class RankGroup:
         self._clean_ups: list[list[Callable[[], None]]] = [[], []]
         self._busy = False
         self._left = self._announced = False
-        met: Callable[[], None] = _nothing
-        offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
+        self.store, met = open_store(launch, timeout)
         try:
-            self.store, met = open_store(launch, timeout)
             own, master = route(*self.store.address)
+            offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
             me = (Peer(this_machine(), os.getpid()), offered, master)
-            found = self.gather("the start of the session", pickle.dumps(me), timeout=timeout)
-        except BaseException:
-            shutil.rmtree(offered, ignore_errors=True)
-            raise
+            try:
+                found = self.gather("the start of the session", pickle.dumps(me), timeout=timeout)
+            except BaseException:
+                os.rmdir(offered)
+                raise
         finally:
             met()  # a rank that is not there yet has no time left
         peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(found)}
@@ -113,10 +109,7 @@ class RankGroup:
     def gather(self, what: str, data: bytes, *, timeout: float) -> list[bytes]:
         """Give every rank a value, and return the value of each, in order of rank.
 
-        Args:
-            what: The point at which every rank does so, in words that are the same on all of them.
-            data: Of this rank.
-            timeout: Seconds to wait for the others.
+        `what` is the point at which every rank does so, in words that are the same on all of them.
 
         Raises:
             HangError: A rank did not get there in time.
@@ -181,7 +174,7 @@ class RankGroup:
             raise self.lost_store(error) from error
         finally:
             self._busy = False
-        self._clean([record(self.rank)])
+        self._clean(record(self.rank))
         self.check_in_step([at for at, _ in found])
         return [value for _, value in found]
 
@@ -219,12 +212,12 @@ class RankGroup:
                 said.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
         return "; " + ", ".join(said) if said else ""
 
-    def _clean(self, names: list[str]) -> None:
-        """Remove the values of the gathering before the last one: every rank that came to a later one has read them."""
+    def _clean(self, name: str) -> None:
+        """Remove the value of the gathering before the last one: every rank that came to a later one has read it."""
         for clean_up in self._clean_ups.pop(0):
             with contextlib.suppress(OSError, StoreGoneError):
                 clean_up()
-        self._clean_ups.append([lambda: self.store.remove(names)])
+        self._clean_ups.append([lambda: self.store.remove(name)])
 
     def clean_up_later(self, clean_up: Callable[[], None]) -> None:
         """Call `clean_up` as soon as every rank has come to two more gatherings."""
@@ -299,11 +292,7 @@ class RankGroup:
         """Say that this rank is going, so that no other waits for it; may be called again.
 
         Rank 0 goes first, for its words are those that people read, and launchers end all ranks as soon as one has
-        ended with an error: the others wait until it has left, or until the deadline.
-
-        Args:
-            reason: Completes "rank 1 has left (...)".
-            timeout: Seconds to wait for rank 0.
+        ended with an error: the others wait until it has left, or until the deadline. `reason` is as of `announce`.
         """
         if self._left or self._owner != os.getpid():
             return
@@ -341,7 +330,3 @@ class RankGroup:
 
     def _at_exit(self) -> None:
         self.leave("its process ended", timeout=1.0)
-
-
-def _nothing() -> None:
-    pass

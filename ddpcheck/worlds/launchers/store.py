@@ -13,7 +13,7 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.worlds.launchers import port_file, slurm
 from ddpcheck.worlds.launchers.detection import LauncherEnv
-from ddpcheck.worlds.store_values import get_value, keys_of_value, put_value
+from ddpcheck.worlds.store_values import get_value, put_value, remove_value
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,7 +54,7 @@ class LauncherStore:
         self.reopen = reopen
         self.prefix = prefix
         self.store = PrefixStore(prefix, store)
-        self.kept: Callable[[], bool] = _always
+        self.kept: Callable[[], bool] = lambda: True
         self._over = False
 
     @property
@@ -91,12 +91,9 @@ class LauncherStore:
         """Count: 1 for the first rank that asks, 2 for the next."""
         return int(self._ask("add", name, 1))
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Delete values written by `put`."""
-        for name in names:
-            if self.has(name):
-                for key in keys_of_value(partial(self._ask, "get"), name):
-                    self._ask("delete_key", key)
+    def remove(self, name: str) -> None:
+        """Delete a value written by `put`."""
+        remove_value(partial(self._ask, "delete_key"), name)
 
     def wait_for(
         self,
@@ -106,16 +103,10 @@ class LauncherStore:
         *,
         longest: float = _LONGEST_PAUSE,
     ) -> list[int]:
-        """Wait until each of some ranks has written a value.
+        """Wait until ranks have written values, by rank; return those that have not by the deadline of `monotonic`.
 
-        Args:
-            names: Of the values, by rank.
-            deadline: When to give up, by `time.monotonic()`.
-            on_missing: Called again and again with the ranks that have not; raises where one of them never will.
-            longest: Seconds between two questions to the store.
-
-        Returns:
-            The ranks that have not written theirs in time.
+        `on_missing` is called again and again with the ranks that have not yet; it raises where one never will. Two
+        questions to the store are `longest` seconds apart at most.
         """
         pause = _FIRST_PAUSE
         while not self.has(*names.values()):
@@ -140,30 +131,30 @@ class LauncherStore:
 def open_store(
     launch: LauncherEnv, timeout: float, *, as_told: bool = False
 ) -> tuple[LauncherStore, Callable[[], None]]:
-    """Meet the other ranks of a launch.
+    """Open the store of the ranks of a launch; return it, and what to call as soon as all ranks have it.
 
     Args:
         launch: As detected.
         timeout: Seconds to wait for the store to be there.
         as_told: Meet at the port of the launch, where ranks of one machine could agree on one by themselves too.
 
-    Returns:
-        The store, and what to call as soon as all ranks have it.
-
     Raises:
         UsageError: Nothing tells where the ranks could meet.
         DdpcheckError: The store cannot be reached, or not be made.
     """
     deadline = time.monotonic() + timeout
-    met: Callable[[], None] = _nothing
     launch = _placed(launch, as_told)
-    if launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told:
-        path = port_file.meeting_point(launch.job)
-        if launch.rank == 0:
-            store, reopen = _keep_on_loopback(path, timeout)
-            met = lambda: path.unlink(missing_ok=True)  # noqa: E731
-        else:
-            store, reopen = _find_on_loopback(path, launch, deadline)
+    by_file = launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told
+    path = port_file.meeting_point(launch.job)
+
+    def met() -> None:
+        if by_file and launch.rank == 0:
+            path.unlink(missing_ok=True)
+
+    if by_file and launch.rank == 0:
+        store, reopen = _keep_on_loopback(path, timeout)
+    elif by_file:
+        store, reopen = _find_on_loopback(path, launch, deadline)
     elif launch.address:
         store, reopen = _at_address(launch, timeout)
     elif launch.one_machine:
@@ -179,9 +170,8 @@ def open_store(
         )
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
     try:
-        number = LauncherStore(store, f"ddpcheck/{job}", reopen).next(
-            f"joined/{launch.rank}"
-        )  # pytest may run again in one job
+        # pytest may run again in one job
+        number = LauncherStore(store, f"ddpcheck/{job}", reopen).next(f"joined/{launch.rank}")
     except StoreGoneError as error:
         raise DdpcheckError(
             f"The store of rank 0 has ended just as rank {launch.rank} came; see what the output of rank 0 says."
@@ -204,14 +194,6 @@ def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
                 f"export MASTER_ADDR={launch.node} to all ranks."
             )
     return replace(launch, address=address, port=launch.port or slurm.port_of(launch.job))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _always() -> bool:
-    return True
 
 
 def _connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
