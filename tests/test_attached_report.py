@@ -27,7 +27,7 @@ from ddpcheck.cli.launched import ending, explain_exit
 from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
 from ddpcheck.worlds.launchers import port_file as loopback
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
-from ddpcheck.worlds.launchers.leader import Place, places
+from ddpcheck.worlds.launchers.leader import places
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import ProcessContext
 from tests.attached_program import run
@@ -446,7 +446,7 @@ def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
         local = machines[:rank].count(machine)
         launch = LauncherEnv("torchrun", rank, len(machines), local, None, "", "", 0)
         hellos.append(Hello(launch, machine, "", around, 0.0))
-    assert places(hellos) == [Place(*each) for each in expected]
+    assert [tuple(place.values()) for place in places(hellos)] == expected
 
 
 @pytest.mark.smoke

@@ -103,10 +103,10 @@ _PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SI
 # What callers ask for by name, in the words of `mmcv` and `mmengine`.
 LAUNCHERS = {"pytorch": (_TORCHRUN, _PLAIN), "mpi": (_OPEN_MPI, _MPICH), "slurm": (_SLURM,)}
 
-_ASK = {
-    "pytorch": "start this with torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
-    "mpi": "start this with mpirun or mpiexec",
-    "slurm": "start this with srun",
+_ASK = {  # what is missing without it, and what to do
+    "pytorch": ("RANK", "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"),
+    "mpi": ("OMPI_COMM_WORLD_RANK or PMI_RANK", "mpirun or mpiexec"),
+    "slurm": ("SLURM_JOB_ID", "srun"),
 }
 
 
@@ -149,9 +149,8 @@ def _require_one(environ: Mapping[str, str], launcher: str) -> LauncherEnv:
     elif spoken:
         why = f"it is {spoken[0].launcher} that has started this process"
     else:
-        missing = {"pytorch": "RANK", "mpi": "OMPI_COMM_WORLD_RANK or PMI_RANK", "slurm": "SLURM_JOB_ID"}[launcher]
-        why = f"there is no {missing} in the environment"
-    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; {_ASK[launcher]}.")
+        why = f"there is no {_ASK[launcher][0]} in the environment"
+    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; start this with {_ASK[launcher][1]}.")
 
 
 def _read(environ: Mapping[str, str]) -> LauncherEnv | str | None:

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,17 +36,8 @@ _FAREWELL = 5.0  # seconds for the other processes to end
 _numbers = itertools.count(1)  # of worlds
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a rank: fields of its `RankConfig`."""
-
-    local_rank: int
-    local_world_size: int
-    sharing: tuple[int, int]
-
-
-def places(hellos: Sequence[Hello]) -> list[Place]:
-    """The place of each rank, from the first messages of the processes, in order of rank. Pure.
+def places(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
+    """The place of each rank, as fields of its `RankConfig`, from the first messages of the processes. Pure.
 
     Launchers that bind a GPU to each process, as `srun --gpus-per-task=1` does, hide the others from it.
     """
@@ -55,8 +46,9 @@ def places(hellos: Sequence[Hello]) -> list[Place]:
         here = [other for other in hellos if other.machine == hello.machine]
         alike = [other for other in here if _visible(other) == _visible(hello)]
         local, size = hello.launch.local_rank, hello.launch.local_world_size
+        local = here.index(hello) if local is None else local
         sharing = alike.index(hello), len(alike)
-        found.append(Place(here.index(hello) if local is None else local, size or len(here), sharing))
+        found.append({"local_rank": local, "local_world_size": size or len(here), "sharing": sharing})
     return found
 
 
@@ -89,13 +81,13 @@ class Leader:
         self._followers = {follower.rank: follower for follower in map(_Follower, joined)}
         self.one_machine = all(welcome.shared for _, _, welcome in joined)
         self._places = places([mine, *(hello for _, hello, _ in joined)])
-        self.sharing = self._places[0].sharing[1]
+        self.sharing = self._places[0]["sharing"][1]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world; that of the last one
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """The config of a rank with the context of its own process, and the store of all ranks."""
         store = None if self.one_machine else (self._address, self._meeting_port(config.directory))
-        config = replace(config, store=store, **asdict(self._places[config.rank]))
+        config = replace(config, store=store, **self._places[config.rank])
         if config.rank == 0:
             return config
         follower, ours = self._followers[config.rank], config.context

@@ -31,21 +31,16 @@ def publish(path: Path, port: int, token: str) -> None:
     Raises:
         DdpcheckError: It cannot be written.
     """
+    draft = ""
     try:
         fd, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
         with os.fdopen(fd, "w") as file:
             file.write(f"{port} {token}")
         os.replace(draft, path)
     except OSError as error:
-        Path(draft).unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> DdpcheckError:
-    return DdpcheckError(f"{path}, where the ranks meet, cannot be written: {error.strerror or error}.")
+        if draft:
+            Path(draft).unlink(missing_ok=True)
+        raise DdpcheckError(f"{path}, where the ranks meet, cannot be written: {error.strerror or error}.") from error
 
 
 def look_up(path: Path) -> tuple[int, str]:

@@ -162,19 +162,21 @@ class RankGroup:
         return f"{self._epoch}/{self._step}"
 
     def _gather(self, name: str, what: str, data: bytes, timeout: float) -> list[bytes]:
-        def record(rank: int) -> str:
-            return f"gather/{name}/{rank}"
-
+        names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
         self._busy = True
         try:
-            self.store.put(record(self.rank), pickle.dumps((what, data)))
-            self._await(what, {rank: record(rank) for rank in range(self.world_size)}, timeout)
-            found = [pickle.loads(self.store.get(record(rank))) for rank in range(self.world_size)]
+            self.store.put(names[self.rank], pickle.dumps((what, data)))
+            self._await(what, names, timeout)
+            found = [pickle.loads(self.store.get(each)) for each in names.values()]
         except StoreGoneError as error:
             raise self.lost_store(error) from error
         finally:
             self._busy = False
-        self._clean(record(self.rank))
+        for clean_up in self._clean_ups.pop(0):
+            with contextlib.suppress(OSError, StoreGoneError):
+                clean_up()
+        # Every rank that comes to a gathering after the next one has read it.
+        self._clean_ups.append([lambda: self.store.remove(names[self.rank])])
         self.check_in_step([at for at, _ in found])
         return [value for _, value in found]
 
@@ -212,13 +214,6 @@ class RankGroup:
                 said.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
         return "; " + ", ".join(said) if said else ""
 
-    def _clean(self, name: str) -> None:
-        """Remove the value of the gathering before the last one: every rank that came to a later one has read it."""
-        for clean_up in self._clean_ups.pop(0):
-            with contextlib.suppress(OSError, StoreGoneError):
-                clean_up()
-        self._clean_ups.append([lambda: self.store.remove(name)])
-
     def clean_up_later(self, clean_up: Callable[[], None]) -> None:
         """Call `clean_up` as soon as every rank has come to two more gatherings."""
         self._clean_ups[-1].append(clean_up)
@@ -234,6 +229,7 @@ class RankGroup:
             raise RankError(self.broken)
 
     def mark_broken(self, sentence: str) -> str:
+        """Take note why the ranks cannot work together any more; return the first such reason, as `broken` has it."""
         if self.broken is None:
             self.broken = f"The ranks cannot work together any more, since {self._label}: {sentence}"
         return self.broken
