@@ -125,16 +125,10 @@ class LaunchedWorld:
     """
 
     def __init__(self, session: RankGroup, options: WorldOptions, capture: Any = None) -> None:
-        """Take the first ranks of a session.
+        """Take the first ranks of a session; raises a `UsageError` where there are not so many.
 
-        Args:
-            session: This process's.
-            options: Of a `World`; those that say how ranks start mean nothing here. On `cuda`, a rank gets the GPU of
-                its number on its machine.
-            capture: Pytest's capture manager; `None` where output is not captured.
-
-        Raises:
-            UsageError: There are not so many ranks.
+        Options that say how ranks start mean nothing here. On `cuda`, a rank gets the GPU of its number on its machine.
+        `capture` is pytest's capture manager, `None` where output is not captured.
         """
         launch, size = session.launch, options.world_size
         if size > session.world_size:
@@ -158,12 +152,9 @@ class LaunchedWorld:
         self._printed: dict[int, str] = {}
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call rank 0's function with rank 0's arguments on every rank, and return all results.
+        """Call rank 0's function with rank 0's arguments on every rank, and return all results; raises as `World.run`.
 
-        Raises:
-            RankError: When a rank fails; in the same words on every rank.
-            HangError: When a rank does not finish, or does not come, in time.
-            UsageError: When something cannot be sent to the ranks.
+        A failure is told in the same words on every rank.
         """
         if timeout is not None:
             validation.check_seconds("timeout", timeout)

@@ -186,7 +186,7 @@ class InStep:
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
         """The exception of this phase on all ranks, given `own`, that of this rank."""
-        mine = _told(item, own, fell=launched.out_of_step)
+        mine = _told(item, own, fell=launched.out_of_step is not None)
         try:
             said = launched.end(pickle.dumps(mine), timeout=self._patience(item))
         except RankError as lost:

@@ -29,10 +29,7 @@ _STUCK = 60.0  # seconds without the leader reading what it is told
 
 
 def follow(launch: LauncherEnv, *, timeout: float = PATIENCE) -> bool:
-    """Serve rank 0 until it says goodbye, or is gone.
-
-    Returns:
-        Whether it said goodbye.
+    """Serve rank 0 until it is gone; return whether it said goodbye.
 
     Raises:
         UsageError: Nothing tells where to meet.
@@ -94,11 +91,7 @@ class _Follower:
         self.tell("over", number)
 
     def tell(self, *message: Any) -> None:
-        """Say something to the leader, and wait until it is on its way.
-
-        Raises:
-            OSError: The leader is gone.
-        """
+        """Say something to the leader, and wait until it is on its way; an `OSError` says that the leader is gone."""
         data = memoryview(wire.pack(message))
         with selectors.DefaultSelector() as ready:
             ready.register(self.sock, selectors.EVENT_WRITE)
@@ -176,14 +169,12 @@ class _Hosted:
             os.truncate(stack, 0)
         self.launch.signal([self._rank], number)
         deadline = time.monotonic() + _DUMP
-        while time.monotonic() < deadline and (not (size := _size(stack)) or size != self._steady(stack)):
-            pass
+        size = 0
+        while time.monotonic() < deadline and (not size or size != _size(stack)):
+            size = _size(stack)
+            time.sleep(_POLL)
         self._sent.pop(stack.name, None)  # the leader has emptied its own
         self._show(stack.name)
-
-    def _steady(self, file: Path) -> int:
-        time.sleep(_POLL)
-        return _size(file)
 
     # --- What there is to tell ---------------------------------------------------------------------------------------
 

@@ -49,7 +49,6 @@ class RankOutcome:
     Attributes:
         result: Packed, where there is one.
         reply: What `rank.describe` says of an exception.
-        when: For `RankFailure.when`, where there is a reply.
         failure: How else it failed.
         lost: Whether it could not be freed.
         attachment: What it left for the parent.
@@ -57,7 +56,6 @@ class RankOutcome:
 
     result: bytes | None = None
     reply: dict[str, Any] | None = None
-    when: float = 0.0
     failure: RankFailure | None = None
     lost: bool = False
     attachment: bytes = b""
@@ -67,14 +65,13 @@ class RankOutcome:
         if self.reply is None:
             return self.failure
         failure = failures.raised(rank, self.reply)
-        return replace(failure, when=self.when, place=self.reply["place"], collective=self.reply["collective"])
+        return replace(failure, place=self.reply["place"], collective=self.reply["collective"])
 
 
 class Run:
-    """One run of one function on the first `world_size` ranks of a session."""
+    """One run on the first `world_size` ranks of a session; without a context, this rank only learns the outcome."""
 
     def __init__(self, session: RankGroup, context: ranks.RankContext | None, world_size: int, timeout: float) -> None:
-        """Take part with a context, or only learn what comes of it without one."""
         self._session = session
         self._context = context
         self._members = range(world_size)
@@ -82,7 +79,6 @@ class Run:
         self._name = f"run/{session.point}"
         self._store = session.store
         self._interruption = Interruption()
-        self._inside = False
         self._free_at: float | None = None
         self._stuck: RankFailure | None = None
         self._next_attempt = 0.0
@@ -96,15 +92,10 @@ class Run:
     # --- This rank's part ----------------------------------------------------------------------------------------
 
     def perform(self, fn: Callable[[], Any]) -> dict[int, RankOutcome]:
-        """Call the function in a process group of its own, and write what comes of it; wait for the other ranks.
+        """Call the function in a process group of its own; return the outcome on each rank, on every rank the same.
 
-        Returns:
-            The outcome on each rank; every rank reads the same. Where the store has ended with the rank that kept it,
-            those that are known.
-
-        Raises:
-            RankError: The store has ended, and nothing is known.
-            KeyboardInterrupt: Once the others know.
+        Where the store has ended with the rank that kept it, the outcomes that are known; a `RankError` where none is.
+        A `KeyboardInterrupt` is raised once the others know.
         """
         interrupt = None
         try:
@@ -114,7 +105,7 @@ class Run:
                     try:
                         outcome, interrupt = self._attempt(fn, self._context)
                     except OSError as error:  # no room for our own files: nobody shall wait for us
-                        outcome = RankOutcome(reply=ranks.describe(error), when=self._now())
+                        outcome = RankOutcome(reply={**ranks.describe(error), "when": self._now()})
                     self._claim(self._context.rank, outcome)
                     if outcome.result is None:
                         self._store.put(f"{self._name}/failed", b"failed")
@@ -131,36 +122,32 @@ class Run:
     def _attempt(
         self, fn: Callable[[], Any], context: ranks.RankContext
     ) -> tuple[RankOutcome, KeyboardInterrupt | None]:
-        interrupt, reply, data, when = None, None, b"", 0.0
+        interrupt, reply, data = None, None, b""
         own = os.getpid()
         os.environ.update(self._variables(context))
         with ranks.acting_as_rank(context):
             try:
                 with self._interruption.allowed():
-                    self._inside = True
                     ranks.set_status("starting up")
                     self._begin_group(context)
                     ranks.set_status("")
                     result = fn()
-                    self._inside = False
                 data = ranks.packed_result(result)
             except Interrupted:
                 pass
             except BaseException as error:  # pytest.skip and sys.exit are no Exceptions
-                self._inside = False
                 when = self._now()  # before the description, which takes time
-                reply = ranks.describe(error)
+                reply = {**ranks.describe(error), "when": when}
                 interrupt = error if isinstance(error, KeyboardInterrupt) else None
             finally:
                 if os.getpid() != own:  # the user's code has forked a process, which does not speak for the rank
                     os._exit(0)
-                self._inside = False
         attachment = _read(context.directory / f"rank{context.rank}.attachment")
         # What it raises once it was found stuck is due to its being freed, or to another that was: gloo says the same.
         if self._stuck is not None and (self._freeing or reply is not None) and interrupt is None:
             return RankOutcome(failure=self._stuck, attachment=attachment), None
         if reply is not None:
-            return RankOutcome(reply=reply, when=when, attachment=attachment), interrupt
+            return RankOutcome(reply=reply, attachment=attachment), interrupt
         return RankOutcome(data, attachment=attachment), None
 
     def _variables(self, context: ranks.RankContext) -> dict[str, str]:
@@ -241,14 +228,14 @@ class Run:
         if self._free_at is None and not self._must_free(now):
             return
         assert self._free_at is not None
-        if self._context is None or not self._inside or now < self._free_at:
+        if self._context is None or not self._interruption.armed or now < self._free_at:
             return
         if self._stuck is None:
             self._stuck = failures.stuck(self._context.rank, _AFTERWARDS, main_stack(), *ranks.own_slots())
             self._store.put(self._noted(self._context.rank), b"")
         if not self._freeing:  # it would be felt by those that have not noted yet where they are
             self._freeing = now > self._free_at + _GRACE or self._all_noted()
-        if not self._freeing or not self._inside:
+        if not self._freeing or not self._interruption.armed:
             return
         if now > self._free_at + _GIVE_UP:
             self._claim(self._context.rank, _lost(self._stuck))

@@ -228,10 +228,7 @@ class _Meeting:
     def gather(self, what: str, data: str = "", met: Callable[[], None] = lambda: None) -> list[str]:
         """Wait until every rank has called this, and return the data of each, in order of rank; rank 0 collects them.
 
-        Args:
-            what: The point, in words.
-            data: Of this rank.
-            met: What rank 0 calls when all are there, before any of them can go on, and come back for another attempt.
+        It calls `met` when all are there, before any of them can go on, and come back for another attempt.
 
         Raises:
             HangError: A rank has waited for too long.

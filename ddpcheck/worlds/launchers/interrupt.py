@@ -37,29 +37,29 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Lets another thread raise `Interrupted` in the main thread, while that is inside `allowed`."""
+    """Lets another thread raise `Interrupted` in the main thread, while that is inside `allowed`, and so `armed`."""
 
     def __init__(self) -> None:
-        self._armed = False
+        self.armed = False
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Be open to it; to be used in the main thread."""
         signal.signal(_SIGNAL, self._raise)
         try:
-            self._armed = True
+            self.armed = True
             yield
         finally:
-            self._armed = False
+            self.armed = False
             # Not back to what it was: one that was sent at the last moment would end the process.
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._armed:
+        if self.armed:
             raise Interrupted
 
     def send(self) -> None:
         """Raise, in the main thread, as soon as it is in Python; nothing happens when it is not open to it."""
-        if self._armed:
+        if self.armed:
             signal.pthread_kill(_MAIN_THREAD, _SIGNAL)
 
 

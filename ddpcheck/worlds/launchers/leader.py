@@ -68,12 +68,7 @@ class Leader:
     """
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE) -> None:
-        """Wait for the other processes, which follow.
-
-        Raises:
-            UsageError: Nothing tells where to meet.
-            HangError: Some did not come.
-        """
+        """Wait for the other processes, which follow; raises as `gather`."""
         self.world_size = launch.world_size
         self.launcher = launch.launcher
         self._address = launch.address

@@ -40,11 +40,10 @@ class RankGroup:
 
     Attributes:
         launch: What the launcher said.
-        rank: Of this process.
-        world_size: How many there are.
-        local_rank: Among the ranks of this machine.
+        local_rank: Of this process among those of its machine.
         interface: Of the network, that gloo must be told of; empty where it finds one by itself.
         watch: Of the other ranks.
+        out_of_step: Why this rank gathers nothing more in this epoch; `None` as long as it does.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -66,7 +65,7 @@ class RankGroup:
         self._epoch = 0
         self._step = 0
         self._worlds = 0
-        self._out_of_step: str | None = None  # why this rank gathers nothing more in this epoch
+        self.out_of_step: str | None = None
         self._clean_ups: list[list[Callable[[], None]]] = [[], []]
         self._busy = False
         self._left = self._announced = False
@@ -116,13 +115,13 @@ class RankGroup:
             RankError: A rank has ended, has left, or is at another point.
         """
         self._check()
-        if self._out_of_step is not None:
-            raise RankError(self._out_of_step)
+        if self.out_of_step is not None:
+            raise RankError(self.out_of_step)
         self._step += 1
         try:
             return self._gather(f"{self._epoch}/{self._step}", what, data, timeout)
         except (RankError, HangError) as error:
-            self._out_of_step = str(error)
+            self.out_of_step = str(error)
             raise
 
     def end(self, data: bytes, *, timeout: float) -> list[bytes]:
@@ -131,7 +130,7 @@ class RankGroup:
         A rank that does not come in time is lost: the session is broken.
         """
         self._check()
-        self._out_of_step = None
+        self.out_of_step = None
         try:
             found = self._gather(f"{self._epoch}/end", "the end", data, timeout)
         except HangError as error:
@@ -144,12 +143,7 @@ class RankGroup:
         self._epoch += 1
         self._step = self._worlds = 0
         self._label = label
-        self._out_of_step = None
-
-    @property
-    def out_of_step(self) -> bool:
-        """Whether other ranks did not come to a gathering of this epoch."""
-        return self._out_of_step is not None
+        self.out_of_step = None
 
     def name_world(self) -> str:
         """A name for one more world: the same on every rank as long as they are in step."""

@@ -105,10 +105,7 @@ Joined = tuple[socket.socket, Hello, Welcome]
 
 
 def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[Joined]]:
-    """As rank 0: wait for all other processes.
-
-    Returns:
-        What there is to tell of this process, and a connection to each other one, in order of rank.
+    """As rank 0: what there is to tell of this process, and a connection to each other one, in order of rank.
 
     Raises:
         UsageError: Nothing tells where to meet.

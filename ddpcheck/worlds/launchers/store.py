@@ -133,10 +133,7 @@ def open_store(
 ) -> tuple[LauncherStore, Callable[[], None]]:
     """Open the store of the ranks of a launch; return it, and what to call as soon as all ranks have it.
 
-    Args:
-        launch: As detected.
-        timeout: Seconds to wait for the store to be there.
-        as_told: Meet at the port of the launch, where ranks of one machine could agree on one by themselves too.
+    With `as_told` at the port of the launch, where ranks of one machine could agree on one by themselves too.
 
     Raises:
         UsageError: Nothing tells where the ranks could meet.
