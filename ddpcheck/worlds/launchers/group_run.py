@@ -62,10 +62,7 @@ class RankOutcome:
 
     def failed(self, rank: int) -> RankFailure | None:
         """The failure of the rank, if it is one."""
-        if self.reply is None:
-            return self.failure
-        failure = failures.raised(rank, self.reply)
-        return replace(failure, place=self.reply["place"], collective=self.reply["collective"])
+        return self.failure if self.reply is None else failures.raised(rank, self.reply)
 
 
 class Run:
