@@ -21,14 +21,11 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.findings.exception_origin import for_target
-from ddpcheck.harness import Watch
-from ddpcheck.testing.leases import Lent, Ranks
 from ddpcheck.testing.rank_context import RngStates
 from ddpcheck.worlds import rank as this_rank
-from ddpcheck.worlds import validation, wire
-from ddpcheck.worlds.launchers.detection import detect, require
+from ddpcheck.worlds import validation
 from ddpcheck.worlds.launchers.group_run import Run, results_of
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.preloading import import_named
@@ -41,76 +38,6 @@ STARTUP = 120.0
 """Seconds that ranks wait for each other where all should come at the same time."""
 PATIENCE = 3600.0
 """Seconds that they wait for one that does something which nobody has given a timeout."""
-
-
-def refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Refuse a session whose tests cannot have the ranks that they should, given the setting `launcher`.
-
-    Raises:
-        UsageError: It is a worker of pytest-xdist that a launcher has started, or no launcher where there must be one.
-    """
-    if launcher == "off" or LAUNCHED in config.stash:
-        return
-    if launcher == "on":
-        require()
-    if hasattr(config, "workerinput") and (launch := detect()) is not None:
-        raise UsageError(
-            f"{launch.launcher} has started {launch.world_size} ranks, and pytest-xdist workers in each of them; run "
-            "pytest without -n there, or with --launcher=off, which starts ranks of its own for each test."
-        )
-
-
-class JoinedRanks(Ranks):
-    """All ranks of a session that a launcher has started."""
-
-    apart = False
-
-    def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
-        super().__init__(config)
-        self.terminal = None
-        self._launched = launched
-        self._capture = None if self.live else config.pluginmanager.getplugin("capturemanager")
-
-    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
-        """The first ranks; the test is skipped where there are not so many."""
-        launch, size = self._launched.launch, options["world_size"]
-        validation.check_count("world_size", size, validation.MAX_WORLD_SIZE)
-        if size > self._launched.world_size:
-            reason = f"needs {size} ranks, {launch.launcher} has started {self._launched.world_size}"
-            raise pytest.skip.Exception(reason, _use_item_location=True)
-        if not options.get("process_group", True):
-            raise UsageError(f"process_group=False is not possible on ranks that {launch.launcher} started.")
-        # These ranks live on in any case, and their liveness is watched without a callback.
-        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch", "hash_seeds")}
-        return LaunchedWorld(self._launched, WorldOptions(**{"startup_timeout": STARTUP, **asked}), self._capture)
-
-    def release(self, world: Lent, *, broken: bool) -> None:
-        """A test is done with its world."""
-        assert isinstance(world, LaunchedWorld)
-        world.close()
-
-    def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Have rank 0 do it, and return, or raise, on every rank what comes of it."""
-        data = b""
-        if self._launched.rank == 0:
-            try:
-                done = (True, work())
-            except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
-                done = (False, error)
-            data = _travelling(*done)
-        succeeded, value = wire.loads(self._launched.gather(what, data, timeout=PATIENCE)[0])
-        if not succeeded:
-            raise value
-        return value
-
-
-def _travelling(succeeded: bool, value: Any) -> bytes:
-    try:
-        wire.loads(data := wire.dumps((succeeded, value)))
-    except Exception as error:  # most of all an exception with an `__init__` of its own
-        what = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
-        return wire.dumps((False, RankError(what)))
-    return data
 
 
 class LaunchedWorld:

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.findings.errors import RankError
+from ddpcheck.findings.errors import RankError, UsageError
 from ddpcheck.harness import Watch, World
+from ddpcheck.testing.launched_ranks import PATIENCE, STARTUP, LaunchedWorld
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
 from ddpcheck.testing.rank_context import RankArtifacts, RngStates, TestConditions, add_coverage
 from ddpcheck.testing.rank_fixtures import RankFixture
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.remote_pdb import PdbTerminal
 from ddpcheck.testing.world_pool import WorldPool
-from ddpcheck.worlds import wire
-from ddpcheck.worlds.launchers import LaunchedWorld
+from ddpcheck.worlds import validation, wire
+from ddpcheck.worlds.launchers.rank_group import RankGroup
+from ddpcheck.worlds.validation import WorldOptions
 
 Lent = World | LaunchedWorld
 """The ranks of a test: a `World` of its own, or the ranks of a launcher."""
@@ -83,6 +85,59 @@ class Ranks:
     def close(self) -> None:
         """The session is over: end every rank."""
         self._pool.close()
+
+
+class JoinedRanks(Ranks):
+    """All ranks of a session that a launcher has started."""
+
+    apart = False
+
+    def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
+        super().__init__(config)
+        self.terminal = None
+        self._launched = launched
+        self._capture = None if self.live else config.pluginmanager.getplugin("capturemanager")
+
+    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
+        """The first ranks; the test is skipped where there are not so many."""
+        launch, size = self._launched.launch, options["world_size"]
+        validation.check_count("world_size", size, validation.MAX_WORLD_SIZE)
+        if size > self._launched.world_size:
+            reason = f"needs {size} ranks, {launch.launcher} has started {self._launched.world_size}"
+            raise pytest.skip.Exception(reason, _use_item_location=True)
+        if not options.get("process_group", True):
+            raise UsageError(f"process_group=False is not possible on ranks that {launch.launcher} started.")
+        # These ranks live on in any case, and their liveness is watched without a callback.
+        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch", "hash_seeds")}
+        return LaunchedWorld(self._launched, WorldOptions(**{"startup_timeout": STARTUP, **asked}), self._capture)
+
+    def release(self, world: Lent, *, broken: bool) -> None:
+        """A test is done with its world."""
+        assert isinstance(world, LaunchedWorld)
+        world.close()
+
+    def once(self, what: str, work: Callable[[], Any]) -> Any:
+        """Have rank 0 do it, and return, or raise, on every rank what comes of it."""
+        data = b""
+        if self._launched.rank == 0:
+            try:
+                done = (True, work())
+            except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+                done = (False, error)
+            data = _travelling(*done)
+        succeeded, value = wire.loads(self._launched.gather(what, data, timeout=PATIENCE)[0])
+        if not succeeded:
+            raise value
+        return value
+
+
+def _travelling(succeeded: bool, value: Any) -> bytes:
+    try:
+        wire.loads(data := wire.dumps((succeeded, value)))
+    except Exception as error:  # most of all an exception with an `__init__` of its own
+        what = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
+        return wire.dumps((False, RankError(what)))
+    return data
 
 
 def _module(item: pytest.Item) -> str:

@@ -17,10 +17,11 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DdpWorld
-from ddpcheck.testing.launched_ranks import LAUNCHED, JoinedRanks, refuse_wrong_start
-from ddpcheck.testing.leases import Ranks, Record, WorldLease
+from ddpcheck.testing.launched_ranks import LAUNCHED
+from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
 from ddpcheck.testing.outcome import as_pytest_shows, to_raise
 from ddpcheck.testing.rank_context import RngStates
+from ddpcheck.worlds.launchers.detection import detect, require
 
 _RECORD = pytest.StashKey[Record]()
 _OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  # of a world, that are settings too
@@ -39,7 +40,7 @@ class Session:
         launched = config.stash.get(LAUNCHED, None)
         defaults = {} if launched is None else {"world_size": launched.world_size}
         self._settings = marks.settings(config, options, **defaults)
-        refuse_wrong_start(config, self._settings.launcher)
+        _refuse_wrong_start(config, self._settings.launcher)
         self._ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
 
     # --- Before a test ---------------------------------------------------------------------------------------------
@@ -163,6 +164,23 @@ class Session:
     def close(self) -> None:
         """The session is over: end every rank."""
         self._ranks.close()
+
+
+def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
+    """Refuse a session whose tests cannot have the ranks that they should, given the setting `launcher`.
+
+    Raises:
+        UsageError: It is a worker of pytest-xdist that a launcher has started, or no launcher where there must be one.
+    """
+    if launcher == "off" or LAUNCHED in config.stash:
+        return
+    if launcher == "on":
+        require()
+    if hasattr(config, "workerinput") and (launch := detect()) is not None:
+        raise UsageError(
+            f"{launch.launcher} has started {launch.world_size} ranks, and pytest-xdist workers in each of them; run "
+            "pytest without -n there, or with --launcher=off, which starts ranks of its own for each test."
+        )
 
 
 def _refuse(sentence: str) -> NoReturn:
