@@ -15,19 +15,16 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge import (
     conditional_use,
-    gradient_arrival,
     parameters,
     rank_failure,
     reducer,
     replica_state,
-    wrapper_error,
 )
+from ddpcheck.judge.conditional_use import ParameterFacts
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, first_explanation
-from ddpcheck.judge.parameter_facts import ParameterFacts
-from ddpcheck.judge.rank_failure import FailureFacts
+from ddpcheck.judge.rank_failure import FailureFacts, WrapperErrorFacts
 from ddpcheck.judge.reducer import ReducerFacts
 from ddpcheck.judge.replica_state import ReplicaFacts
-from ddpcheck.judge.wrapper_error import WrapperErrorFacts
 
 KNOWN = JudgeContext(Names(), WrapperFacts(), world_size=2)
 HALVED = Difference("a", 0.5, 1e-6, ratio=0.5, residual=1e-9)
@@ -146,17 +143,17 @@ def wrapper_facts(*failures: RankFailure, results: dict[int, object] | None = No
 
 def test_a_rank_that_never_called_the_wrapper_is_the_cause_of_the_failure_of_the_others() -> None:
     facts = wrapper_facts(failure(IN_PLACE), results={0: step(0, wrapper_calls=0, inner_calls=1)})
-    assert codes(wrapper_error.explain_by_sentence_of_torch(facts)) == ["DDP311"]
-    assert codes(first_explanation(wrapper_error.EXPLANATIONS, facts)) == ["DDP501"]
+    assert codes(rank_failure.explain_by_sentence_of_torch(facts)) == ["DDP311"]
+    assert codes(first_explanation(rank_failure.WRAPPER_EXPLANATIONS, facts)) == ["DDP501"]
 
 
 def test_a_parameter_that_ddpcheck_has_named_is_told_before_the_sentence_of_torch() -> None:
     facts = wrapper_facts(failure(IN_PLACE, traceback="ddpcheck: overwritten in place: a, b"))
-    (finding,) = first_explanation(wrapper_error.EXPLANATIONS, facts)
+    (finding,) = first_explanation(rank_failure.WRAPPER_EXPLANATIONS, facts)
     assert (finding.code, finding.subjects) == ("DDP311", ("a", "b"))
-    (unnamed,) = wrapper_error.explain_by_sentence_of_torch(facts)
+    (unnamed,) = rank_failure.explain_by_sentence_of_torch(facts)
     assert unnamed.subjects == ("backward",)
-    assert first_explanation(wrapper_error.EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
+    assert first_explanation(rank_failure.WRAPPER_EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
 
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
@@ -214,10 +211,10 @@ def test_ranks_that_disagree_are_told_before_steps_that_do() -> None:
 def test_a_search_for_unused_parameters_is_judged_under_the_option_for_it() -> None:
     finds = WrapperFacts(find_unused_parameters=True)
     opaque, hidden = seen(0, output_type="Output"), seen(0, hidden_from_ddp=("a",))
-    assert codes(gradient_arrival.judge_opaque_output(facts_of(opaque, wrapper=finds))) == ["DDP112"]
-    assert gradient_arrival.judge_opaque_output(facts_of(opaque)) == []
-    assert codes(gradient_arrival.judge_hidden_parameters(facts_of(hidden, wrapper=finds))) == ["DDP406"]
-    assert gradient_arrival.judge_hidden_parameters(facts_of(hidden)) == []
-    assert codes(gradient_arrival.judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
+    assert codes(parameters.judge_opaque_output(facts_of(opaque, wrapper=finds))) == ["DDP112"]
+    assert parameters.judge_opaque_output(facts_of(opaque)) == []
+    assert codes(parameters.judge_hidden_parameters(facts_of(hidden, wrapper=finds))) == ["DDP406"]
+    assert parameters.judge_hidden_parameters(facts_of(hidden)) == []
+    assert codes(parameters.judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
     assert codes(parameters.judge_needless_search(facts_of(seen(0), wrapper=finds))) == ["DDP109"]
     assert parameters.judge_needless_search(facts_of(seen(0, 0, "a"), wrapper=finds)) == []

@@ -47,8 +47,8 @@ from tests.tiers import first_of_each, share
 CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
 NO_FAULT_NEEDS = {
-    "compiled_step.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
-    "gradient_arrival.judge_hidden_parameters": (
+    "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
+    "parameters.judge_hidden_parameters": (
         "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
     ),
     "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),

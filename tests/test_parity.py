@@ -17,16 +17,16 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.rank_failure import judge_wrapper_error
 from ddpcheck.judge.reducer import judge_reducer
 from ddpcheck.judge.replica_state import judge_state
-from ddpcheck.judge.root_causes import merge_causes
+from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.single_process import (
     fix_without_gradient,
     judge_nothing_compared,
     judge_repeat,
     judge_single_process,
 )
-from ddpcheck.judge.wrapper_error import judge_wrapper_error
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
 NAMES = ("a", "b", "c")
@@ -518,6 +518,10 @@ def test_a_step_that_is_not_equal_to_itself() -> None:
 
 def finding(code: str, *subjects: str, message: str = "m", tags: tuple[str, ...] = ()) -> Finding:
     return Finding(code, subjects, message, Severity.ERROR, tags=tags)
+
+
+def merge_causes(findings: list[Finding]) -> list[Finding]:
+    return split_consequences(findings)[0]
 
 
 @pytest.mark.parametrize(

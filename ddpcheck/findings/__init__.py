@@ -1,1 +1,1 @@
-"""Findings, reports, rules, evidence, errors and wording. Imports nothing else of ddpcheck."""
+"""Findings, reports, rules, evidence, errors and wording. Imports nothing else of ddpcheck, nor torch."""

@@ -1,7 +1,4 @@
-"""Options of `DistributedDataParallel` and of optimizers: which of them ranks may set differently.
-
-This module is light: it never imports torch.
-"""
+"""Options of `DistributedDataParallel` and of optimizers: which of them ranks may set differently."""
 
 from __future__ import annotations
 

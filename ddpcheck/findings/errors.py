@@ -1,7 +1,4 @@
-"""The exceptions of ddpcheck, each with the exit code it stands for.
-
-This module is light: it never imports torch.
-"""
+"""The exceptions of ddpcheck, each with the exit code it stands for."""
 
 from __future__ import annotations
 
@@ -78,9 +75,6 @@ class OptionsDifferError(DdpcheckError):
         super().__init__(message)
         self.options = tuple(options)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.options)
-
 
 class EmptyShardError(TargetError):
     """The target failed on a rank that has no samples in this step, which the other ranks have.
@@ -92,9 +86,6 @@ class EmptyShardError(TargetError):
     def __init__(self, message: str, step: int = 0, *, detail: str = "") -> None:
         super().__init__(message, detail=detail)
         self.step = step
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.step), {"detail": self.detail}
 
 
 class FindingsError(DdpcheckError, AssertionError):
@@ -111,9 +102,6 @@ class FindingsError(DdpcheckError, AssertionError):
     def __init__(self, message: str, findings: Sequence[Any] = (), *, detail: str = "") -> None:
         super().__init__(message, detail=detail)
         self.findings = tuple(findings)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.findings), {"detail": self.detail}
 
 
 FailureKind = Literal["raised", "died", "stuck", "fell", "exited"]

@@ -4,8 +4,6 @@ What counts is the innermost frame of the traceback that belongs to neither torc
 ddpcheck it is ours, although the target's code called; in the target's code, or in ours while it calls the target or
 torch as a training loop would (`for_target`), it is the target's; and so is what a public function of ddpcheck says to
 a target that calls it.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From JSON to the dataclass that it was written from, with every value checked against the type of its field.
-
-This module is light: it never imports torch.
-"""
+"""From JSON to the dataclass that it was written from, with every value checked against the type of its field."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from enum import Enum
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -78,9 +75,11 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if is_dataclass(kind):
         items = _checked(where, "an object", isinstance(data, dict), data)
         build: Any = kind
-        return build(
-            **{name: _read(hint, items[name], _path(where, name)) for name, hint in _present(kind, items, where)}
-        )
+        for name, (_, is_added) in _fields(build).items():
+            if name not in items and not is_added:
+                raise IncompleteError(f"{_path(where, name)!r} is missing")
+        hints = {name: hint for name, (hint, _) in _fields(build).items() if name in items}
+        return build(**{name: _read(hint, items[name], _path(where, name)) for name, hint in hints.items()})
     if kind is Any:
         return _checked(where, "finite", _is_finite(data), data)
     if kind is float:
@@ -91,18 +90,11 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     return _checked(where, names[kind], isinstance(data, kind), data)
 
 
-def _present(kind: Any, items: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
-    """The fields of a dataclass that are there, with their types."""
-    for one, _ in _fields(kind):
-        if one.name not in items and not one.metadata.get("added"):
-            raise IncompleteError(f"{_path(where, one.name)!r} is missing")
-    return [(one.name, hint) for one, hint in _fields(kind) if one.name in items]
-
-
 @functools.cache
-def _fields(kind: Any) -> tuple[tuple[Field[Any], Any], ...]:
+def _fields(kind: Any) -> Mapping[str, tuple[Any, bool]]:
+    """By name, the type of each field of a dataclass, and whether older versions did not have it."""
     hints = get_type_hints(kind)
-    return tuple((one, hints[one.name]) for one in fields(kind) if one.init)
+    return {one.name: (hints[one.name], one.metadata.get("added", False)) for one in fields(kind) if one.init}
 
 
 def _is_number(data: Any) -> bool:

@@ -1,7 +1,4 @@
-"""The result of a check: `Finding` values in a `Report`, which goes to JSON and comes back the same.
-
-This module is light: it never imports torch.
-"""
+"""The result of a check: `Finding` values in a `Report`, which goes to JSON and comes back the same."""
 
 from __future__ import annotations
 

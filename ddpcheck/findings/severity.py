@@ -1,7 +1,4 @@
-"""Severities of findings.
-
-This module is light: it never imports torch.
-"""
+"""Severities of findings."""
 
 from __future__ import annotations
 

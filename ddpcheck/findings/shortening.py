@@ -1,7 +1,4 @@
-"""Texts of a length that a person reads: what is too long is cut in its middle, and says by how much.
-
-This module is light: it never imports torch.
-"""
+"""Texts of a length that a person reads: what is too long is cut in its middle, and says by how much."""
 
 from __future__ import annotations
 

@@ -127,17 +127,13 @@ class Origins:
     _places: dict[tuple[int, str], Location] = field(default_factory=dict)
     _alive: list[object] = field(default_factory=list)
 
-    def note(self, thing: object, *, where: Location | None) -> None:
-        """Remember that `thing` was registered at `where`; the last registration wins."""
-        if thing is not None and where is not None:
-            self._lines[id(thing)] = where
-            self._alive.append(thing)
-
-    def note_place(self, holder: object, name: str, *, where: Location | None) -> None:
-        """Remember that something was put under `name` of `holder`, or taken away from there, at `where`."""
+    def note(self, holder: object, name: str, where: Location | None, thing: object = None) -> None:
+        """Remember that `thing` was put under `name` of `holder` at `where`, or something taken away; the last wins."""
         if where is not None:
             self._places[id(holder), name] = where
-            self._alive.append(holder)
+            self._alive += [holder, thing]
+            if thing is not None:
+                self._lines[id(thing)] = where
 
     def of_place(self, holder: object, name: str) -> Location | None:
         """The line that has last put something under `name` of `holder`, or taken it away, as far as that was seen."""
@@ -230,12 +226,10 @@ def record_origins() -> Iterator[Origins]:
     delete = nn.Module.__delattr__
 
     def on_registration(module: object, name: str, thing: object) -> None:
-        where = user_location(sys._getframe(1))
-        origins.note(thing, where=where)
-        origins.note_place(module, name, where=where)
+        origins.note(module, name, user_location(sys._getframe(1)), thing)
 
     def on_deletion(module: nn.Module, name: str) -> None:
-        origins.note_place(module, name, where=user_location(sys._getframe(1)))
+        origins.note(module, name, user_location(sys._getframe(1)))
         delete(module, name)
 
     handles = [

@@ -1,7 +1,4 @@
-"""Stacks of ranks: from what `faulthandler` writes to frames, what the rank does, and whether it waits for others.
-
-This module is light: it never imports torch.
-"""
+"""Stacks of ranks: from what `faulthandler` writes to frames, what the rank does, and whether it waits for others."""
 
 from __future__ import annotations
 
@@ -126,14 +123,13 @@ def is_waiting(failure: RankFailure) -> bool:
 
 def place_of(frames: Sequence[Frame]) -> str:
     """Return the innermost line of the user's own code, `""` if there is none."""
-    frame = next((frame for frame in frames if is_user_file(frame.file)), None) or (frames[0] if frames else None)
-    return f"{frame.name} at {_where(frame)}" if frame is not None else ""
+    users = [frame for frame in frames if is_user_file(frame.file)]
+    return next((f"{frame.name} at {_where(frame)}" for frame in (*users, *frames)), "")
 
 
 def location_of(frames: Sequence[Frame]) -> str:
     """Return the innermost line of the user's own code as "path:line", `""` if there is none."""
-    frame = next((frame for frame in frames if is_user_file(frame.file)), None)
-    return _where(frame) if frame is not None else ""
+    return next((_where(frame) for frame in frames if is_user_file(frame.file)), "")
 
 
 def _where(frame: Frame) -> str:

@@ -1,19 +1,20 @@
-"""Ranks, steps and names in words, and findings with the texts of their rules.
-
-This module is light: it never imports torch.
-"""
+"""Ranks, steps and names in words, and findings with the texts of their rules."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
+
+_Given = ParamSpec("_Given")
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -58,12 +59,23 @@ def join_names(names: Sequence[str], *, most: int = 3) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Those with the same key together, in the order in which they come."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def group_by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> tuple[str, ...]:
     """The values of all ranks, equal ones together: "rank 0: a", "ranks 1 and 2: b"."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(say(value), []).append(rank)
+    groups = group_by(range(len(values)), lambda rank: say(values[rank]))
     return tuple(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
+
+
+def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Under each name the values of all ranks, as `group_by_value` tells them: "lr: rank 0: 0.1; rank 1: 0.2"."""
+    return [f"{name}: {'; '.join(group_by_value(of_name))}" for name, of_name in values.items()]
 
 
 def counted(number: object, noun: str) -> str:
@@ -101,6 +113,10 @@ class Names:
         """The line that made the first of `names`."""
         return next((self.locations[name] for name in names if name in self.locations), None)
 
+    def one_finding(self, code: str, names: Sequence[str], message: str, **more: Any) -> list[Finding]:
+        """A finding on parameters, with all their names, and the line that made the first unless another is given."""
+        return one_finding(code, self.subjects(names), message, **{"location": self.location(names), **more})
+
 
 def make_finding(
     code: str,
@@ -128,6 +144,14 @@ def make_finding(
         fix=fix,
         tags=tags,
     )
+
+
+def _in_list(make: Callable[_Given, Finding]) -> Callable[_Given, list[Finding]]:
+    return lambda *given, **named: [make(*given, **named)]
+
+
+one_finding = _in_list(make_finding)
+"""`make_finding` in a list, as judges return what they find."""
 
 
 def phrase(failure: RankFailure) -> str:

@@ -6,11 +6,12 @@ findings.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, make_finding, minority_ranks, plural_verb
+from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding, plural_verb
 
 
 def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
@@ -25,13 +26,14 @@ def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] =
     for group, members in sorted(groups.items()):
         ranks = [rank for rank in members if rank < len(logs)]
         sequences = [[call for call in logs[rank] if call.group == group] for rank in ranks]
-        place = _first_mismatch(sequences)
-        if place is None:
+        places = enumerate(itertools.zip_longest(*sequences))
+        mismatch = next(((at, of_ranks) for at, of_ranks in places if len(set(map(_signature, of_ranks))) > 1), None)
+        if mismatch is None:
             continue
-        found = [sequence[place] if place < len(sequence) else None for sequence in sequences]
+        place, found = mismatch
         calls = [call for call in found if call is not None]
         absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
-        if absent and len({_signature(call) for call in calls}) == 1 and set(absent) <= set(at_work):
+        if absent and len(set(map(_signature, calls))) == 1 and set(absent) <= set(at_work):
             continue
         if absent:
             minority = tuple(absent)
@@ -40,33 +42,23 @@ def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] =
         else:
             minority = tuple(ranks[index] for index in minority_ranks([_signature(call) for call in calls]))
             message = f"Collective number {place} of the ranks does not match."
-        findings.append(
-            make_finding(
-                "DDP403",
-                sorted({call.operation for call in calls}),
-                message,
-                ranks=minority,
-                location=Location.parse(calls[0].location),
-                evidence=[
-                    f"rank {rank}, collective number {place}: {call if call is not None else 'none'}"
-                    + (f", in {call.place}" if call is not None and call.place else "")
-                    for rank, call in zip(ranks, found, strict=True)
-                ],
-            )
+        findings += one_finding(
+            "DDP403",
+            sorted({call.operation for call in calls}),
+            message,
+            ranks=minority,
+            location=Location.parse(calls[0].location),
+            evidence=[
+                f"rank {rank}, collective number {place}: {call or 'none'}"
+                + (f", in {call.place}" if call is not None and call.place else "")
+                for rank, call in zip(ranks, found, strict=True)
+            ],
         )
     return findings
 
 
-def _signature(call: Call) -> tuple[str, str]:
-    return (call.operation, call.payload)
-
-
-def _first_mismatch(sequences: Sequence[Sequence[Call]]) -> int | None:
-    for place in range(max(map(len, sequences), default=0)):
-        signatures = {_signature(sequence[place]) if place < len(sequence) else None for sequence in sequences}
-        if len(signatures) > 1:
-            return place
-    return None
+def _signature(call: Call | None) -> tuple[str, str] | None:
+    return None if call is None else (call.operation, call.payload)
 
 
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
@@ -76,7 +68,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
         sent: What each rank sent then, in order (`ddpcheck.gather.phases.shards`); what follows a difference in the
             operations is not compared.
     """
-    findings: dict[str, Finding] = {}
+    findings: dict[str, list[Finding]] = {}
     for number, calls in enumerate(zip(*sent, strict=False)):
         if len({call.operation for call in calls}) > 1:
             break
@@ -89,7 +81,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
         place = next(i for i, value in enumerate(here) if value != usual[i])
         findings.setdefault(
             call.location or str(number),
-            make_finding(
+            one_finding(
                 "DDP407",
                 (call.operation,),
                 f"{format_ranks(ranks).capitalize()} {plural_verb('puts', 'put', ranks)} what goes into "
@@ -105,19 +97,13 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
                 ),
             ),
         )
-    return list(findings.values())
-
-
-def _is_ordinary(value: float) -> bool:
-    """Whether a number may well be what a slot is filled with before a rank writes its own."""
-    return value in (0.0, 1.0, -1.0) or not 1e-6 < abs(value) < 1e6
+    return list(itertools.chain.from_iterable(findings.values()))
 
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
     """Whether these are the same numbers in several orders, and not those of each rank in slots of its own."""
-    if len(set(values)) == 1 or len({len(of_rank) for of_rank in values}) > 1:
+    if len(set(values)) == 1 or len({tuple(sorted(of_rank)) for of_rank in values}) > 1:
         return False
-    if len({tuple(sorted(of_rank)) for of_rank in values}) > 1:
-        return False
-    moved = [at for at in zip(*values, strict=True) if len(set(at)) > 1]
-    return not any(_is_ordinary(value) for at in moved for value in at)
+    moved = [value for at in zip(*values, strict=True) if len(set(at)) > 1 for value in at]
+    # others are what a slot may be filled with before a rank writes its own
+    return all(value not in (0.0, 1.0, -1.0) and 1e-6 < abs(value) < 1e6 for value in moved)

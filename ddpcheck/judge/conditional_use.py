@@ -1,16 +1,97 @@
-"""DDP104, 105 and 513: parameters that contribute to the loss on some ranks, or in some steps, and not in others.
-
-This module is light: it never imports torch.
-"""
+"""Where parameters are missing from the loss; DDP104, 105 and 513 on those that are on some ranks or in some steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import Names, format_ranks, format_steps, join_names, make_finding, unless_all
-from ddpcheck.judge.parameter_facts import AT_NEXT_FORWARD, SPARSE_ADVICE, SPARSE_REFUSED, ParameterFacts, family_of
+from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, plural_verb, unless_all
+
+AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
+SPARSE_REFUSED = (
+    "with find_unused_parameters=True DDP raises 'Expected sparse gradient to be defined' in backward: for a table "
+    "with sparse=True it has no gradient to put in the place of the missing one"
+)
+SPARSE_ADVICE = (
+    "Use the table in every step, remove it, or freeze it with requires_grad_(False) before wrapping; or make it with "
+    "sparse=False: for a sparse table that is unused, find_unused_parameters=True makes DDP raise."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """The facts on the parameters of a module.
+
+    Attributes:
+        evidence: Of every rank in every step.
+        wrapper: The arguments of the wrapper.
+        names: Of the parameters, with their aliases and lines.
+        ends_here: Whether the run ends with the last of these steps.
+        trainable: All parameters that require grad, in the order in which they are registered.
+        missing: Where each of them did not contribute; without those that another finding accounts for.
+    """
+
+    evidence: Sequence[StepEvidence]
+    wrapper: WrapperFacts
+    names: Names
+    ends_here: bool
+    trainable: Sequence[str]
+    missing: Mapping[str, Sequence[StepEvidence]]
+
+    @classmethod
+    def of(
+        cls,
+        evidence: Sequence[StepEvidence],
+        wrapper: WrapperFacts,
+        names: Names,
+        *,
+        ends_here: bool = True,
+        explained: Collection[str] = (),
+    ) -> ParameterFacts:
+        """Collect where parameters were missing, leaving out those whose absence is `explained`."""
+        missing: dict[str, list[StepEvidence]] = {}
+        for item in evidence:
+            for name, state in item.states.items():
+                if state == "missing" and name not in explained:
+                    missing.setdefault(name, []).append(item)
+        return cls(evidence, wrapper, names, ends_here, list(evidence[0].states) if evidence else [], missing)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len({item.rank for item in self.evidence})
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps that were run."""
+        return sorted({item.step for item in self.evidence})
+
+    @property
+    def always_missing(self) -> list[str]:
+        """The parameters that contributed on no rank in no step."""
+        return [name for name in self.trainable if len(self.missing.get(name, ())) == len(self.evidence)]
+
+    @property
+    def sometimes_missing(self) -> list[str]:
+        """The parameters that contributed on some ranks or in some steps, and not in all."""
+        return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
+
+    @property
+    def tolerating_option(self) -> str:
+        """The option for which DDP goes on without a gradient."""
+        return "find_unused_parameters" if self.wrapper.find_unused_parameters else "static_graph"
+
+    def family_of(self, name: str, missing: Collection[str]) -> str:
+        """The outermost module around `name` of which all parameters are `missing`, alike for every block of a list."""
+        top, parts = name, name.split(".")
+        for size in range(len(parts) - 1, 0, -1):
+            prefix = ".".join(parts[:size]) + "."
+            if all(other in missing for other in self.trainable if other.startswith(prefix)):
+                top = prefix
+        return ".".join("*" if part.isdigit() else part for part in top.split("."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +120,23 @@ class ConditionalUse:
     facts: ParameterFacts
 
     @property
-    def partial(self) -> list[MissingOn]:
-        """The absences on some ranks only: the others wait there."""
-        return [absence for absence in self.absences if len(absence.ranks) < self.facts.world_size]
-
-    @property
     def steps(self) -> list[int]:
         """The steps in which they were missing on any rank."""
         return sorted({step for absence in self.absences for step in absence.steps})
 
-    def finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> Finding:
+    def one_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
         """A finding on these parameters, with what it means under the options of the wrapper."""
         facts, wrapper = self.facts, self.facts.wrapper
         sparse = any(name in wrapper.sparse for name in self.parameters)
         more = [SPARSE_REFUSED] if sparse and wrapper.find_unused_parameters else []
         if wrapper.static_graph:
             more.append("static_graph=True promises that the set of used parameters never changes")
-        return make_finding(
+        return facts.names.one_finding(
             code,
-            facts.names.subjects(self.parameters),
+            self.parameters,
             message,
             ranks=unless_all(ranks, facts.world_size),
             steps=unless_all(self.steps, len(facts.steps)),
-            location=facts.names.location(self.parameters),
             evidence=[*evidence, *more],
             fix=SPARSE_ADVICE if sparse else "",
         )
@@ -77,9 +152,8 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
         names = [name for name in names if name in facts.wrapper.sparse]
     places = {frozenset((item.rank, item.step) for item in facts.missing[name]) for name in names}
     all_at_once = len(places) == 1 and len(names) == len(facts.trainable) > 1
-    families: dict[str, list[str]] = {}
-    for name in names:
-        families.setdefault("" if all_at_once else family_of(name, set(names), facts.trainable), []).append(name)
+    missing = frozenset(names)
+    families = group_by(names, lambda name: "" if all_at_once else facts.family_of(name, missing))
     found = []
     for family in families.values():
         use = ConditionalUse(family, _absences(family, facts), all_at_once, facts)
@@ -92,7 +166,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
 
     Before the question in which steps, for it is what stops DDP: ranks wait for each other.
     """
-    partial = use.partial
+    partial = [absence for absence in use.absences if len(absence.ranks) < use.facts.world_size]
     if not partial:
         return []
     step = min(min(absence.steps) for absence in partial)
@@ -104,7 +178,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
             f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step {step}, while the "
             "other ranks wait for the gradients."
         )
-    return [use.finding("DDP104", message, evidence, sorted({rank for absence in partial for rank in absence.ranks}))]
+    return use.one_finding("DDP104", message, evidence, sorted({rank for item in partial for rank in item.ranks}))
 
 
 def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
@@ -116,27 +190,20 @@ def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
     if len({absence.steps for absence in use.absences}) > 1:
         message = f"{subjects} contributed in some steps only, each in steps of its own."
     if facts.wrapper.is_ddp and not facts.wrapper.tolerates_unused:
-        evidence.append(
-            f"plain DDP says nothing here, because no forward follows {format_steps(steps)}"
-            if facts.ends_here and steps[0] == facts.steps[-1]
-            else f"{AT_NEXT_FORWARD} after {format_steps(steps[:1])}"
-        )
-    return [use.finding("DDP513" if facts.wrapper.static_graph else "DDP105", message, evidence)]
+        silent = f"plain DDP says nothing here, because no forward follows {format_steps(steps)}"
+        raises = f"{AT_NEXT_FORWARD} after {format_steps(steps[:1])}"
+        evidence.append(silent if facts.ends_here and steps[0] == facts.steps[-1] else raises)
+    return use.one_finding("DDP513" if facts.wrapper.static_graph else "DDP105", message, evidence)
 
 
 def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
     """Where `names` were missing, those together that were missing on the same ranks in the same steps."""
     places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name in names:
-        by_step: dict[int, list[int]] = {}
-        for item in facts.missing[name]:
-            by_step.setdefault(item.step, []).append(item.rank)
-        for step, ranks in by_step.items():
-            places.setdefault((step, tuple(sorted(ranks))), []).append(name)
-    together: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
-    for (step, on_ranks), of_place in sorted(places.items()):
-        together.setdefault((tuple(of_place), on_ranks), []).append(step)
-    return [MissingOn(of_names, on_ranks, tuple(steps)) for (of_names, on_ranks), steps in together.items()]
+        for step, items in group_by(facts.missing[name], lambda item: item.step).items():
+            places.setdefault((step, tuple(sorted(item.rank for item in items))), []).append(name)
+    together = group_by(sorted(places), lambda place: (tuple(places[place]), place[1]))
+    return [MissingOn(of_names, ranks, tuple(step for step, _ in at)) for (of_names, ranks), at in together.items()]
 
 
 _MOST_ABSENCES = 6
@@ -169,16 +236,14 @@ def _describe_first(absences: Sequence[MissingOn], step: int, names: Names) -> s
 
 def _reasons(use: ConditionalUse) -> list[str]:
     """Why the gradients were missing where they were, each reason once."""
-    missing = [(name, item) for name in use.parameters for item in use.facts.missing[name]]
-    facts: dict[str, None] = {}
-    for end in dict.fromkeys(item.path_ends[name] for name, item in missing if name in item.path_ends):
-        at = f" at {end.location}" if end.location else ""
-        if end.cause == "cut":
-            facts[f"there the path is cut by {end.reason}{at}"] = None
-        elif end.cause == "unreachable":
-            facts[f"there the last use is {end.reason}{at}, which does not reach the loss"] = None
-        elif end.cause == "unused":
-            facts["there no operation of the forward pass reads " + ("it" if len(use.parameters) == 1 else "them")] = (
-                None
-            )
-    return list(facts)[:3]
+    ends = [item.path_ends.get(name) for name in use.parameters for item in use.facts.missing[name]]
+    them = plural_verb("it", "them", use.parameters)
+    reasons = []
+    for end in filter(None, ends):
+        told = {
+            "cut": f"there the path is cut by {end.reason}{end.at}",
+            "unreachable": f"there the last use is {end.reason}{end.at}, which does not reach the loss",
+            "unused": f"there no operation of the forward pass reads {them}",
+        }
+        reasons.append(told.get(end.cause, ""))
+    return list(dict.fromkeys(filter(None, reasons)))[:3]

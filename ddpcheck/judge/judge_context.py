@@ -1,7 +1,4 @@
-"""The facts with which a difference between gradients is explained, as plain data.
-
-This module is light: it never imports torch.
-"""
+"""The facts with which a difference between gradients is explained, as plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, Fit, ShardAnalysis
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import Names, make_finding
+from ddpcheck.findings.wording import Names, one_finding
 
 _ROUNDING_MULTIPLE = 3.0
 Facts = TypeVar("Facts")
@@ -70,11 +67,6 @@ class LocalFacts:
     backwards: tuple[int, int] = (1, 1)
     drew_from: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-
-    @property
-    def calls_without_gradient(self) -> tuple[Call, ...]:
-        """The collectives that have no derivative."""
-        return tuple(call for call in self.calls if not call.differentiable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +157,14 @@ class SingleProcessFacts:
 
     @property
     def suspect_calls(self) -> list[Call]:
-        """The collectives without derivative that may carry the loss, the most suspect first."""
+        """The collectives without derivative that may carry the loss, the most suspect first.
+
+        A barrier, an object or a number that is only logged does not.
+        """
         if self.ran and not self.world_changed:
             return []
-        calls = [call for call in self.known.local.calls if _may_carry_the_loss(call)]
+        calls = [call for call in self.known.local.calls if not call.differentiable and call.elements > 0]
+        calls = [call for call in calls if call.elements > 1 or call.carries_gradient]
         return sorted(calls, key=lambda call: (not call.carries_gradient, -call.elements))
 
     def is_factor(self, fit: Fit) -> bool:
@@ -177,12 +173,7 @@ class SingleProcessFacts:
         rounding = max(LOOSEST_FIT * off, min(self.tolerance, off / 5))
         return off > max(self.tolerance, SMALLEST_FACTOR) and fit.residual <= rounding
 
-    def finding(self, code: str, message: str, *evidence: str, **more: Any) -> Finding:
+    def one_finding(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
         """A finding on the loss, with how far the gradients are."""
         subjects = more.pop("subjects", ("loss",))
-        return make_finding(code, subjects, message, steps=self.steps, evidence=[*evidence, *self.evidence], **more)
-
-
-def _may_carry_the_loss(call: Call) -> bool:
-    """Whether what comes out of a collective may be part of the loss: not a barrier, an object, or a logged number."""
-    return not call.differentiable and call.elements > 0 and (call.elements > 1 or call.carries_gradient)
+        return one_finding(code, subjects, message, steps=self.steps, evidence=[*evidence, *self.evidence], **more)

@@ -27,23 +27,20 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         fitted = []  # one weight a shard fits the root of a mean, too
     rest = [term for term in wrong if term not in fitted]
     fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
-    found = [judge_normalisation(facts, fitted)] if fitted else []
+    found = judge_normalisation(facts, fitted) if fitted else []
     counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
     if facts.known.local.drew_from:
         return found  # what samples drew makes of one what looks like the doing of the others
     coupling = analysis.coupling
     mixes = coupling.module_class and not counted
-    if mixes or (any(term.coupled for term in rest) and not _gathers(facts)):
-        found.append(_coupling(facts, rest))
+    gathers = facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
+    coupled = any(term.coupled for term in rest)
+    if mixes or (coupled and not gathers):  # where ranks gather samples, coupling alone makes no gradient another
+        found += _coupling(facts, rest)
     elif not counted and coupling.line is not None and not facts.world_changed:
-        found.append(_normalising_line(facts) if coupling.scaled and rest else _coupling(facts, rest))
-    explained = (coupling.module_class and not analysis.frozen) or any(term.coupled for term in rest)
-    return [*found, judge_unexplained(facts)] if rest and found and not explained and not coupling.line else found
-
-
-def _gathers(facts: SingleProcessFacts) -> bool:
-    """Whether the ranks exchange what the loss is made of, so that coupling alone is no reason for a difference."""
-    return facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
+        found += _normalising_line(facts) if coupling.scaled and rest else _coupling(facts, rest)
+    explained = (coupling.module_class and not analysis.frozen) or coupled
+    return found + judge_unexplained(facts) if rest and found and not explained and not coupling.line else found
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
@@ -57,7 +54,7 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
     return f"term {number} of {len(distinct)} of the loss{f' ({where})' if where else ''}"
 
 
-def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> Finding:
+def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> list[Finding]:
     """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
     world_size, sizes = facts.known.world_size, facts.known.local.shard_sizes
     worst_first = sorted(wrong, key=lambda term: -term.error)
@@ -87,7 +84,7 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         reasons.setdefault(what, why)
     (first, reason), *others = reasons.items()
     uneven = [f"samples a rank: {', '.join(map(str, sizes))}"] if len(set(sizes)) > 1 else []
-    return facts.finding(
+    return facts.one_finding(
         "DDP305",
         f"{capitalized(first)}.",
         reason,
@@ -104,24 +101,19 @@ _FIX_OF_A_SUM = (
 )
 
 
-def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> Finding:
+def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
     """DDP304: what the model or the loss makes of a sample depends on the others."""
     coupling, known = facts.analysis.coupling, facts.known
     module = f"{coupling.module or 'the model itself'} ({coupling.module_class})" if coupling.module_class else ""
-    felt = any(term.coupled for term in terms)
-    how = [
-        f"the output of {module} for one sample depends on the other samples of the batch"
-        if module
-        else "no module mixes samples: the loss itself couples them",
-        *([f"samples first meet at {coupling.line}"] if coupling.line else []),
-        *(
-            ["when what the model computes for some samples changes, the gradients of the others change too"]
-            if felt and not module
-            else []
-        ),
-    ]
+    how = ["no module mixes samples: the loss itself couples them"]
+    if module:
+        how = [f"the output of {module} for one sample depends on the other samples of the batch"]
+    if coupling.line:
+        how.append(f"samples first meet at {coupling.line}")
+    if not module and any(term.coupled for term in terms):
+        how.append("when what the model computes for some samples changes, the gradients of the others change too")
     where = next((term.location for term in terms if term.coupled and term.location), None)
-    return facts.finding(
+    return facts.one_finding(
         "DDP304",
         f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to "
         f"{facts.largest_error:.2g} (relative) away from those of the global batch.",
@@ -149,9 +141,9 @@ _FIX_OF_COUPLING = (
 )
 
 
-def _normalising_line(facts: SingleProcessFacts) -> Finding:
+def _normalising_line(facts: SingleProcessFacts) -> list[Finding]:
     """DDP305: what one line of the loss makes of a sample is scaled by the others, as by their number."""
-    return facts.finding(
+    return facts.one_finding(
         "DDP305",
         "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
         "gradients is not the gradient of the global batch.",
@@ -160,7 +152,7 @@ def _normalising_line(facts: SingleProcessFacts) -> Finding:
     )
 
 
-def judge_unexplained(facts: SingleProcessFacts) -> Finding:
+def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
     """DDP312: a difference that fits no pattern."""
     analysis = facts.analysis
     tried = [term for term in analysis.terms if term.coupled is not None]
@@ -174,7 +166,7 @@ def judge_unexplained(facts: SingleProcessFacts) -> Finding:
             "samples are not coupled: changing what the model computes for some leaves the gradients of the others as "
             "they are; what is left is what they are weighed by (class frequencies of the local batch, say), or state"
         )
-    return facts.finding(
+    return facts.one_finding(
         "DDP312",
         f"The averaged gradients are up to {facts.largest_error:.2g} (relative) away from those of the global batch, "
         "and no cause was found.",

@@ -7,17 +7,20 @@ step) to findings.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.parameters import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, counted, join_names, make_finding, plural_verb, unless_all
-from ddpcheck.judge.conditional_use import judge_conditional_use
-from ddpcheck.judge.forward_changes import judge_changed_in_forward
-from ddpcheck.judge.gradient_arrival import judge_hidden_parameters, judge_opaque_output, judge_repeated_arrival
-from ddpcheck.judge.parameter_facts import AT_NEXT_FORWARD, SPARSE_ADVICE, SPARSE_REFUSED, ParameterFacts, family_of
+from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.conditional_use import (
+    AT_NEXT_FORWARD,
+    SPARSE_ADVICE,
+    SPARSE_REFUSED,
+    ParameterFacts,
+    judge_conditional_use,
+)
 
 
 def judge_parameters(
@@ -58,18 +61,22 @@ def judge_parameters(
 
 def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
     """DDP101, 102 and 103: parameters that contribute in no step on no rank, one finding for each cause and place."""
-    names, ends = facts.always_missing, {}
-    groups: dict[Hashable, list[str]] = {}
-    for name in names:
-        end = next((item.path_ends[name] for item in facts.evidence if name in item.path_ends), PathEnd("unknown"))
-        place = end.no_grad_location or end.location
-        where = family_of(name, set(names), facts.trainable) if end.cause == "unused" else place
-        groups.setdefault((end.cause, end.reason, where, name in facts.wrapper.sparse), []).append(name)
-        ends[name] = end
-    return [_always_missing(group, ends[group[0]], facts) for group in groups.values()]
+    names = facts.always_missing
+    missing = frozenset(names)
+
+    def end_of(name: str) -> PathEnd:
+        return next((item.path_ends[name] for item in facts.evidence if name in item.path_ends), PathEnd("unknown"))
+
+    def cause_and_place(name: str) -> tuple[object, ...]:
+        end = end_of(name)
+        where = facts.family_of(name, missing) if end.cause == "unused" else end.no_grad_location or end.location
+        return end.cause, end.reason, where, name in facts.wrapper.sparse
+
+    groups = group_by(names, cause_and_place).values()
+    return [finding for group in groups for finding in _always_missing(group, end_of(group[0]), facts)]
 
 
-def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> Finding:
+def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> list[Finding]:
     """A finding on parameters that are missing for one cause, and what it means under the options of the wrapper."""
     wrapper, steps, them = facts.wrapper, len(facts.steps), plural_verb("it", "them", group)
     evidence = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
@@ -84,12 +91,11 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         more.append(f"{facts.tolerating_option}=True keeps DDP from stopping; nothing ever trains {them}")
     harmless = wrapper.tolerates_unused and code != "DDP103" and not refused
     mildest = Severity.WARNING if steps > 1 else Severity.NOTE
-    return make_finding(
+    return facts.names.one_finding(
         code,
-        facts.names.subjects(group),
+        group,
         message,
         severity=mildest if harmless else None,
-        location=facts.names.location(group),
         evidence=[*evidence, *more],
         fix=SPARSE_ADVICE if sparse else "",
     )
@@ -98,7 +104,6 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
 def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
     """Code, message and evidence for why no gradient reaches `subjects`."""
     names = join_names(subjects)
-    at = f" at {end.location}" if end.location else ""
     inside = f" (in module {end.module})" if end.module else ""
     if end.cause == "unused":
         return "DDP101", f"No operation of the forward pass reads {names}.", []
@@ -107,33 +112,69 @@ def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[s
         return "DDP102", f"{names} {does} not contribute to the loss; why could not be told.", []
     if end.cause == "cut":
         begins = [f"{end.reason} begins at {end.no_grad_location}"]
-        message = f"The path from {names} to the loss is cut by {end.reason}{at}{inside}."
+        message = f"The path from {names} to the loss is cut by {end.reason}{end.at}{inside}."
         return "DDP103", message, begins if end.no_grad_location not in (None, end.location) else []
-    last = f"the last operation on what depends on {them} is {end.reason}{at}"
-    return "DDP102", f"What {names} made{at}{inside} does not reach the loss.", [last]
+    last = f"the last operation on what depends on {them} is {end.reason}{end.at}"
+    return "DDP102", f"What {names} made{end.at}{inside} does not reach the loss.", [last]
+
+
+_CHANGES = {
+    "replaced": "DDP keeps to {it} that {is_are} gone, and never averages the gradient of what stands there now",
+    "removed": "DDP goes on waiting for {its} gradient",
+    "frozen": "DDP goes on waiting for {its} gradient",
+    "unfrozen": "DDP has not heard of {it}, and never averages {its} gradient",
+    "cast or moved": "DDP's hooks are on the old {noun}, and {its} gradient is never averaged",
+}
+
+
+def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
+    """DDP503: parameters that a forward pass replaces, removes, freezes, unfreezes or casts after DDP has seen them."""
+    if not wrapper.is_ddp:
+        return []
+    groups: dict[tuple[ParameterChange, int], dict[str, set[int]]] = {}
+    first: dict[str, tuple[ParameterChange, int]] = {}
+    for item in sorted(evidence, key=lambda item: item.step):
+        for name, change in item.changed.items():
+            idle = change.kind in ("removed", "frozen")  # nothing is lost where DDP looks who is unused
+            if idle and (wrapper.tolerates_unused or not any(e.states.get(name) == "missing" for e in evidence)):
+                continue
+            key = first.setdefault(name, (change, item.step))
+            groups.setdefault(key, {}).setdefault(name, set()).add(item.rank)
+    world_size = len({item.rank for item in evidence})
+    findings = []
+    for (change, step), group in groups.items():
+        subjects = names.subjects(group)
+        words = {"it": plural_verb("the one", "those", subjects), "is_are": plural_verb("is", "are", subjects)}
+        words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
+        by = f" by {change.replacement}" if change.replacement else ""
+        what = f"{plural_verb('was', 'were', subjects)} {change.kind}{by}"
+        findings += one_finding(
+            "DDP503",
+            subjects,
+            f"{join_names(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
+            f"{_CHANGES[change.kind].format(**words)}.",
+            ranks=unless_all(sorted(set().union(*group.values())), world_size),
+            location=change.location or names.location(list(group)),
+        )
+    return findings
 
 
 def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
     """DDP108: parameters that backward reaches, and for which a function returns None."""
     lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
     for name in facts.trainable:
-        seen = [item for item in facts.evidence if item.states.get(name) == "lost"]
-        if seen:
+        if seen := [item for item in facts.evidence if item.states.get(name) == "lost"]:
             end = next((item.path_ends[name] for item in seen if name in item.path_ends), PathEnd("lost"))
             lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
     findings = []
     for (ranks, end), group in lost.items():
         by = end.reason or "a custom autograd Function between it and the loss"
-        at = f" at {end.location}" if end.location else ""
-        subjects = facts.names.subjects(group)
-        findings.append(
-            make_finding(
-                "DDP108",
-                subjects,
-                f"Backward reaches {join_names(subjects)} and gives no gradient: {by}{at} returns None.",
-                ranks=unless_all(ranks, facts.world_size),
-                location=facts.names.location(group),
-            )
+        findings += facts.names.one_finding(
+            "DDP108",
+            group,
+            f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {by}{end.at} returns "
+            "None.",
+            ranks=unless_all(ranks, facts.world_size),
         )
     return findings
 
@@ -149,23 +190,21 @@ def judge_zero_gradients(
     always = [name for name in zero if name not in nonzero_when_perturbed]
     if not always or len(zero) == len([s for s in facts.evidence[0].states.values() if s != "missing"]):
         return []
-    groups: dict[object, list[str]] = {}
-    for name in always:
-        top = family_of(name, set(always), facts.trainable)
-        groups.setdefault(ends.get(name) or (name.rpartition(".")[0] or name if top == name else top), []).append(name)
+
+    def place(name: str) -> PathEnd | str:
+        top = facts.family_of(name, frozenset(always))
+        return ends.get(name) or (name.rpartition(".")[0] or name if top == name else top)
+
     findings = []
-    for group in groups.values():
+    for group in group_by(always, place).values():
         end = ends.get(group[0])
-        where = f": it becomes zero in {end.reason}{f' at {end.location}' if end.location else ''}" if end else ""
-        subjects = facts.names.subjects(group)
-        findings.append(
-            make_finding(
-                "DDP107",
-                subjects,
-                f"The gradient of {join_names(subjects)} is exactly zero in every step on every rank{where}.",
-                location=facts.names.location(group),
-                evidence=("it stays zero for other values of the parameters",),
-            )
+        where = f": it becomes zero in {end.reason}{end.at}" if end else ""
+        subjects = join_names(facts.names.subjects(group))
+        findings += facts.names.one_finding(
+            "DDP107",
+            group,
+            f"The gradient of {subjects} is exactly zero in every step on every rank{where}.",
+            evidence=("it stays zero for other values of the parameters",),
         )
     return findings
 
@@ -189,35 +228,34 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
         for leaf in item.unregistered:
             found.setdefault(leaf.name, leaf)
             ranks.setdefault(leaf.name, set()).add(item.rank)
-    groups: dict[tuple[bool, str, tuple[int, ...]], list[UnregisteredTensor]] = {}
-    for name, leaf in found.items():
+
+    def holder_and_ranks(leaf: UnregisteredTensor) -> tuple[bool, str, tuple[int, ...]]:
+        name = leaf.name
         holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
-        groups.setdefault((leaf.created_in_forward, holder, tuple(sorted(ranks[name]))), []).append(leaf)
+        return leaf.created_in_forward, holder, tuple(sorted(ranks[name]))
+
+    groups = group_by(found.values(), holder_and_ranks)
     return [
-        _unregistered(group, created_in_forward, unless_all(on_ranks, facts.world_size))
-        for (created_in_forward, _, on_ranks), group in groups.items()
+        finding
+        for (_, _, on_ranks), group in groups.items()
+        for finding in _unregistered(group, unless_all(on_ranks, facts.world_size))
     ]
 
 
-def _unregistered(leaves: Sequence[UnregisteredTensor], created_in_forward: bool, ranks: tuple[int, ...]) -> Finding:
+def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...]) -> list[Finding]:
     names = [leaf.name for leaf in leaves]
-    it, kind = plural_verb("it", "them", names), ""
+    what = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
+    what += "parameter of the model"
     if len(leaves) == 1 and leaves[0].kind:
-        kind = f"The {leaves[0].kind} "
-    message = (
-        f"{kind}{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
-        f"parameter of the model, so DDP never synchronises {it}."
-    )
-    if created_in_forward:
-        message = (
-            f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after DDP has been "
-            f"constructed, so DDP never synchronises {it}."
-        )
+        what = f"The {leaves[0].kind} {what}"
+    if created_in_forward := leaves[0].created_in_forward:
+        what = f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after DDP has been "
+        what += "constructed"
     elements = sum(math.prod(leaf.shape) for leaf in leaves)
-    return make_finding(
+    return one_finding(
         "DDP106",
         names,
-        message,
+        f"{what}, so DDP never synchronises {plural_verb('it', 'them', names)}.",
         ranks=ranks,
         location=next((leaf.location for leaf in leaves if leaf.location), None),
         evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
@@ -233,15 +271,13 @@ def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
     """DDP109: `find_unused_parameters=True` where every parameter always contributes."""
     if not facts.wrapper.find_unused_parameters or facts.missing or not facts.evidence:
         return []
-    return [
-        make_finding(
-            "DDP109",
-            ("find_unused_parameters",),
-            f"Every parameter contributed in {counted(len(facts.steps), 'step')} on every rank, "
-            "so find_unused_parameters=True searches the graph for nothing.",
-            evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),
-        )
-    ]
+    return one_finding(
+        "DDP109",
+        ("find_unused_parameters",),
+        f"Every parameter contributed in {counted(len(facts.steps), 'step')} on every rank, "
+        "so find_unused_parameters=True searches the graph for nothing.",
+        evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),
+    )
 
 
 def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
@@ -249,12 +285,60 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
     found = sorted({name for of_rank in names for name in of_rank})
     if not found:
         return []
-    return [
-        make_finding(
-            "DDP110",
-            found,
-            f"{join_names(found)} {plural_verb('is lazy and has', 'are lazy and have', found)} no shape yet, so DDP "
-            "cannot wrap the model.",
-            ranks=unless_all([rank for rank, of_rank in enumerate(names) if of_rank], len(names)),
-        )
-    ]
+    return one_finding(
+        "DDP110",
+        found,
+        f"{join_names(found)} {plural_verb('is lazy and has', 'are lazy and have', found)} no shape yet, so DDP "
+        "cannot wrap the model.",
+        ranks=unless_all([rank for rank, of_rank in enumerate(names) if of_rank], len(names)),
+    )
+
+
+def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
+    """DDP112: DDP finds no tensor in what forward returned, and so searches nothing."""
+    output_type = next((item.output_type for item in facts.evidence if item.output_type), "")
+    if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
+        return []
+    return one_finding(
+        "DDP112",
+        (output_type,),
+        f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
+        f"{facts.tolerating_option}=True works from what it finds there.",
+        evidence=("DDP looks into tensors, lists, tuples, dicts and dataclasses only",),
+    )
+
+
+def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
+    """DDP406: DDP's search takes parameters for unused that contribute."""
+    hidden = list(dict.fromkeys(name for item in facts.evidence for name in item.hidden_from_ddp))
+    if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
+        return []
+    subjects = join_names(facts.names.subjects(hidden))
+    return facts.names.one_finding(
+        "DDP406",
+        hidden,
+        f"DDP takes {subjects} for unused and marks them ready, and then their gradients arrive.",
+        evidence=(
+            "they are used in a re-entrant checkpoint, which hides them from the search for unused parameters"
+            if any(item.reentrant for item in facts.evidence)
+            else "they reach the loss by another way than what forward returned",
+        ),
+    )
+
+
+def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
+    """DDP406: gradients that arrive more than once in a backward pass."""
+    arrivals = [arrival for item in facts.evidence for arrival in item.arrivals.items()]
+    if not arrivals or facts.wrapper.static_graph:
+        return []
+    names = list(dict.fromkeys(name for name, _ in arrivals))
+    times = max(count for _, count in arrivals)
+    why = "re-entrant checkpoints (use_reentrant=True) run a backward of their own for each use"
+    return facts.names.one_finding(
+        "DDP406",
+        names,
+        f"The gradient of {join_names(facts.names.subjects(names))} arrives {times} times in one backward; DDP reduces "
+        "it when it arrives first.",
+        evidence=[why] if any(item.reentrant for item in facts.evidence) else (),
+        fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or static_graph=True.",
+    )

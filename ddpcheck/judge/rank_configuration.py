@@ -16,15 +16,17 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import (
     format_ranks,
-    group_by_value,
+    group_by,
     join_names,
-    make_finding,
     minority_of_any,
     minority_ranks,
+    one_finding,
     plural_verb,
+    told_by_rank,
     unless_all,
 )
 from ddpcheck.judge.judge_context import SingleProcessFacts
+from ddpcheck.judge.replicas import differing_values
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
@@ -36,23 +38,17 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
         return []
     if "class" in differing:
         differing = ["class"]  # another class has other options, too
-    differing = [name for name in differing if not _follows_from_parameters(name, differing)]
+    others = {f"{name.removesuffix(' parameters')} order" for name in differing if name.endswith(" parameters")}
+    differing = [name for name in differing if name not in others]  # the order differs because the parameters do
     harmless = are_harmless(differing, options)
-    return [
-        make_finding(
-            code,
-            differing,
-            f"{what} is not the same on every rank: {', '.join(differing)}.",
-            ranks=minority_of_any(values[name] for name in differing),
-            evidence=[f"{name}: " + "; ".join(group_by_value(_differences(name, values[name]))) for name in differing],
-            severity=Severity.WARNING if harmless else None,
-        )
-    ]
-
-
-def _follows_from_parameters(name: str, differing: Sequence[str]) -> bool:
-    """Whether the order of a group's parameters differs because the parameters do."""
-    return name.endswith(" order") and name.replace(" order", " parameters") in differing
+    return one_finding(
+        code,
+        differing,
+        f"{what} is not the same on every rank: {', '.join(differing)}.",
+        ranks=minority_of_any(values[name] for name in differing),
+        evidence=told_by_rank({name: _differences(name, values[name]) for name in differing}),
+        severity=Severity.WARNING if harmless else None,
+    )
 
 
 def _differences(name: str, values: Sequence[str]) -> list[str]:
@@ -75,9 +71,8 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
     A value that the steps have changed is state, and not data.
     """
     data = facts.known.program_data
-    names = [name for name in (data[0] if data else ()) if all(name in of_rank for of_rank in data)]
-    values = {name: [of_rank[name] for of_rank in data] for name in names}
-    differing = [name for name in names if len(set(values[name])) > 1 and not _is_the_rank(values[name])]
+    values = differing_values(data) if data else {}
+    differing = [name for name in values if not _is_the_rank(values[name])]
     if not differing:
         return []
     away = (
@@ -92,16 +87,14 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
             f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, not alike on every rank, "
             f"and nothing synchronises {it}: {away}."
         )
-    return [
-        facts.finding(
-            code,
-            message,
-            *(f"{name}: " + "; ".join(group_by_value(_around_difference(values[name]))) for name in differing),
-            subjects=differing,
-            severity=Severity.ERROR,
-            ranks=minority_of_any(values[name] for name in differing),
-        )
-    ]
+    return facts.one_finding(
+        code,
+        message,
+        *told_by_rank({name: _around_difference(values[name]) for name in differing}),
+        subjects=differing,
+        severity=Severity.ERROR,
+        ranks=minority_of_any(values[name] for name in differing),
+    )
 
 
 def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
@@ -112,16 +105,14 @@ def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding
         step: Whose batch it is.
     """
     ranks = minority_ranks(batches)
-    return [
-        make_finding(
-            "DDP516",
-            (f"batch({step})",),
-            f"batch({step}) makes another global batch on {format_ranks(ranks)}, and the same one each time it is "
-            "called, so the ranks do not train on parts of one batch.",
-            ranks=ranks,
-            evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
-        )
-    ]
+    return one_finding(
+        "DDP516",
+        (f"batch({step})",),
+        f"batch({step}) makes another global batch on {format_ranks(ranks)}, and the same one each time it is "
+        "called, so the ranks do not train on parts of one batch.",
+        ranks=ranks,
+        evidence=["what ranks do not share: the hash seed, on which the order of a set depends, and their number"],
+    )
 
 
 def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
@@ -137,16 +128,14 @@ def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
     if not ranks or len(ranks) == len(losses):
         return []
     rank = ranks[0]
-    return [
-        facts.finding(
-            "DDP516",
-            f"On {format_ranks(ranks)} the model or the loss computes something else from the same samples than a "
-            "single process does, and than the other ranks do from theirs.",
-            f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
-            ranks=ranks,
-            severity=Severity.WARNING if facts.known.wrapper.find_unused_parameters else None,
-        )
-    ]
+    return facts.one_finding(
+        "DDP516",
+        f"On {format_ranks(ranks)} the model or the loss computes something else from the same samples than a "
+        "single process does, and than the other ranks do from theirs.",
+        f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
+        ranks=ranks,
+        severity=Severity.WARNING if facts.known.wrapper.find_unused_parameters else None,
+    )
 
 
 def _is_the_rank(values: Sequence[str]) -> bool:
@@ -173,20 +162,15 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
     Args:
         changes: By name, in words ("frozen", "added"); one mapping a rank.
     """
-    by_what: dict[str, list[str]] = {}
-    for of_rank in changes:
-        for name, what in of_rank.items():
-            if name not in by_what.setdefault(what, []):
-                by_what[what].append(name)
-    if not by_what:
+    found = dict.fromkeys((name, what) for of_rank in changes for name, what in of_rank.items())
+    if not found:
         return []
+    by_what = {what: [name for name, _ in of] for what, of in group_by(found, lambda change: change[1]).items()}
     ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
     changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {what}" for what, names in by_what.items()]
-    return [
-        make_finding(
-            "DDP503",
-            list(dict.fromkeys(name for names in by_what.values() for name in names)),
-            f"{join_names(changed)} after wrapping; the reducer keeps to what it saw then.",
-            ranks=unless_all(ranks, len(changes)),
-        )
-    ]
+    return one_finding(
+        "DDP503",
+        list(dict.fromkeys(name for names in by_what.values() for name in names)),
+        f"{join_names(changed)} after wrapping; the reducer keeps to what it saw then.",
+        ranks=unless_all(ranks, len(changes)),
+    )

@@ -1,22 +1,33 @@
-"""DDP401, 402, 404 and 405, and 403 as their cause: why ranks failed or did not finish.
+"""DDP401 to 405: why ranks failed or did not finish; DDP302, 311, 406, 501 and 513 where the wrapper is the reason.
 
 Pure functions from `findings.errors.RankError` and the ranks' logs of collectives to findings.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ddpcheck.findings.errors import EmptyShardError, RankError, RankFailure
 from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.findings.wording import agreeing, format_ranks, make_finding, phrase, plural_verb, unless_all
+from ddpcheck.findings.wording import (
+    agreeing,
+    format_ranks,
+    group_by,
+    join_names,
+    one_finding,
+    phrase,
+    plural_verb,
+    unless_all,
+)
 from ddpcheck.judge.collective_order import judge_collectives
-from ddpcheck.judge.judge_context import first_explanation
+from ddpcheck.judge.judge_context import JudgeContext, first_explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +57,14 @@ class FailureFacts:
     @property
     def evidence(self) -> list[str]:
         """Each rank's failure; the same of several ranks once, unless they are stuck."""
-        groups: dict[tuple[str, int | None], list[int]] = {}
-        for failure in self.error.failures:
-            alone = failure.rank if failure.kind == "stuck" else None
-            groups.setdefault((_describe(failure), alone), []).append(failure.rank)
-        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for (text, _), ranks in groups.items()]
+        groups = group_by(self.error.failures, lambda one: (_describe(one), one.rank if one.kind == "stuck" else None))
+        told = [(text, [failure.rank for failure in alike]) for (text, _), alike in groups.items()]
+        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in told]
         return lines + ([f"{format_ranks(self.error.results)}: had finished"] if self.error.results else [])
 
 
 def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: int) -> list[Finding]:
-    """The finding behind a world that failed: DDP401 to DDP404, the root cause only.
-
-    Args:
-        error: What the world raised.
-        logs: The collectives of each rank until then.
-        world_size: The number of ranks.
-    """
+    """The finding behind a world that failed: DDP401 to DDP404, the root cause only; see `FailureFacts`."""
     return first_explanation(EXPLANATIONS, FailureFacts(error, logs, world_size)) if error.failures else []
 
 
@@ -89,17 +92,15 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     busy = [f for f in stuck if not is_waiting(f)] or [f for f in stuck if not f.collective]
     lead = (busy or stuck or list(facts.error.failures))[0]
     ranks = format_ranks(failure.rank for failure in stuck)
-    return [
-        make_finding(
-            "DDP402",
-            (lead.place or "run",),
-            f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {_describe(lead)}.",
-            ranks=unless_all([failure.rank for failure in busy or stuck], facts.world_size),
-            location=Location.parse(lead.location),
-            evidence=[*facts.evidence, *_stack_lines(stuck)],
-            fix=_fix_of_hang(stuck, lead),
-        )
-    ]
+    return one_finding(
+        "DDP402",
+        (lead.place or "run",),
+        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {_describe(lead)}.",
+        ranks=unless_all([failure.rank for failure in busy or stuck], facts.world_size),
+        location=Location.parse(lead.location),
+        evidence=[*facts.evidence, *_stack_lines(stuck)],
+        fix=_fix_of_hang(stuck, lead),
+    )
 
 
 def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
@@ -112,18 +113,16 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
     else:
         text = f"{format_ranks(same).capitalize()} {agreeing(phrase(first), same)}"
     evidence = facts.evidence
-    return [
-        make_finding(
-            "DDP404" if died else "DDP401",
-            (first.place or "run",),
-            f"{text.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
-            severity=Severity.ERROR,
-            ranks=unless_all(same, facts.world_size),
-            location=Location.parse(first.location),
-            evidence=[*(evidence if len(evidence) > 1 else []), *_stack_lines([first] if died else [])],
-            fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if died else "",
-        )
-    ]
+    return one_finding(
+        "DDP404" if died else "DDP401",
+        (first.place or "run",),
+        f"{text.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
+        severity=Severity.ERROR,
+        ranks=unless_all(same, facts.world_size),
+        location=Location.parse(first.location),
+        evidence=[*(evidence if len(evidence) > 1 else []), *_stack_lines([first] if died else [])],
+        fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if died else "",
+    )
 
 
 EXPLANATIONS = (explain_by_collectives, explain_by_hang, explain_by_first_failure)
@@ -167,24 +166,22 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
 
 def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
     """DDP405: ranks failed because they had no samples in a step in which others had some."""
-    empty = {f.rank: f for f in error.failures if isinstance(f.exception, EmptyShardError)}
+    empty = {f.rank: (f.exception, f.location) for f in error.failures if isinstance(f.exception, EmptyShardError)}
     if not empty or len(empty) == world_size:
         return []
-    step = min(f.exception.step for f in empty.values() if isinstance(f.exception, EmptyShardError))
+    step = min(exception.step for exception, _ in empty.values())
     ranks = sorted(empty)
-    return [
-        make_finding(
-            "DDP405",
-            (f"step {step}",),
-            f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} no samples in step {step}, and "
-            f"the others have: in a training loop {plural_verb('it leaves', 'they leave', ranks)}, and the others "
-            f"wait in backward for {plural_verb('its', 'their', ranks)} gradients.",
-            ranks=ranks,
-            steps=(step,),
-            location=Location.parse(empty[ranks[0]].location),
-            evidence=[f"rank {rank}: {empty[rank].exception}" for rank in ranks],
-        )
-    ]
+    return one_finding(
+        "DDP405",
+        (f"step {step}",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} no samples in step {step}, and "
+        f"the others have: in a training loop {plural_verb('it leaves', 'they leave', ranks)}, and the others "
+        f"wait in backward for {plural_verb('its', 'their', ranks)} gradients.",
+        ranks=ranks,
+        steps=(step,),
+        location=Location.parse(empty[ranks[0]][1]),
+        evidence=[f"rank {rank}: {empty[rank][0]}" for rank in ranks],
+    )
 
 
 _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup", "sigabrt", "abort", "op.preamble")
@@ -208,3 +205,108 @@ def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
     for failure in failures:
         for line in failure.stack.splitlines()[:8]:
             yield f"rank {failure.rank} stack: {line.strip()}"
+
+
+# Under the wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperErrorFacts:
+    """The facts on ranks that failed under the wrapper."""
+
+    error: RankError
+    known: JudgeContext
+
+    @property
+    def first(self) -> RankFailure | None:
+        """The first failure, where it is an exception."""
+        first = self.error.first
+        return first if first is not None and first.kind == "raised" else None
+
+    @property
+    def raised_on(self) -> tuple[int, ...]:
+        """The ranks that raised; empty for all."""
+        raised = sorted(failure.rank for failure in self.error.failures if failure.kind == "raised")
+        return unless_all(raised, self.known.world_size)
+
+
+def judge_wrapper_error(error: RankError, known: JudgeContext) -> list[Finding]:
+    """DDP302, 311, 406, 501 and 513 from how the wrapper fails in a step that the unwrapped module has just done."""
+    return first_explanation(WRAPPER_EXPLANATIONS, WrapperErrorFacts(error, known))
+
+
+def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP501: some ranks do not call the wrapper, and finish; the others wait for them until they fail.
+
+    First, for the failure of the ranks that waited only shows that somebody did not come.
+    """
+    finished = [item for item in facts.error.results.values() if isinstance(item, DdpStepEvidence)]
+    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
+    if not bypassed:
+        return []
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        f"On {format_ranks(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
+        "for its gradients.",
+        ranks=bypassed,
+        steps=(finished[0].step,),
+        evidence=[failure.message for failure in facts.error.failures],
+    )
+
+
+def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP311: backward needs parameters that were overwritten in place, whose names ddpcheck has added to the error.
+
+    Before the sentences of torch, which name none.
+    """
+    first = facts.first
+    overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", first.traceback) if first is not None else None
+    if first is None or overwritten is None or _IN_PLACE not in f"{first.message}\n{first.traceback}":
+        return []
+    names = overwritten[1].split(", ")
+    return facts.known.names.one_finding(
+        "DDP311",
+        names,
+        f"{'One of ' if len(names) > 1 else ''}{join_names(names, most=4)} was overwritten after the forward "
+        f"pass had read it, and backward needs what was there, in {first.place or 'the step'}.",
+        ranks=facts.raised_on,
+        evidence=[first.message],
+    )
+
+
+_IN_PLACE = "modified by an inplace operation"
+_SENTENCES = {  # of torch, with the code and the message for each
+    "mark a variable ready only once": ("DDP406", "DDP took a gradient to be complete, and it came again"),
+    _IN_PLACE: ("DDP311", "What backward needs was overwritten after the forward pass"),
+    "Expected to have finished reduction": (
+        "DDP302",
+        "A parameter that takes part without the wrapper did not under it",
+    ),
+    "training graph has changed in this iteration": (
+        "DDP513",
+        "The graph is not the one that DDP recorded in the first step",
+    ),
+}
+
+
+def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
+    if (first := facts.first) is None:
+        return []
+    text = f"{first.message}\n{first.traceback}"
+    for sentence, (code, message) in _SENTENCES.items():
+        if sentence in text:
+            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
+            return one_finding(
+                code,
+                facts.known.names.subjects(named) or ("backward",),
+                f"{message}, in {first.place or 'the step'}.",
+                ranks=facts.raised_on,
+                evidence=[first.message],
+            )
+    return []
+
+
+WRAPPER_EXPLANATIONS = (explain_by_bypassed_forward, explain_by_overwritten_parameters, explain_by_sentence_of_torch)
+"""Likewise, of failures under the wrapper."""

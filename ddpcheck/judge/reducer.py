@@ -1,19 +1,20 @@
-"""DDP301 to 303, and their causes: the gradients that the wrapper and its reducer have left.
+"""DDP301 to 303, and their causes: the gradients that the wrapper and its reducer have left, compiled or not.
 
 Pure functions from `findings.evidence.steps` (gathered by `gather.phases.ddp_step`) to findings.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, make_finding, unless_all
+from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
 from ddpcheck.judge.replicas import differing_names
 
@@ -53,11 +54,6 @@ class ReducerFacts:
         return len({item.step for item in self.evidence})
 
     @property
-    def ignored(self) -> list[str]:
-        """Of `unequal`: parameters that the wrapper was told to ignore."""
-        return [name for name in self.unequal if name in self.known.wrapper.ignored]
-
-    @property
     def not_synchronised(self) -> list[str]:
         """Of `unequal`: parameters whose gradients the wrapper has to average."""
         return [name for name in self.unequal if name not in self.known.wrapper.ignored]
@@ -89,9 +85,8 @@ class ReducerFacts:
         names = list(self.mismatched)
         steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
-        more.setdefault("subjects", self.known.names.subjects(names))
-        more.setdefault("location", self.known.names.location(names))
-        return [make_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)]
+        more = {"subjects": self.known.names.subjects(names), "location": self.known.names.location(names), **more}
+        return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
 
 
 def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
@@ -106,18 +101,16 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
 
     Beside the other explanations, for it accounts for these parameters alone.
     """
-    if not facts.ignored:
-        return []
     names = facts.known.names
-    return [
-        make_finding(
-            "DDP111",
-            names.subjects(facts.ignored),
-            f"{join_names(names.subjects(facts.ignored))} is trained, but the wrapper was told to ignore it: "
-            "its gradients are not averaged and differ between the ranks.",
-            location=names.location(facts.ignored),
-        )
-    ]
+    ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
+    if not ignored:
+        return []
+    return names.one_finding(
+        "DDP111",
+        ignored,
+        f"{join_names(names.subjects(ignored))} is trained, but the wrapper was told to ignore it: "
+        "its gradients are not averaged and differ between the ranks.",
+    )
 
 
 def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
@@ -136,22 +129,20 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     if not bypassed:
         return []
     names = facts.not_synchronised
-    return [
-        make_finding(
-            "DDP501",
-            ("forward",),
-            "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
-            if any(item.inner_calls for item in bypassed)
-            else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
-            "take part in the step.",
-            ranks=unless_all(sorted({item.rank for item in bypassed}), facts.known.world_size),
-            steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
-            evidence=[
-                *([f"gradients of {counted(len(names), 'parameter')} differ between ranks"] if names else []),
-                *_evidence_between_ranks(facts),
-            ],
-        )
-    ]
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
+        if any(item.inner_calls for item in bypassed)
+        else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
+        "take part in the step.",
+        ranks=unless_all(sorted({item.rank for item in bypassed}), facts.known.world_size),
+        steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
+        evidence=[
+            *([f"gradients of {counted(len(names), 'parameter')} differ between ranks"] if names else []),
+            *_evidence_between_ranks(facts),
+        ],
+    )
 
 
 def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
@@ -165,17 +156,14 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     count = len(facts.evidence[0].gradients)
     steps = sorted({step for name in names for step in facts.unequal[name]})
     whose = f"the wrapper is a {facts.known.wrapper_class}, which is no DistributedDataParallel"
-    return [
-        make_finding(
-            "DDP301",
-            facts.known.names.subjects(names),
-            f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
-            f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
-            steps=unless_all(steps, facts.step_count),
-            location=facts.known.names.location(names),
-            evidence=[*([] if facts.known.wrapper.is_ddp else [whose]), *_evidence_between_ranks(facts)],
-        )
-    ]
+    return facts.known.names.one_finding(
+        "DDP301",
+        names,
+        f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
+        f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
+        steps=unless_all(steps, facts.step_count),
+        evidence=[*([] if facts.known.wrapper.is_ddp else [whose]), *_evidence_between_ranks(facts)],
+    )
 
 
 def _evidence_between_ranks(facts: ReducerFacts) -> list[str]:
@@ -273,3 +261,63 @@ def _constant_ratio(differences: Sequence[Difference]) -> float | None:
     middle = sorted(ratios)[len(ratios) // 2]
     spread = max(abs(ratio - middle) for ratio in ratios)
     return middle if spread <= 0.01 * abs(middle) and middle != 0.0 else None
+
+
+# Under torch.compile
+
+
+def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
+    """DDP301 and 302 of gradients that are right without compilation, which has been judged before."""
+    for step in dict.fromkeys(item.step for item in evidence):
+        items = [item for item in evidence if item.step == step]
+        count = len(items[0].gradients)
+        if names := list(differing_names([item.gradients for item in items])):
+            return known.names.one_finding(
+                "DDP301",
+                names,
+                f"Under torch.compile the gradients of {len(names)} of {count} parameters differ between ranks after "
+                f"backward, in step {step}; without it they are equal.",
+                steps=(step,),
+            )
+        wrong = {} if _drew(items) else {bad.name: bad for item in items for bad in item.differences if bad.bad}
+        if wrong:
+            return known.names.one_finding(
+                "DDP302",
+                list(wrong),
+                f"Under torch.compile the wrapper leaves other gradients for {len(wrong)} of {count} parameters, in "
+                f"step {step}, than the average of the ranks' own, which it leaves without torch.compile.",
+                steps=(step,),
+                evidence=[*map(str, sorted(wrong.values(), key=lambda item: -item.error)[:3])],
+            )
+    return []
+
+
+def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
+    """A sentence on the steps that were run under `torch.compile`."""
+    if not evidence:
+        return "torch.compile was not run: everything is checked as the code is written"
+    errors = [difference.error for item in evidence for difference in item.differences]
+    apart = (
+        "draws other random numbers there"
+        if _drew(evidence)
+        else f"leaves the same gradients there, within a relative error of {max(errors, default=0.0):.1g}"
+    )
+    return f"with torch.compile only the wrapper's steps are run again, which {apart}; the rest is run without it"
+
+
+def _drew(evidence: Sequence[CompiledStep]) -> bool:
+    return any(item.drew for item in evidence)
+
+
+_PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
+
+
+def plain_name(text: str) -> str:
+    """A name of a parameter or module, or a text with some in it, without what `torch.compile` puts before them."""
+    return _PREFIX.sub("", text)
+
+
+def without_prefix(finding: Finding) -> Finding:
+    """A finding whose names are those of the code as it is written: `torch.compile(module)` holds it as `_orig_mod`."""
+    subjects, evidence = tuple(map(plain_name, finding.subjects)), tuple(map(plain_name, finding.evidence))
+    return replace(finding, subjects=subjects, message=plain_name(finding.message), evidence=evidence)

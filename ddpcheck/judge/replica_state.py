@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import counted, format_ranks, join_names, make_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.judge.judge_context import JudgeContext, group_by_step
 from ddpcheck.judge.replicas import differing_names
 
@@ -41,11 +41,6 @@ class ReplicaFacts:
                 found.setdefault(name, step)
         return found
 
-    def parameters_before(self, step: int) -> dict[int, Mapping[str, int]]:
-        """By rank, fingerprints of the parameters before `step`."""
-        previous = self.by_step.get(step - 1, ())
-        return {item.rank: item.parameters for item in previous} or dict(enumerate(self.start))
-
 
 def judge_state(
     evidence: Sequence[DdpStepEvidence],
@@ -54,13 +49,9 @@ def judge_state(
     gradients_differ: bool,
     start: Sequence[Mapping[str, int]] = (),
 ) -> list[Finding]:
-    """DDP306 (508, 515), 214, 215 and 216: parameters, buffers and the rest after the steps.
+    """DDP306 (508, 515), 214, 215 and 216: parameters, buffers and the rest after the steps; see `ReplicaFacts`.
 
-    Args:
-        evidence: Of every rank and step.
-        known: The facts beside the evidence.
-        gradients_differ: Whether a finding says so already, which accounts for parameters that differ.
-        start: By rank, fingerprints of the parameters before the first step.
+    Where gradients are known to differ (`gradients_differ`), that accounts for parameters that do.
     """
     facts = ReplicaFacts(group_by_step(evidence), start, known)
     return [
@@ -79,17 +70,14 @@ def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
     names = [name for name in differing if name not in known.differing_at_start]
     if not names:
         return []
-    return [
-        make_finding(
-            "DDP515",
-            known.names.subjects(names),
-            f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))}, on each "
-            "rank to a value of its own; DDP broadcasts parameters when it is constructed and never again.",
-            steps=unless_all((first,), len(facts.by_step)),
-            location=known.names.location(names),
-            evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
-        )
-    ]
+    return known.names.one_finding(
+        "DDP515",
+        names,
+        f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))}, on each "
+        "rank to a value of its own; DDP broadcasts parameters when it is constructed and never again.",
+        steps=unless_all((first,), len(facts.by_step)),
+        evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
+    )
 
 
 _DEPARTURES = {
@@ -108,24 +96,22 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
         return []
     first = min([*parameters.values(), *optimizer.values()])
     of_first = [name for name, step in diverged.items() if step == first]
-    code, ranks, how = judge_departure(facts.by_step[first], facts.parameters_before(first), of_first)
-    names, count = facts.known.names, len(facts.by_step)
-    return [
-        make_finding(
-            code,
-            names.subjects(diverged),
-            _DEPARTURES[code].format(
-                count=counted(len(diverged), "parameter"),
-                differ=plural_verb("differs", "differ", list(diverged)),
-                step=first,
-                ranks=format_ranks(ranks) if ranks else "",
-            ),
-            ranks=ranks,
-            steps=unless_all(range(first, count), count),
-            location=names.location(list(diverged)),
-            evidence=[*([how] if how else []), *[f"optimizer state: {name}" for name in optimizer][:3]],
-        )
-    ]
+    before = {item.rank: item.parameters for item in facts.by_step.get(first - 1, ())} or dict(enumerate(facts.start))
+    code, ranks, how = judge_departure(facts.by_step[first], before, of_first)
+    count = len(facts.by_step)
+    return facts.known.names.one_finding(
+        code,
+        list(diverged),
+        _DEPARTURES[code].format(
+            count=counted(len(diverged), "parameter"),
+            differ=plural_verb("differs", "differ", list(diverged)),
+            step=first,
+            ranks=format_ranks(ranks) if ranks else "",
+        ),
+        ranks=ranks,
+        steps=unless_all(range(first, count), count),
+        evidence=[*([how] if how else []), *[f"optimizer state: {name}" for name in optimizer][:3]],
+    )
 
 
 def judge_departure(
@@ -138,29 +124,20 @@ def judge_departure(
         previous: By rank, the fingerprints of the parameters before that step.
         names: Of the parameters that differ.
     """
-    names = [name for name in names if all(name in item.parameters_after_backward for item in items)]
+    after = {item.rank: item.parameters_after_backward for item in items}
+    names = [name for name in names if all(name in now for now in after.values())]
     if not names or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in names):
         return "DDP306", (), ""  # they differed before the step
-    if any(len({item.parameters_after_backward[name] for item in items}) > 1 for name in names):
-        changed = tuple(item.rank for item in items if _changed_before_optimizer(item, previous, names))
+    if any(len({now[name] for now in after.values()}) > 1 for name in names):
+        before = {rank: {**now, **previous.get(rank, {})} for rank, now in after.items()}
+        changed = tuple(rank for rank, now in after.items() if any(now[n] != before[rank][n] for n in names))
         if 0 < len(changed) < len(items):
             return "DDP515", changed, f"changed on {format_ranks(changed)} alone, before the optimizer's step"
         return "DDP306", (), "changed in the forward pass, on each rank differently, and not by the optimizer"
-    skipped = tuple(
-        item.rank
-        for item in items
-        if all(item.parameters_after_backward[name] == item.parameters.get(name) for name in names)
-    )
+    skipped = tuple(i.rank for i in items if all(after[i.rank][n] == i.parameters.get(n) for n in names))
     if 0 < len(skipped) < len(items):
         return "DDP508", skipped, f"did not change on {format_ranks(skipped)}, where the optimizer's step was skipped"
     return "DDP306", (), ""
-
-
-def _changed_before_optimizer(
-    item: DdpStepEvidence, previous: Mapping[int, Mapping[str, int]], names: Sequence[str]
-) -> bool:
-    now, before = item.parameters_after_backward, previous.get(item.rank, {})
-    return any(now[name] != before.get(name, now[name]) for name in names)
 
 
 def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
@@ -175,17 +152,15 @@ def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
         if known.broadcasts_buffers
         else f"nothing synchronises {them}, and a checkpoint keeps rank 0's"
     )
-    return [
-        make_finding(
-            "DDP215" if known.broadcasts_buffers else "DDP214",
-            names,
-            f"{counted(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
-            f"{min(differing.values())}: {consequence}.",
-            location=known.names.location(names),
-            severity=Severity.WARNING,
-            evidence=_why_buffers_differ(names, known),
-        )
-    ]
+    return one_finding(
+        "DDP215" if known.broadcasts_buffers else "DDP214",
+        names,
+        f"{counted(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
+        f"{min(differing.values())}: {consequence}.",
+        location=known.names.location(names),
+        severity=Severity.WARNING,
+        evidence=_why_buffers_differ(names, known),
+    )
 
 
 def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
@@ -219,16 +194,14 @@ def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
     ]
     if not names:
         return []
-    return [
-        make_finding(
-            "DDP216",
-            names,
-            f"{join_names(names)} is made in the forward pass, on each rank with other values, and kept without being "
-            "registered; DDP never synchronises it.",
-            evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
-            severity=Severity.ERROR,
-        )
-    ]
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)} is made in the forward pass, on each rank with other values, and kept without being "
+        "registered; DDP never synchronises it.",
+        evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
+        severity=Severity.ERROR,
+    )
 
 
 def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
@@ -236,12 +209,10 @@ def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
     names = list(facts.first_steps(lambda item: item.state))
     if not names:
         return []
-    return [
-        make_finding(
-            "DDP216",
-            names,
-            f"{join_names(names)} is held by the model without being registered and drifts apart between ranks; "
-            "DDP never synchronises it.",
-            location=facts.known.names.location(names),
-        )
-    ]
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)} is held by the model without being registered and drifts apart between ranks; "
+        "DDP never synchronises it.",
+        location=facts.known.names.location(names),
+    )

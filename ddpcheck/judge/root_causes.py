@@ -6,59 +6,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
 from ddpcheck.judge.replica_state import RUNNING_STATISTICS
 
 
-def merge_causes(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding a root cause: its consequences become evidence."""
-    return split_consequences(findings)[0]
-
-
 def split_consequences(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
     """One finding a root cause, and each consequence with the finding that it is evidence of now."""
-    merged: list[Finding] = []
-    consequences: list[tuple[Finding, Finding]] = []
-    for finding in findings:
-        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in merged):
-            merged.append(finding)
+    kept: dict[int, Finding] = {}
+    for number, finding in enumerate(findings):
+        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in kept.values()):
+            kept[number] = finding
+    consequences: dict[int, tuple[Finding, int]] = {}  # with the number of their cause
     for cause_codes, codes, applies in _CONSEQUENCES:
-        causes = [f for f in merged if f.code in cause_codes]
-        if not causes:
+        first = next((number for number, f in kept.items() if f.code in cause_codes), None)
+        if first is None:
             continue
-        for found in [f for f in merged if f.code in codes and f not in causes and applies(causes[0], f)]:
-            merged.remove(found)
-            consequences.append((found, causes[0]))
-            if found.code in ("DDP304", "DDP312", "DDP516") and causes[0].code in _ANOTHER_PROGRAM:
+        others = {number: f for number, f in kept.items() if f.code in codes and f.code not in cause_codes}
+        for number, found in others.items():
+            cause = kept[first]
+            if not applies(cause, found):
+                continue
+            del kept[number]
+            consequences[number] = found, first
+            if found.code in ("DDP304", "DDP312", "DDP516") and cause.code in _ANOTHER_PROGRAM:
                 continue  # where ranks run different programs, it goes without saying that their losses are others
-            place = merged.index(causes[0])
-            merged[place] = causes[0] = _with_consequence(causes[0], found)
-    return merged, [(found, _final(cause, merged, consequences)) for found, cause in consequences]
+            worst = min(cause.severity, found.severity, key=lambda severity: severity.rank)
+            kept[first] = replace(
+                cause,
+                evidence=(*cause.evidence, f"with it comes {found.code}: {found.message}"),
+                severity=worst if cause.code == "DDP215" else cause.severity,
+                tags=(*cause.tags, found.code),
+            )
 
+    def root(number: int) -> Finding:
+        return kept[number] if number in kept else root(consequences[number][1])
 
-def _with_consequence(cause: Finding, found: Finding) -> Finding:
-    return replace(
-        cause,
-        evidence=(*cause.evidence, f"with it comes {found.code}: {found.message}"),
-        severity=_worse(cause, found) if cause.code == "DDP215" else cause.severity,
-        tags=(*cause.tags, found.code),
-    )
-
-
-def _final(finding: Finding, merged: Sequence[Finding], consequences: Sequence[tuple[Finding, Finding]]) -> Finding:
-    """`finding` with all its evidence, or the cause that it is a consequence of in turn."""
-
-    def is_it(other: Finding) -> bool:
-        return replace(other, evidence=(), severity=finding.severity) == replace(finding, evidence=())
-
-    found = next((other for other in merged if is_it(other)), None)
-    return found or next(_final(cause, merged, consequences) for other, cause in consequences if is_it(other))
-
-
-def _worse(one: Finding, other: Finding) -> Severity:
-    return min(one.severity, other.severity, key=lambda severity: severity.rank)
+    return list(kept.values()), [(found, root(first)) for found, first in consequences.values()]
 
 
 def _always(_cause: Finding, _consequence: Finding) -> bool:
@@ -88,38 +72,27 @@ def _of_the_same(cause: Finding, consequence: Finding) -> bool:
 
 _ANOTHER_PROGRAM = frozenset({"DDP104", "DDP106"})
 
+_GRADIENTS = ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305")
+_BY_RANK = ("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP306", "DDP503", "DDP513", "DDP515")
+
 _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
     (("DDP106",), ("DDP515",), _of_the_same),
-    (
-        (
-            *("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP306", "DDP503", "DDP513", "DDP515"),
-            *("DDP214", "DDP215", "DDP216"),
-        ),
-        ("DDP516",),
-        _of_the_loss,
-    ),
+    ((*_BY_RANK, "DDP214", "DDP215", "DDP216"), ("DDP516",), _of_the_loss),
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
-    (("DDP208",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _always),
+    (("DDP208",), (*_GRADIENTS, "DDP306"), _always),
     (("DDP223",), ("DDP306",), _always),
     (("DDP505", "DDP519"), ("DDP303", "DDP304", "DDP312", "DDP305"), _always),
     (("DDP502", "DDP509"), ("DDP301", "DDP302"), _always),
-    (
-        ("DDP515",),
-        ("DDP208", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
-        _always,
-    ),
+    (("DDP515",), ("DDP208", *_GRADIENTS, "DDP306"), _always),
     (("DDP311",), ("DDP214", "DDP215", "DDP302", "DDP304", "DDP312"), _always),
     (("DDP111",), ("DDP208", "DDP306", "DDP301"), _always),
     (("DDP222",), ("DDP301", "DDP302", "DDP304", "DDP312", "DDP305", "DDP214", "DDP215", "DDP216", "DDP516"), _always),
     (("DDP406",), ("DDP301", "DDP302"), _always),
-    (("DDP104", "DDP105", "DDP513"), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305"), _always),
-    (
-        ("DDP503",),
-        ("DDP101", "DDP102", "DDP103", "DDP106", "DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"),
-        _always,
-    ),
-    (("DDP106",), ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305", "DDP306"), _created_in_forward),
+    (("DDP104", "DDP105", "DDP513"), _GRADIENTS, _always),
+    (("DDP503",), ("DDP101", "DDP102", "DDP103", "DDP106", *_GRADIENTS, "DDP306"), _always),
+    (("DDP106",), (*_GRADIENTS, "DDP306"), _created_in_forward),
     (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
-    (("DDP216",), ("DDP304", "DDP312", "DDP303", "DDP216"), _always),
+    (("DDP216",), ("DDP304", "DDP312", "DDP303"), _always),
     (("DDP214",), ("DDP304", "DDP312"), _always),
 )
+"""Codes of causes, codes of what comes with them, and whether one finding does with the other."""

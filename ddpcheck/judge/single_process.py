@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import capitalized, format_ranks, join_names, make_finding, unless_all
+from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
 from ddpcheck.judge.judge_context import (
     SMALLEST_FACTOR,
     JudgeContext,
@@ -51,7 +51,7 @@ def judge_single_process(
         known=known,
         evidence=(count, *map(str, worst_first(first)[:3])),
     )
-    return first_explanation(EXPLANATIONS, facts) or [judge_unexplained(facts)]
+    return first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
 
 
 def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
@@ -62,30 +62,23 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
     known = facts.known
     names = [item.name for item in facts.wrong]
     nonlinear = [name for name in known.nonlinear if name in names]
-    by_rank = (
-        facts.world_changed
-        and known.hooks
-        and not known.local.calls_without_gradient
-        and _losses_are_those_of_shards(facts)
-    )
-    if not nonlinear and not by_rank:
+    by_rank = facts.world_changed and known.hooks and all(call.differentiable for call in known.local.calls)
+    if not nonlinear and not (by_rank and _are_close(facts.analysis.shard_losses, known.local.losses)):
         return []
     where = next((hook.location for hook in known.hooks if hook.location), None)
     subjects = known.names.subjects(known.nonlinear if nonlinear else names)
     cause = capitalized(known.hooks[0].description) if known.hooks else "Something in backward"
-    return [
-        facts.finding(
-            "DDP310",
-            f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
-            f"{facts.largest_error:.2g} away from that of the global batch.",
-            "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
-            if nonlinear
-            else "the losses are those of the same shards without a process group; only the gradients are not",
-            *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
-            subjects=subjects,
-            location=where or known.names.location(names),
-        )
-    ]
+    return facts.one_finding(
+        "DDP310",
+        f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
+        f"{facts.largest_error:.2g} away from that of the global batch.",
+        "a loss twice as large does not give gradients twice as large: what happens in backward is not linear"
+        if nonlinear
+        else "the losses are those of the same shards without a process group; only the gradients are not",
+        *(f"in the way of gradients: {hook}" for hook in known.hooks[:3]),
+        subjects=subjects,
+        location=where or known.names.location(names),
+    )
 
 
 def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
@@ -97,15 +90,13 @@ def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
     ratio = facts.analysis.against_global.ratio
     if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
         return []
-    return [
-        facts.finding(
-            "DDP514",
-            "The loss accumulates gradients over micro-batches and does not divide by their number, which is another "
-            f"on a rank: the gradient is {ratio:.4g} times the global batch's.",
-            f"{alone} backward passes in the single process, {here} on a rank",
-            location=facts.known.loss_location,
-        )
-    ]
+    return facts.one_finding(
+        "DDP514",
+        "The loss accumulates gradients over micro-batches and does not divide by their number, which is another "
+        f"on a rank: the gradient is {ratio:.4g} times the global batch's.",
+        f"{alone} backward passes in the single process, {here} on a rank",
+        location=facts.known.loss_location,
+    )
 
 
 def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
@@ -119,11 +110,20 @@ def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
     if not facts.scaled or facts.scaled_by_world or exchanges_tensors or (facts.ran and not facts.world_changed):
         return []
     if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
-        return [_factor_of_the_world(facts, ratio)]
-    if _are_all(known.local.losses, analysis.global_loss):
-        return [_own_share(facts)]
+        return _factor_of_the_world(facts, ratio)
+    if known.local.losses and _are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
+        return facts.one_finding(
+            "DDP303",
+            f"Every gradient is {format_factor(ratio, known.world_size)} times the global batch's: each rank computes "
+            "the loss of the whole batch, its gradient comes back to the rank's own samples only, and DDP averages.",
+            f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
+            *(f"gathered by {call}" for call in known.local.calls[:2]),
+            location=known.loss_location,
+            fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
+            "backward adds up the gradients of all ranks.",
+        )
     weight = 1 / (known.world_size * ratio)
-    return [judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])]
+    return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
 
 
 def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
@@ -131,7 +131,7 @@ def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
 
     Before what differs between ranks, for the factor is the same on all of them.
     """
-    return [_factor_of_the_world(facts, facts.analysis.against_shards.ratio)] if facts.scaled_by_world else []
+    return _factor_of_the_world(facts, facts.analysis.against_shards.ratio) if facts.scaled_by_world else []
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
@@ -159,13 +159,11 @@ def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
     if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
         return []  # those of the global batch: what differs is something else
     share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights.weights)
-    return [
-        facts.finding(
-            "DDP303",
-            f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
-            "or the model applies a factor that depends on the rank.",
-        )
-    ]
+    return facts.one_finding(
+        "DDP303",
+        f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
+        "or the model applies a factor that depends on the rank.",
+    )
 
 
 def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Finding]:
@@ -176,22 +174,18 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     suspects = facts.suspect_calls
     if not suspects:
         return []
-    if (
-        facts.known.local.choices
-    ):  # what was chosen at random may be all that differs, as where k-means begins a codebook
-        return [judge_unexplained(facts)]
+    if facts.known.local.choices:  # which may be all that differs, as where k-means begins a codebook at random
+        return judge_unexplained(facts)
     calls = list(dict.fromkeys(map(str, suspects)))
-    return [
-        facts.finding(
-            "DDP309",
-            f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
-            f"{facts.largest_error:.2g} away from those of the global batch.",
-            *(f"called: {call}" for call in calls[1:]),
-            subjects=tuple(dict.fromkeys(call.operation for call in suspects)),
-            location=Location.parse(next((call.location for call in suspects if call.location), "")),
-            fix=fix_without_gradient(suspects),
-        )
-    ]
+    return facts.one_finding(
+        "DDP309",
+        f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
+        f"{facts.largest_error:.2g} away from those of the global batch.",
+        *(f"called: {call}" for call in calls[1:]),
+        subjects=tuple(dict.fromkeys(call.operation for call in suspects)),
+        location=Location.parse(next((call.location for call in suspects if call.location), "")),
+        fix=fix_without_gradient(suspects),
+    )
 
 
 _WITH_GRADIENT = (
@@ -236,20 +230,18 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
         f"{format_factor(term.ratio, facts.known.world_size)} times the global batch's"
         for term in off
     ]
-    return [
-        facts.finding(
-            "DDP303",
-            f"{capitalized(factors[0])}: what it is divided by is counted over all ranks, or scaled by the "
-            "world size, and DDP averages already.",
-            *factors[1:],
-            location=off[0].location or facts.known.loss_location,
-        )
-    ]
+    return facts.one_finding(
+        "DDP303",
+        f"{capitalized(factors[0])}: what it is divided by is counted over all ranks, or scaled by the "
+        "world size, and DDP averages already.",
+        *factors[1:],
+        location=off[0].location or facts.known.loss_location,
+    )
 
 
-def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> Finding:
+def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
     factor = format_factor(ratio, facts.known.world_size)
-    return facts.finding(
+    return facts.one_finding(
         "DDP303",
         f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
         "scales by the world size, and DDP averages already.",
@@ -258,28 +250,9 @@ def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> Finding:
     )
 
 
-def _own_share(facts: SingleProcessFacts) -> Finding:
-    analysis, known = facts.analysis, facts.known
-    return facts.finding(
-        "DDP303",
-        f"Every gradient is {format_factor(analysis.against_global.ratio, known.world_size)} times the global batch's: "
-        "each rank computes the loss of the whole batch, its gradient comes back to the rank's own samples only, and "
-        "DDP averages.",
-        f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
-        *(f"gathered by {call}" for call in known.local.calls[:2]),
-        location=known.loss_location,
-        fix="Multiply the loss by the world size, or gather with torch.distributed.nn.functional.all_gather, whose "
-        "backward adds up the gradients of all ranks.",
-    )
-
-
-def _losses_are_those_of_shards(facts: SingleProcessFacts) -> bool:
-    alone, here = facts.analysis.shard_losses, facts.known.local.losses
-    return len(alone) == len(here) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(alone, here, strict=True))
-
-
-def _are_all(values: Sequence[float], wanted: float) -> bool:
-    return bool(values) and all(math.isclose(value, wanted, rel_tol=1e-3) for value in values)
+def _are_close(some: Sequence[float], others: Sequence[float]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
 
 
 def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
@@ -310,14 +283,12 @@ def judge_nothing_compared(norms: Mapping[int, float]) -> list[Finding]:
     empty = sorted(step for step, norm in norms.items() if norm == 0.0)
     if not norms or len(empty) < len(norms):
         return []
-    return [
-        make_finding(
-            "DDP307",
-            ("loss",),
-            "Every gradient was zero or missing in every step, so nothing was compared.",
-            evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
-        )
-    ]
+    return one_finding(
+        "DDP307",
+        ("loss",),
+        "Every gradient was zero or missing in every step, so nothing was compared.",
+        evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
+    )
 
 
 def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:
@@ -327,13 +298,11 @@ def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> 
     if not ranks:
         return []
     worst = max((item for items in bad.values() for item in items), key=lambda item: item.error)
-    return [
-        make_finding(
-            "DDP308",
-            ("loss",),
-            f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
-            ranks=unless_all(ranks, len(differences)),
-            steps=(step,),
-            evidence=[str(worst), "the generators of torch, numpy and random were seeded alike both times"],
-        )
-    ]
+    return one_finding(
+        "DDP308",
+        ("loss",),
+        f"The same step run twice on {format_ranks(ranks)} gave other gradients, so comparisons mean nothing.",
+        ranks=unless_all(ranks, len(differences)),
+        steps=(step,),
+        evidence=[str(worst), "the generators of torch, numpy and random were seeded alike both times"],
+    )

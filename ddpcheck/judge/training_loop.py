@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, SharedDraw
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, make_finding, plural_verb, unless_all
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.replicas import differing_names
 
 # Values and data
 
@@ -25,123 +25,63 @@ def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mappi
         start: By rank, fingerprints when DDP had been constructed; empty for another wrapper.
         now: Since then.
     """
-    names = [
-        name
-        for name in now[0]
-        if all(name in of_rank for of_rank in (*start, *now))
-        and len({of_rank[name] for of_rank in start}) == 1
-        and len({of_rank[name] for of_rank in now}) > 1
-    ]
+    known = [name for name in differing_names(now) if all(name in of_rank for of_rank in start)]
+    names = [name for name in known if len({of_rank[name] for of_rank in start}) == 1]
     if not names:
         return []
     changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
-    return [
-        make_finding(
-            "DDP515",
-            names,
-            f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had "
-            "synchronised them; nothing brings the ranks together again.",
-            ranks=unless_all(changed, len(now)),
-        )
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleFacts:
-    """The facts on the samples of one step.
-
-    Attributes:
-        step: Counted from 0.
-        by_rank: Fingerprint of each sample of each rank.
-        batch: How often each sample is in the global batch.
-        gradients_alike: Whether the gradients of all ranks have the same norm, which is not 0.
-        gradients_differ: Whether the ranks' average is another gradient than the global batch's.
-    """
-
-    step: int
-    by_rank: Sequence[Sequence[int]]
-    batch: Counter[int]
-    gradients_alike: bool
-    gradients_differ: bool
-
-    @property
-    def on_ranks(self) -> Counter[int]:
-        """The number of ranks that hold each sample."""
-        return Counter(sample for samples in self.by_rank for sample in samples)
-
-    @property
-    def repeated(self) -> set[int]:
-        """The samples that are on more ranks than they are in the batch."""
-        return {sample for sample, count in self.on_ranks.items() if 0 < self.batch[sample] < count}
-
-    @property
-    def left_out(self) -> str:
-        """A sentence on samples of the batch that are on no rank; empty where none, or where ranks make others."""
-        missing = sum((self.batch - self.on_ranks).values())
-        if not missing or not all(sample in self.batch for sample in self.on_ranks):
-            return ""
-        return f"{missing} of {self.batch.total()} samples of the global batch are on no rank"
+    return one_finding(
+        "DDP515",
+        names,
+        f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had "
+        "synchronised them; nothing brings the ranks together again.",
+        ranks=unless_all(changed, len(now)),
+    )
 
 
 def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
     """DDP505 and 519: samples that several ranks train on, and samples that none does, in one step.
 
+    DDP505 only where gradients show it, since ranks may well do different things with the same samples; and before
+    DDP519, which is the other side of the same shards.
+
     Args:
         local: The step of each rank.
         gradients_differ: Whether the ranks' average is another gradient than the global batch's.
     """
-    facts = SampleFacts(
-        local[0].evidence.step,
-        [item.sample_fingerprints for item in local],
-        Counter(local[0].global_sample_fingerprints),
-        len({item.norm for item in local}) == 1 and local[0].norm > 0,
-        gradients_differ,
-    )
-    if len(local) < 2 or not facts.batch or not all(facts.by_rank):
+    step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
+    batch = Counter(local[0].global_sample_fingerprints)
+    if len(local) < 2 or not batch or not all(rows):
         return []
-    return judge_repeated_samples(facts) or judge_samples_left_out(facts)
-
-
-def judge_repeated_samples(facts: SampleFacts) -> list[Finding]:
-    """DDP505: samples that several ranks train on.
-
-    Only where gradients show it, since ranks may well do different things with the same samples. Before samples that
-    are left out, which is the other side of the same shards.
-    """
-    repeated, rows = facts.repeated, facts.by_rank
-    if not repeated or not (facts.gradients_differ or facts.gradients_alike):
-        return []
-    shared = []
-    for rank, of_rank in enumerate(rows):
-        for before in range(rank):
-            if common := len(repeated & set(of_rank) & set(rows[before])):
-                is_are = "is" if common == 1 else "are"
-                shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {before} too")
-    return [
-        make_finding(
+    on_ranks = Counter(sample for samples in rows for sample in samples)
+    repeated = {sample for sample, count in on_ranks.items() if 0 < batch[sample] < count}
+    missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0  # unless ranks make others
+    left_out = f"{missing} of {batch.total()} samples of the global batch are on no rank"
+    gradients_alike = len({item.norm for item in local}) == 1 and local[0].norm > 0
+    if repeated and (gradients_differ or gradients_alike):
+        shared = []
+        for rank, of_rank in enumerate(rows):
+            for before in range(rank):
+                if common := len(repeated & set(of_rank) & set(rows[before])):
+                    is_are = "is" if common == 1 else "are"
+                    shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {before} too")
+        return one_finding(
             "DDP505",
             ("shard",),
-            f"{len(repeated)} of the {facts.batch.total()} samples of step {facts.step} are on more than one rank, and "
-            "count more than once in the average."
+            f"{len(repeated)} of the {batch.total()} samples of step {step} are on more than one rank, and count more "
+            "than once in the average."
             if len(repeated) < len(set(rows[0]))
-            else f"The ranks train on the same samples in step {facts.step}, so together they do the work of fewer.",
-            evidence=[*shared[:3], *filter(None, [facts.left_out])],
+            else f"The ranks train on the same samples in step {step}, so together they do the work of fewer.",
+            evidence=[*shared[:3], *([left_out] if missing else [])],
         )
-    ]
-
-
-def judge_samples_left_out(facts: SampleFacts) -> list[Finding]:
-    """DDP519: samples that no rank trains on, where the gradients are not those of the global batch."""
-    if not facts.left_out or not facts.gradients_differ:
+    if not missing or not gradients_differ:
         return []
-    return [
-        make_finding(
-            "DDP519",
-            ("shard",),
-            f"The shards leave samples out: {facts.left_out} in step {facts.step}.",
-            evidence=[f"samples a rank: {', '.join(str(len(of_rank)) for of_rank in facts.by_rank)}"],
-        )
-    ]
+    return one_finding(
+        "DDP519",
+        ("shard",),
+        f"The shards leave samples out: {left_out} in step {step}.",
+        evidence=[f"samples a rank: {', '.join(str(len(of_rank)) for of_rank in rows)}"],
+    )
 
 
 def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
@@ -154,17 +94,14 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
     if not shared or len(draws) < 2:
         return []
     names = list(dict.fromkeys(call.module or "forward" for call in shared))
-    seeds = next((call.location for call in shared if call.location), None)
-    return [
-        make_finding(
-            "DDP510",
-            names,
-            f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on all ranks "
-            "is set in the forward pass.",
-            location=seeds,
-            evidence=[f"{call.operation} gives the same values on every rank" for call in shared[:3]],
-        )
-    ]
+    return one_finding(
+        "DDP510",
+        names,
+        f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on all ranks "
+        "is set in the forward pass.",
+        location=next((call.location for call in shared if call.location), None),
+        evidence=[f"{call.operation} gives the same values on every rank" for call in shared[:3]],
+    )
 
 
 # The steps
@@ -177,23 +114,22 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
         evidence: Of every rank and step.
         unequal: Whether gradients differ between ranks, or are not their average.
     """
-    found = [_judge_discarded(evidence)]
+    found = _judge_discarded(evidence)
     if unequal:
-        found += [_judge_never_synchronised(evidence) or _judge_last_unsynchronised(evidence), _judge_pairing(evidence)]
-    if not any(found):
-        found = [_judge_useless_no_sync(evidence)]
-    return [finding for finding in found if finding is not None]
+        found += _judge_never_synchronised(evidence) or _judge_last_unsynchronised(evidence)
+        found += _judge_pairing(evidence)
+    return found or _judge_useless_no_sync(evidence)
 
 
-def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """DDP517: gradients that are zeroed before an optimizer has used them."""
     discards = [(item, event) for item in evidence for event in item.events if event.discarded]
     if not discards:
-        return None
+        return []
     item, event = discards[0]
     backwards = [e for e in item.events[: item.events.index(event)] if e.kind == "backward"]
     made = backwards[-1].location if backwards else ""
-    return make_finding(
+    return one_finding(
         "DDP517",
         ("zero_grad",),
         f"zero_grad throws away the gradients of {join_names(event.discarded)} before any step has used them.",
@@ -204,15 +140,15 @@ def _judge_discarded(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
     )
 
 
-def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """DDP502: a step on what backward passes have added after the reduction, or without any."""
     found = [(item, *place) for item in evidence if (place := _unreduced_at_step(item.events)) is not None]
     if not found:
-        return None
+        return []
     item, reduced, passes, step = found[0]
     several = f"{passes} backward passes" if passes > 1 else "A backward pass"
     kind = "ones" if passes > 1 else "one"
-    return make_finding(
+    return one_finding(
         "DDP502",
         ("no_sync",),
         f"{several} after the reduction of the step: what the last {kind} added was never averaged, and every rank "
@@ -247,7 +183,7 @@ def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEven
     return None
 
 
-def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """DDP502: a step of which every forward runs under `no_sync`."""
     unsynchronised = [
         item
@@ -256,9 +192,9 @@ def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | 
         and not any(event.synchronises for event in item.events if event.kind == "forward")
     ]
     if not unsynchronised:
-        return None
+        return []
     entered = next(event for event in unsynchronised[0].events if event.kind == "enter no_sync")
-    return make_finding(
+    return one_finding(
         "DDP502",
         ("no_sync",),
         "Every forward of the step runs under no_sync, so its gradients are never averaged.",
@@ -268,7 +204,7 @@ def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> Finding | 
     )
 
 
-def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """DDP509: a backward pass of the wrapper's output after the one that ended the reduction."""
     for item in evidence:
         ready, waiting, done = False, False, None
@@ -281,7 +217,7 @@ def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
                 waiting = False
             elif event.kind == "backward" and done is not None:
                 after = [e.kind for e in item.events[: index + 1] if e.kind in ("forward", "backward")]
-                return make_finding(
+                return one_finding(
                     "DDP509",
                     ("backward",),
                     "A second backward pass follows without a forward of its own: the reduction ended with the first, "
@@ -292,10 +228,10 @@ def _judge_pairing(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
                         *([f"reduced: the backward at {done.location}"] if done.location else []),
                     ],
                 )
-    return None
+    return []
 
 
-def _judge_useless_no_sync(evidence: Sequence[DdpStepEvidence]) -> Finding | None:
+def _judge_useless_no_sync(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
     for item in evidence:
         called = [event for event in item.events if event.kind == "no_sync"]
@@ -313,11 +249,11 @@ def _judge_useless_no_sync(evidence: Sequence[DdpStepEvidence]) -> Finding | Non
                 forwards, synchronising = forwards + 1, event.synchronises
             elif event.kind == "backward" and inside is not None and not forwards and synchronising:
                 return _useless(inside, "no_sync encloses a backward pass and not its forward, so it changes nothing.")
-    return None
+    return []
 
 
-def _useless(event: LoopEvent, message: str) -> Finding:
-    return make_finding(
+def _useless(event: LoopEvent, message: str) -> list[Finding]:
+    return one_finding(
         "DDP502",
         ("no_sync",),
         message,
@@ -347,16 +283,13 @@ def judge_optimizer(
         return []
     foreign = wrapped[0].foreign_tensors
     is_in, moves = plural_verb("is in", "are in", found), plural_verb("moves", "move", found)
-    return [
-        make_finding(
-            "DDP504",
-            names.subjects(found),
-            f"{join_names(names.subjects(found))} {is_in} no group of the optimizer and never {moves}.",
-            location=names.location(found),
-            evidence=[f"the optimizer holds {foreign} tensors that are no parameters of the module"] if foreign else [],
-            severity=Severity.ERROR if foreign else Severity.WARNING,
-        )
-    ]
+    return names.one_finding(
+        "DDP504",
+        found,
+        f"{join_names(names.subjects(found))} {is_in} no group of the optimizer and never {moves}.",
+        evidence=[f"the optimizer holds {foreign} tensors that are no parameters of the module"] if foreign else [],
+        severity=Severity.ERROR if foreign else Severity.WARNING,
+    )
 
 
 def _ranks(items: Sequence[DdpStepEvidence], evidence: Sequence[DdpStepEvidence]) -> tuple[int, ...]:

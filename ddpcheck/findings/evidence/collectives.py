@@ -1,8 +1,6 @@
 """Evidence on collectives.
 
 Judged in `judge.collective_order`; gathered in `gather.collectives` and `gather.phases.shards`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

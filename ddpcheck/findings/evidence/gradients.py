@@ -2,8 +2,6 @@
 
 Judged in `judge.reducer` and `judge.single_process`; gathered in `gather.steps.gradient_distance` and
 `gather.phases.repeated_step`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Judged in `judge.replicas` and `judge.rank_configuration`; gathered in `gather.state.module_description` and
 `gather.ddp`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Evidence on each parameter's part in the loss.
 
 Judged in `judge.parameters` and `judge.conditional_use`; gathered in `gather.phases.local_step` and `gather.autograd`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -37,6 +35,11 @@ class PathEnd:
     location: Location | None = None
     module: str = ""
     no_grad_location: Location | None = None
+
+    @property
+    def at(self) -> str:
+        """The line in words, where it is known."""
+        return f" at {self.location}" if self.location else ""
 
 
 @dataclass(frozen=True, slots=True)

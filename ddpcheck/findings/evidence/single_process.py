@@ -2,8 +2,6 @@
 
 Judged in `judge.single_process` and `judge.loss_terms`; gathered in `gather.phases.single_process` and
 `gather.phases.shard_analysis`.
-
-This module is light: it never imports torch.
 """
 
 from __future__ import annotations

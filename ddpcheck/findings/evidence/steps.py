@@ -1,9 +1,6 @@
 """Evidence on whole training steps, alone and under the wrapper.
 
-Judged in `judge.reducer`, `judge.replica_state`, `judge.training_loop` and `judge.compiled_step`; gathered in
-`gather.phases`.
-
-This module is light: it never imports torch.
+Judged in `judge.reducer`, `judge.replica_state` and `judge.training_loop`; gathered in `gather.phases`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The rule table: every defect that ddpcheck can name, by code and in order, split into files by family.
-
-This module is light: it never imports torch.
-"""
+"""The rule table: every defect that ddpcheck can name, by code and in order, split into files by family."""
 
 from __future__ import annotations
 

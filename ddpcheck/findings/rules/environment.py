@@ -1,7 +1,4 @@
-"""DDP6xx: the environment that ranks are started in.
-
-This module is light: it never imports torch.
-"""
+"""DDP6xx: the environment that ranks are started in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DDP3xx: gradients, and the state after a step, against other ranks and against a reference.
-
-This module is light: it never imports torch.
-"""
+"""DDP3xx: gradients, and the state after a step, against other ranks and against a reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DDP1xx: parameters and the loss. Which parameters a backward pass reaches, and which it does not.
-
-This module is light: it never imports torch.
-"""
+"""DDP1xx: parameters and the loss. Which parameters a backward pass reaches, and which it does not."""
 
 from __future__ import annotations
 

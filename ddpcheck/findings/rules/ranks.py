@@ -1,7 +1,4 @@
-"""DDP2xx: what has to be the same on every rank before, and stay the same after, a module is wrapped.
-
-This module is light: it never imports torch.
-"""
+"""DDP2xx: what has to be the same on every rank before, and stay the same after, a module is wrapped."""
 
 from __future__ import annotations
 

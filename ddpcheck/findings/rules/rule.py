@@ -1,7 +1,4 @@
-"""Rules: one defect, one permanent code, one text that every output shows.
-
-This module is light: it never imports torch.
-"""
+"""Rules: one defect, one permanent code, one text that every output shows."""
 
 from __future__ import annotations
 

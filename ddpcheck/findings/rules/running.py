@@ -1,7 +1,4 @@
-"""DDP4xx: runs that fail, hang, or pair up the wrong collectives.
-
-This module is light: it never imports torch.
-"""
+"""DDP4xx: runs that fail, hang, or pair up the wrong collectives."""
 
 from __future__ import annotations
 

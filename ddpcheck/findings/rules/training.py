@@ -1,7 +1,4 @@
-"""DDP5xx: the training loop around the wrapper, and the data that it feeds.
-
-This module is light: it never imports torch.
-"""
+"""DDP5xx: the training loop around the wrapper, and the data that it feeds."""
 
 from __future__ import annotations
 

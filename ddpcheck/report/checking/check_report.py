@@ -17,7 +17,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names, make_finding
-from ddpcheck.judge.compiled_step import plain_name
+from ddpcheck.judge.reducer import plain_name
 from ddpcheck.report.checking.check_state import CheckState
 
 HEADINGS: Mapping[str, tuple[str, ...]] = {
