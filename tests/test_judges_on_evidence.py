@@ -56,9 +56,6 @@ NO_FAULT_NEEDS = {
     "single_process._explain_by_factors_of_terms": (
         "test_parity::test_one_term_of_two_that_is_scaled_by_the_world_size"
     ),
-    "single_process._explain_by_loss_values": (
-        "test_parity::test_every_rank_with_the_loss_of_the_whole_batch_and_the_gradient_of_its_own_part"
-    ),
 }
 """Judges without which every fault is found all the same, and the test on evidence made by hand that is red then."""
 

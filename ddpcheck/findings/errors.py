@@ -21,8 +21,6 @@ class DdpcheckError(Exception):
         detail: Lines for a reader who wants more (the target's own traceback, say); may be empty.
     """
 
-    __module__ = "ddpcheck"
-
     exit_code = EXIT_USAGE
 
     def __init__(self, message: str, *, detail: str = "") -> None:
@@ -32,8 +30,6 @@ class DdpcheckError(Exception):
 
 class UsageError(DdpcheckError):
     """A wrong argument or option: world size 0, an unknown backend, a file that is not there."""
-
-    __module__ = "ddpcheck"
 
 
 class WrongTypeError(UsageError, TypeError):
@@ -47,8 +43,6 @@ class ChoiceError(UsageError, ValueError):
 class ConfigError(DdpcheckError):
     """A wrong value in the environment or in `[tool.ddpcheck]`."""
 
-    __module__ = "ddpcheck"
-
 
 class BugError(DdpcheckError):
     """A bug of ddpcheck, which is not the target's fault; `detail` is the whole traceback."""
@@ -56,8 +50,6 @@ class BugError(DdpcheckError):
 
 class TargetError(DdpcheckError):
     """The user's target could not be imported, built or run, for a reason of its own."""
-
-    __module__ = "ddpcheck"
 
     exit_code = EXIT_TARGET
 
@@ -94,8 +86,6 @@ class FindingsError(DdpcheckError, AssertionError):
     Attributes:
         findings: Those for which it was raised, of `ddpcheck.Finding`.
     """
-
-    __module__ = "ddpcheck"
 
     exit_code = EXIT_FINDINGS
 
@@ -153,8 +143,6 @@ class RankError(DdpcheckError):
     `results` what the others returned, by rank.
     """
 
-    __module__ = "ddpcheck"
-
     exit_code = EXIT_TARGET
 
     def __init__(self, message: str, failures: Sequence[RankFailure] = (), *, detail: str = "") -> None:
@@ -173,6 +161,8 @@ class RankError(DdpcheckError):
 class HangError(RankError):
     """A rank did not finish in time, or can be shown to wait for one that will never come."""
 
-    __module__ = "ddpcheck"
-
     exit_code = EXIT_HANG
+
+
+for _public in (DdpcheckError, UsageError, ConfigError, TargetError, FindingsError, RankError, HangError):
+    _public.__module__ = "ddpcheck"

@@ -48,7 +48,8 @@ def is_ours(error: BaseException) -> bool:
             return isinstance(current, BugError)
         run = _innermost_run(current)
         if run and not _is_asked_for(run[0][0]):
-            return not (isinstance(current, RecursionError) and _passes_the_target(current))
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(current.__traceback__)]
+            return not (isinstance(current, RecursionError) and any(map(is_user_file, files)))
         seen.add(id(current))
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return False
@@ -99,7 +100,3 @@ def _is_asked_for(entry: FrameType) -> bool:
     """Whether the frame at which a traceback enters ddpcheck is that of something public."""
     module = str(entry.f_globals.get("__name__", ""))
     return entry.f_code.co_qualname.partition(".")[0] in ddpcheck.__all__ or module.startswith("ddpcheck.integrations")
-
-
-def _passes_the_target(error: BaseException) -> bool:
-    return any(is_user_file(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))

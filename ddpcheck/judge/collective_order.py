@@ -17,9 +17,7 @@ from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding,
 def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
     """At most one finding a process group: the first place at which the ranks' collectives do not match (DDP403).
 
-    Args:
-        logs: The calls of each rank.
-        at_work: Ranks that are neither finished nor in a collective, and so may still come to the next one.
+    Ranks `at_work` are neither finished nor in a collective, and so may still come to the next one.
     """
     findings = []
     groups = {call.group: call.members for log in logs for call in log}
@@ -64,9 +62,7 @@ def _signature(call: Call | None) -> tuple[str, str] | None:
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
     """DDP407: reductions into which ranks put the same numbers in another order, although they had the same samples.
 
-    Args:
-        sent: What each rank sent then, in order (`ddpcheck.gather.phases.shards`); what follows a difference in the
-            operations is not compared.
+    What follows a difference in the operations is not compared.
     """
     findings: dict[str, list[Finding]] = {}
     for number, calls in enumerate(zip(*sent, strict=False)):

@@ -13,7 +13,7 @@ from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, Fit, ShardAnalysis
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import Names, one_finding
+from ddpcheck.findings.wording import Names, group_by, one_finding
 
 _ROUNDING_MULTIPLE = 3.0
 Facts = TypeVar("Facts")
@@ -30,10 +30,7 @@ def format_factor(ratio: float, world_size: int) -> str:
 
 def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStepEvidence]]:
     """The evidence of all ranks by step, in order."""
-    by_step: dict[int, list[DdpStepEvidence]] = {}
-    for item in sorted(evidence, key=lambda item: item.step):
-        by_step.setdefault(item.step, []).append(item)
-    return by_step
+    return group_by(sorted(evidence, key=lambda item: item.step), lambda item: item.step)
 
 
 def first_explanation(explanations: Sequence[Callable[[Facts], list[Finding]]], facts: Facts) -> list[Finding]:
@@ -149,11 +146,6 @@ class SingleProcessFacts:
     def scaled(self) -> bool:
         """Whether a constant factor accounts for the difference from the global batch."""
         return self.is_factor(self.analysis.against_global)
-
-    @property
-    def scaled_by_world(self) -> bool:
-        """Whether a constant factor accounts for the difference from the shards without a process group."""
-        return self.world_changed and self.is_factor(self.analysis.against_shards)
 
     @property
     def suspect_calls(self) -> list[Call]:

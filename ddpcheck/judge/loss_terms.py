@@ -91,14 +91,11 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         *(f"{what}: {why}" for what, why in others),
         *uneven,
         location=worst_first[0].location or facts.known.loss_location,
-        fix=_FIX_OF_A_SUM if " sums over " in first else "",
+        fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply the loss by "
+        "the world size."
+        if " sums over " in first
+        else "",
     )
-
-
-_FIX_OF_A_SUM = (
-    "Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply the loss by the "
-    "world size."
-)
 
 
 def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:

@@ -36,8 +36,8 @@ def judge_parameters(
 
     Args:
         evidence: Of every rank in every step.
-        wrapper: The arguments of the wrapper.
-        names: Of the parameters, with their aliases and lines.
+        wrapper: Its arguments.
+        names: Of the parameters.
         nonzero_when_perturbed: Parameters whose gradient was zero in every step, but is not for other values of the
             parameters.
         zero_ends: Where the gradient of the others became zero, as far as that is known.

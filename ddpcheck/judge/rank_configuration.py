@@ -98,12 +98,7 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
-    """DDP516: ranks that make another global batch than the others, and the same one each time.
-
-    Args:
-        batches: Fingerprints of the tensors of the batch, by rank.
-        step: Whose batch it is.
-    """
+    """DDP516: ranks that make another global batch than the others each time (fingerprints of its tensors by rank)."""
     ranks = minority_ranks(batches)
     return one_finding(
         "DDP516",
@@ -157,11 +152,7 @@ def _around_difference(values: Sequence[str]) -> list[str]:
 
 
 def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
-    """DDP503: what happened to parameters between the wrapper's construction and the end of `wrap`.
-
-    Args:
-        changes: By name, in words ("frozen", "added"); one mapping a rank.
-    """
+    """DDP503: what happened to parameters since the wrapper's construction ("frozen", "added"), by name and rank."""
     found = dict.fromkeys((name, what) for of_rank in changes for name, what in of_rank.items())
     if not found:
         return []

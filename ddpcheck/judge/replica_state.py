@@ -117,13 +117,7 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
 def judge_departure(
     items: Sequence[DdpStepEvidence], previous: Mapping[int, Mapping[str, int]], names: Sequence[str]
 ) -> tuple[str, tuple[int, ...], str]:
-    """The cause of parameters that come to differ between ranks in a step: its code, ranks, and a sentence.
-
-    Args:
-        items: Of every rank, in the first step after which they differ.
-        previous: By rank, the fingerprints of the parameters before that step.
-        names: Of the parameters that differ.
-    """
+    """The cause of parameters that come to differ between ranks in a step: its code, ranks, and a sentence."""
     after = {item.rank: item.parameters_after_backward for item in items}
     names = [name for name in names if all(name in now for now in after.values())]
     if not names or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in names):

@@ -56,10 +56,7 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
     """DDP206, 211, 212 and 213 of modules that were alike on all ranks until the forward pass of `step`.
 
-    Args:
-        descriptions: By rank, its parameters and buffers after the step.
-        step: Counted from 0.
-        broadcasts: Whether the wrapper broadcasts buffers, so that theirs have to agree.
+    Those on buffers only where the wrapper `broadcasts` them, so that they have to agree.
     """
     parameters = [description.parameters for description in descriptions]
     found = _judge_attribute("DDP206", "requires_grad", "value of requires_grad", parameters, set())
@@ -206,12 +203,7 @@ def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple
 def judge_values_after_wrapping(
     parameters: Sequence[Mapping[str, int]], buffers: Sequence[Mapping[str, int]]
 ) -> list[Finding]:
-    """Findings on parameters and buffers that differ although the wrapper should have synchronised them.
-
-    Args:
-        parameters: Fingerprints by name, one mapping a rank.
-        buffers: Likewise.
-    """
+    """DDP208 and 214: parameters and buffers (fingerprints, by rank) that the wrapper should have synchronised."""
     findings = []
     for code, values in (("DDP208", parameters), ("DDP214", buffers)):
         differing = differing_names(values)

@@ -56,28 +56,15 @@ def _are_statistics(cause: Finding, consequence: Finding) -> bool:
     )
 
 
-def _created_in_forward(cause: Finding, _consequence: Finding) -> bool:
-    """Whether the parameters were created after DDP had looked, so that every rank began with other values."""
-    return MADE_IN_FORWARD in cause.tags
-
-
-def _of_the_loss(_cause: Finding, consequence: Finding) -> bool:
-    """Whether only the loss is known to differ on a rank, and not the data that it is computed from."""
-    return consequence.subjects == ("loss",)
-
-
-def _of_the_same(cause: Finding, consequence: Finding) -> bool:
-    return set(consequence.subjects) <= set(cause.subjects)
-
-
 _ANOTHER_PROGRAM = frozenset({"DDP104", "DDP106"})
 
 _GRADIENTS = ("DDP301", "DDP302", "DDP303", "DDP304", "DDP312", "DDP305")
 _BY_RANK = ("DDP104", "DDP105", "DDP106", "DDP208", "DDP209", "DDP306", "DDP503", "DDP513", "DDP515")
 
 _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, Finding], bool]], ...] = (
-    (("DDP106",), ("DDP515",), _of_the_same),
-    ((*_BY_RANK, "DDP214", "DDP215", "DDP216"), ("DDP516",), _of_the_loss),
+    (("DDP106",), ("DDP515",), lambda cause, found: set(found.subjects) <= set(cause.subjects)),
+    # where only the loss is known to differ on a rank, and not the data that it is computed from
+    ((*_BY_RANK, "DDP214", "DDP215", "DDP216"), ("DDP516",), lambda _cause, found: found.subjects == ("loss",)),
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
     (("DDP208",), (*_GRADIENTS, "DDP306"), _always),
     (("DDP223",), ("DDP306",), _always),
@@ -90,7 +77,8 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
     (("DDP406",), ("DDP301", "DDP302"), _always),
     (("DDP104", "DDP105", "DDP513"), _GRADIENTS, _always),
     (("DDP503",), ("DDP101", "DDP102", "DDP103", "DDP106", *_GRADIENTS, "DDP306"), _always),
-    (("DDP106",), (*_GRADIENTS, "DDP306"), _created_in_forward),
+    # of parameters that were created after DDP had looked, every rank began with other values
+    (("DDP106",), (*_GRADIENTS, "DDP306"), lambda cause, _found: MADE_IN_FORWARD in cause.tags),
     (("DDP112",), ("DDP301", "DDP302", "DDP406"), _always),
     (("DDP216",), ("DDP304", "DDP312", "DDP303"), _always),
     (("DDP214",), ("DDP304", "DDP312"), _always),

@@ -30,12 +30,8 @@ def judge_single_process(
 ) -> list[Finding]:
     """DDP303, 304, 305, 309, 310, 312, 514 and 516: averaged gradients that are not those of the global batch.
 
-    The first of `EXPLANATIONS` that knows the pattern counts; a difference that none of them knows is DDP312.
-
-    Args:
-        differences: By step: the ranks' averaged gradients against the global batch's.
-        analysis: Of the first step that differs.
-        known: The facts beside the differences.
+    The first of `EXPLANATIONS` that knows the pattern counts; a difference that none of them knows is DDP312. The
+    differences are by step, and the analysis is of the first step that differs.
     """
     bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
     bad = {step: items for step, items in bad.items() if items}
@@ -99,15 +95,18 @@ def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
     )
 
 
-def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303 or 305 where all is one factor away, and shards alone give other gradients or cannot be run.
+def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP303 or 305 where all is one factor away, from the shards' gradients or from the global batch's.
 
-    Then the values of the loss must tell who applies the factor.
+    Where shards alone give other gradients or cannot be run, the values of the loss must tell who applies the factor.
+    Before what differs between ranks, for the factor is the same on all of them.
     """
     analysis, known = facts.analysis, facts.known
     ratio = analysis.against_global.ratio
+    if facts.world_changed and facts.is_factor(analysis.against_shards):
+        return _factor_of_the_world(facts, analysis.against_shards.ratio)
     exchanges_tensors = any(call.elements > 1 for call in facts.suspect_calls)
-    if not facts.scaled or facts.scaled_by_world or exchanges_tensors or (facts.ran and not facts.world_changed):
+    if not facts.scaled or exchanges_tensors or (facts.ran and not facts.world_changed):
         return []
     if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
         return _factor_of_the_world(facts, ratio)
@@ -124,14 +123,6 @@ def _explain_by_loss_values(facts: SingleProcessFacts) -> list[Finding]:
         )
     weight = 1 / (known.world_size * ratio)
     return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
-
-
-def _explain_by_the_world(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303: the ranks' gradients are those of their shards times one factor.
-
-    Before what differs between ranks, for the factor is the same on all of them.
-    """
-    return _factor_of_the_world(facts, facts.analysis.against_shards.ratio) if facts.scaled_by_world else []
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
@@ -267,8 +258,7 @@ def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio:
 EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     _explain_by_changed_gradients,
     _explain_by_micro_batches,
-    _explain_by_loss_values,
-    _explain_by_the_world,
+    _explain_by_one_factor,
     _explain_by_program,
     _explain_by_rank_weights,
     _explain_by_collective_without_gradient,

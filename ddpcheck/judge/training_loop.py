@@ -43,11 +43,8 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
     """DDP505 and 519: samples that several ranks train on, and samples that none does, in one step.
 
     DDP505 only where gradients show it, since ranks may well do different things with the same samples; and before
-    DDP519, which is the other side of the same shards.
-
-    Args:
-        local: The step of each rank.
-        gradients_differ: Whether the ranks' average is another gradient than the global batch's.
+    DDP519, which is the other side of the same shards. `gradients_differ` says that the ranks' average is another
+    gradient than the global batch's.
     """
     step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
     batch = Counter(local[0].global_sample_fingerprints)
@@ -110,9 +107,7 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
     """DDP502, 509 and 517: how forwards, backwards, `no_sync` and `zero_grad` follow each other under the wrapper.
 
-    Args:
-        evidence: Of every rank and step.
-        unequal: Whether gradients differ between ranks, or are not their average.
+    Some only where gradients are `unequal` on the ranks, or not their average.
     """
     found = _judge_discarded(evidence)
     if unequal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.rules import environment, gradients, parameters, ranks, running, training
@@ -12,24 +11,20 @@ from ddpcheck.findings.rules.rule import Rule
 
 __all__ = ["FAMILIES", "RULES", "Rule", "find_rule", "matching_rules"]
 
-FAMILIES: Mapping[str, str] = MappingProxyType(
-    {
-        "DDP1": "parameters and the loss",
-        "DDP2": "the same on every rank",
-        "DDP3": "gradients",
-        "DDP4": "running",
-        "DDP5": "the training loop and its data",
-        "DDP6": "environment",
-    }
-)
+FAMILIES: Mapping[str, str] = {
+    "DDP1": "parameters and the loss",
+    "DDP2": "the same on every rank",
+    "DDP3": "gradients",
+    "DDP4": "running",
+    "DDP5": "the training loop and its data",
+    "DDP6": "environment",
+}
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        rule.code: rule
-        for family in (parameters, ranks, gradients, running, training, environment)
-        for rule in sorted(family.RULES, key=lambda rule: rule.code)
-    }
-)
+RULES: Mapping[str, Rule] = {
+    rule.code: rule
+    for family in (parameters, ranks, gradients, running, training, environment)
+    for rule in sorted(family.RULES, key=lambda rule: rule.code)
+}
 
 
 def find_rule(text: str) -> Rule:
