@@ -25,7 +25,7 @@ import pytest
 from ddpcheck import World
 from ddpcheck.cli.launched import ending, explain_exit
 from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
-from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers import store as loopback
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.leader import places
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join

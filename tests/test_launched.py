@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.worlds.launchers import port_file as loopback
+from ddpcheck.worlds.launchers import store as loopback
 from ddpcheck.worlds.launchers.detection import LauncherEnv, detect, require
 from ddpcheck.worlds.launchers.liveness import Peer, Peers
 from ddpcheck.worlds.launchers.store import open_store

@@ -13,9 +13,8 @@ import ddpcheck
 from ddpcheck.findings.errors import ChoiceError, DdpcheckError, HangError, UsageError
 from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params, average_over_ranks
 from ddpcheck.worlds.launchers import slurm
-from ddpcheck.worlds.launchers.devices import RankDevices, choose_backend, choose_gpus, local_ranks
 from ddpcheck.worlds.launchers.dist_info import get_dist_info
-from ddpcheck.worlds.launchers.init_dist import init_dist
+from ddpcheck.worlds.launchers.init_dist import RankDevices, choose_backend, choose_gpus, init_dist, local_ranks
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

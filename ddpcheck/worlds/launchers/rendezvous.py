@@ -24,10 +24,9 @@ from pathlib import Path
 from ddpcheck.findings.errors import DdpcheckError, HangError
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import starting, wire
-from ddpcheck.worlds.launchers import port_file
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.liveness import this_machine
-from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
+from ddpcheck.worlds.launchers.store import StoreGoneError, look_up, meeting_point, open_store, publish
 
 PATIENCE = 120.0
 """Seconds that processes wait for each other, which a launcher starts at about the same time."""
@@ -94,7 +93,7 @@ def _file(launch: LauncherEnv) -> Path | None:
     """The file in which the processes of one machine find each other; `None` where they may be on several machines."""
     if not launch.one_machine or not (launch.job or launch.address):
         return None
-    return port_file.meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
+    return meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
 
 
 # --- The leader's side -----------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def gather(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[Hello, list[
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is not None:
             server = meeting.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
-            port_file.publish(path, server.getsockname()[1], token)
+            publish(path, server.getsockname()[1], token)
             meeting.callback(path.unlink, missing_ok=True)
         else:
             store, met = open_store(launch, timeout)
@@ -181,7 +180,7 @@ def join(launch: LauncherEnv, timeout: float = PATIENCE) -> tuple[socket.socket,
     """
     deadline = time.monotonic() + timeout
     path = _file(launch)
-    look = partial(port_file.look_up, path) if path is not None else _read_board(launch, timeout)
+    look = partial(look_up, path) if path is not None else _read_board(launch, timeout)
     address = "127.0.0.1" if path is not None else launch.address
     while time.monotonic() < deadline:
         port, token = look()

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
-from ddpcheck.worlds.launchers import port_file, slurm
+from ddpcheck.worlds.launchers import slurm
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.store_values import get_value, put_value, remove_value
 
@@ -142,7 +145,7 @@ def open_store(
     deadline = time.monotonic() + timeout
     launch = _placed(launch, as_told)
     by_file = launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told
-    path = port_file.meeting_point(launch.job)
+    path = meeting_point(launch.job)
 
     def met() -> None:
         if by_file and launch.rank == 0:
@@ -222,7 +225,58 @@ def _at_address(launch: LauncherEnv, timeout: float) -> tuple[Store, Callable[[]
         ) from error
 
 
-# --- On one machine --------------------------------------------------------------------------------------------------
+# --- On one machine: a file tells the port that rank 0 listens on, on the loopback interface --------------------------
+
+
+def meeting_point(job: str) -> Path:
+    """The file of a job; processes that do not share the loopback interface have another."""
+    try:
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        network = ""
+    name = hashlib.sha256(f"{os.getuid()} {network} {job}".encode()).hexdigest()[:20]
+    return Path(tempfile.gettempdir()) / f"ddpcheck-meet-{name}"
+
+
+def publish(path: Path, port: int, token: str) -> None:
+    """Write the port, and a token that nobody else can read.
+
+    Raises:
+        DdpcheckError: It cannot be written.
+    """
+    draft = ""
+    try:
+        fd, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+        with os.fdopen(fd, "w") as file:
+            file.write(f"{port} {token}")
+        os.replace(draft, path)
+    except OSError as error:
+        if draft:
+            Path(draft).unlink(missing_ok=True)
+        raise DdpcheckError(f"{path}, where the ranks meet, cannot be written: {error.strerror or error}.") from error
+
+
+def look_up(path: Path) -> tuple[int, str]:
+    """The port and the token, 0 and `""` where there is no such file of ours."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return 0, ""
+    with os.fdopen(fd) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+            return 0, ""  # somebody else's
+        port, _, token = file.read(100).partition(" ")
+    return (int(port), token) if port.isdigit() else (0, "")
+
+
+def answers(port: int) -> bool:
+    """Whether anybody listens there: a job that was killed may have left its file."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], Store]]:
@@ -231,7 +285,7 @@ def _keep_on_loopback(path: Path, timeout: float) -> tuple[Store, Callable[[], S
     store = _connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
     token = secrets.token_hex(16)
     store.set("ddpcheck/token", token)
-    port_file.publish(path, port, token)
+    publish(path, port, token)
     return store, lambda: _connect("127.0.0.1", port, timeout)
 
 
@@ -239,9 +293,9 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> tuple
     from torch.distributed import DistError
 
     while (left := deadline - time.monotonic()) > 0:
-        port, token = port_file.look_up(path)
+        port, token = look_up(path)
         # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
-        if port and token not in _joined and port_file.answers(port):
+        if port and token not in _joined and answers(port):
             with contextlib.suppress(DistError):  # it has ended between two of these lines
                 store = _connect("127.0.0.1", port, min(left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
