@@ -77,7 +77,7 @@ class RankGroup:
             try:
                 found = self.gather("the start of the session", pickle.dumps(me), timeout=timeout)
             except BaseException:
-                os.rmdir(offered)
+                shutil.rmtree(offered, ignore_errors=True)
                 raise
         finally:
             met()  # a rank that is not there yet has no time left
