@@ -92,8 +92,8 @@ class LaunchedWorld:
         payload = validation.pack_task(fn, args, {})
         self.failed = True
         here = f"run({self.world_size}, {options.backend}, {options.device}, {seconds:g}) of {self._directory.name}"
-        mine = pickle.dumps((here, payload if session.rank == 0 else b""))
-        told = [pickle.loads(data) for data in session.gather("a run", mine, timeout=options.startup_timeout)]
+        mine = (here, payload if session.rank == 0 else b"")
+        told = session.gather("a run", mine, timeout=options.startup_timeout)
         session.check_in_step([at for at, _ in told])
         payload = told[0][1]
         self._directory.mkdir(exist_ok=True)

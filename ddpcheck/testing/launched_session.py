@@ -10,8 +10,6 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -121,16 +119,12 @@ class InStep:
     def _differences(self, launched: RankGroup, tests: list[str]) -> str:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
         base = silent_ranks.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
-        said = [
-            pickle.loads(data)
-            for data in launched.gather("the first test", pickle.dumps((digest, base)), timeout=STARTUP)
-        ]
+        said = launched.gather("the first test", (digest, base), timeout=STARTUP)
         if launched.one_machine:
             silent_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
             return ""
-        mine = json.dumps((tests, self._uncollected))
-        lists = [json.loads(data) for data in launched.gather("comparing tests", mine.encode(), timeout=STARTUP)]
+        lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
         return _say_difference(self._launch.launcher, lists)
 
     def _stop(self, sentence: str) -> None:
@@ -188,11 +182,10 @@ class InStep:
         """The exception of this phase on all ranks, given `own`, that of this rank."""
         mine = _told(item, own, fell=launched.out_of_step is not None)
         try:
-            said = launched.end(pickle.dumps(mine), timeout=self._patience(item))
+            told: list[_Told] = launched.end(mine, timeout=self._patience(item))
         except RankError as lost:
             item.session.shouldfail = str(lost)  # the ranks cannot go on together: no more tests after this one
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
-        told: list[_Told] = [pickle.loads(data) for data in said]
         if len({one.same_as for one in told}) == 1:
             return own
         caused = any(one.reply is not None and not one.fell for one in told)

@@ -75,13 +75,13 @@ class RankGroup:
             offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
             me = (Peer(this_machine(), os.getpid()), offered, master)
             try:
-                found = self.gather("the start of the session", pickle.dumps(me), timeout=timeout)
+                found = self.gather("the start of the session", me, timeout=timeout)
             except BaseException:
                 shutil.rmtree(offered, ignore_errors=True)
                 raise
         finally:
             met()  # a rank that is not there yet has no time left
-        peers: dict[int, tuple[Peer, str, str]] = {rank: pickle.loads(data) for rank, data in enumerate(found)}
+        peers: dict[int, tuple[Peer, str, str]] = dict(enumerate(found))
         here = [rank for rank, (peer, *_) in peers.items() if peer.machine == me[0].machine]
         self.one_machine = len(here) == self.world_size
         self.interface = gloo_interface(self.one_machine, own, [one[2] for one in peers.values()])
@@ -105,8 +105,8 @@ class RankGroup:
         with contextlib.suppress(StoreGoneError):
             self.store.put(f"at/{self.rank}", label.encode())
 
-    def gather(self, what: str, data: bytes, *, timeout: float) -> list[bytes]:
-        """Give every rank a value, and return the value of each, in order of rank.
+    def gather(self, what: str, value: object, *, timeout: float) -> list[Any]:
+        """Give every rank a value that can be pickled, and return the value of each, in order of rank.
 
         `what` is the point at which every rank does so, in words that are the same on all of them.
 
@@ -119,12 +119,12 @@ class RankGroup:
             raise RankError(self.out_of_step)
         self._step += 1
         try:
-            return self._gather(f"{self._epoch}/{self._step}", what, data, timeout)
+            return self._gather(f"{self._epoch}/{self._step}", what, value, timeout)
         except (RankError, HangError) as error:
             self.out_of_step = str(error)
             raise
 
-    def end(self, data: bytes, *, timeout: float) -> list[bytes]:
+    def end(self, value: object, *, timeout: float) -> list[Any]:
         """End the epoch that `begin` has begun: `gather`, for ranks that are out of step too.
 
         A rank that does not come in time is lost: the session is broken.
@@ -132,7 +132,7 @@ class RankGroup:
         self._check()
         self.out_of_step = None
         try:
-            found = self._gather(f"{self._epoch}/end", "the end", data, timeout)
+            found = self._gather(f"{self._epoch}/end", "the end", value, timeout)
         except HangError as error:
             self.mark_broken(str(error))
             raise
@@ -155,11 +155,11 @@ class RankGroup:
         """A name for where this rank is, the same for ranks in step, and never the same again."""
         return f"{self._epoch}/{self._step}"
 
-    def _gather(self, name: str, what: str, data: bytes, timeout: float) -> list[bytes]:
+    def _gather(self, name: str, what: str, value: object, timeout: float) -> list[Any]:
         names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
         self._busy = True
         try:
-            self.store.put(names[self.rank], pickle.dumps((what, data)))
+            self.store.put(names[self.rank], pickle.dumps((what, value)))
             self._await(what, names, timeout)
             found = [pickle.loads(self.store.get(each)) for each in names.values()]
         except StoreGoneError as error:
@@ -172,7 +172,7 @@ class RankGroup:
         # Every rank that comes to a gathering after the next one has read it.
         self._clean_ups.append([lambda: self.store.remove(names[self.rank])])
         self.check_in_step([at for at, _ in found])
-        return [value for _, value in found]
+        return [each for _, each in found]
 
     def check_in_step(self, points: Sequence[str]) -> None:
         """Refuse to go on where the ranks, in order, are at different points of the program."""
