@@ -70,24 +70,21 @@ def detect_anomalous_params(
         raise WrongTypeError(f"detect_anomalous_params takes the loss and an nn.Module, not {kind_of(model)}")
     if hasattr(model, "reducer") and hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
-    losses = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
+    losses = [tensor.sum() for tensor in tree_tensors(loss) if tensor.requires_grad]
     if not losses:
         raise UsageError("detect_anomalous_params: the loss has no tensor that requires grad; call it before backward")
-    total = losses[0].sum() if len(losses) == 1 else sum((item.sum() for item in losses[1:]), losses[0].sum())
+    total = sum(losses[1:], losses[0])
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     reached = reached_by(total, list(parameters.values()))
     missing = [] if reached is None else [name for name, yes in zip(parameters, reached, strict=True) if not yes]
-    walk = walk_graph([total])
-    leaves = unregistered_leaves(walk.leaves, model)
-    if missing and replay is not None:
-        forward = replay
+    leaves = unregistered_leaves(walk_graph([total]).leaves, model)
+    ends = dict.fromkeys(missing, PathEnd("unused"))
+    if missing and (forward := replay) is not None:
         ends = Explainer(model, lambda: list(tree_tensors(forward()))).explain({n: parameters[n] for n in missing})
-    else:
-        ends = dict.fromkeys(missing, PathEnd("unused"))
     evidence = StepEvidence(
         rank=0,
         step=0,
-        states={name: "missing" if name in set(missing) else "contributes" for name in parameters},
+        states={name: "missing" if name in ends else "contributes" for name in parameters},
         path_ends=ends,
         unregistered=leaves,
     )

@@ -54,19 +54,14 @@ def check_consistency(
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
     bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
     mine = describe(bare)
-    values = {
-        "parameters": fingerprints(bare.named_parameters()) if wrapped else {},
-        "buffers": fingerprints(bare.named_buffers()) if wrapped else {},
-    }
+    values = [fingerprints(named) if wrapped else {} for named in (bare.named_parameters(), bare.named_buffers())]
     absence = f"take part in check_consistency within {timeout:g} s; every rank must call it, the same number of times"
     everyone = gather_if_different((mine, values), group, "consistency", timeout, absence)
     if not everyone:
         return []
     findings = judge_descriptions([description for description, _ in everyone])
     if wrapped and not findings:
-        findings = judge_values_after_wrapping(
-            [of_rank["parameters"] for _, of_rank in everyone], [of_rank["buffers"] for _, of_rank in everyone]
-        )
+        findings = judge_values_after_wrapping(*([of_rank[kind] for _, of_rank in everyone] for kind in (0, 1)))
     return findings
 
 

@@ -37,12 +37,7 @@ class TestOutcome:
 
 
 def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
-    """Put the ranks together.
-
-    Args:
-        ended: How the ranks have ended that did not fail, by number.
-        error: About those that did.
-    """
+    """Put the ranks together: by number how those have ended that did not fail, and the error about those that did."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
     for one in list(failures):  # a module that skips while it is imported on a rank
@@ -65,10 +60,7 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
 def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
     """The exception of a failed test in the parent: that of the rank, for `xfail(raises=...)`.
 
-    Args:
-        verdict: On the test.
-        error: About the ranks that failed.
-        expected: What the test is expected to raise; what a rank has raised that is something else goes before it.
+    What a rank has raised that is not what the test is `expected` to raise goes before what is.
     """
     first = verdict.first
     if expected is not None and error is not None:
@@ -136,10 +128,7 @@ def as_pytest_shows(
 ) -> Any:
     """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others.
 
-    Args:
-        verdict: What has become of the test.
-        attachment: That they have brought back.
-        test: Where the test is, as in `pytest.Item.location`.
+    `test` is where it is, as in `pytest.Item.location`.
     """
     first = verdict.first
     shown = None

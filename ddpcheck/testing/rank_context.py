@@ -94,27 +94,16 @@ def _torch() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TestConditions:
-    """The conditions for a test's code on a rank.
+    """The conditions for a test's code on a rank."""
 
-    Attributes:
-        filters: Of `warnings`.
-        log_level: Of the root logger.
-        log_format: Of a line of the log, and of its date.
-        seeds: Generators that have been seeded since the test began.
-        coverage: How to measure coverage, `None` when it is not measured.
-        style: Of a traceback.
-        debugger: Whether somebody sits at a terminal: `breakpoint()` works.
-        post_mortem: Whether a failure opens the debugger.
-    """
-
-    filters: tuple[Any, ...]
+    filters: tuple[Any, ...]  # of `warnings`
     log_level: int
-    log_format: tuple[str, str]
-    seeds: RngStates
+    log_format: tuple[str, str]  # of a line, and of its date
+    seeds: RngStates  # of generators that have been seeded since the test began
     coverage: CoverageOptions | None
     style: Style
-    debugger: bool
-    post_mortem: bool
+    debugger: bool  # somebody sits at a terminal: `breakpoint()` works
+    post_mortem: bool  # a failure opens the debugger
 
     @classmethod
     def of(cls, item: pytest.Item, *, since: RngStates, debugger: bool, apart: bool) -> TestConditions:
@@ -159,23 +148,14 @@ def _comparisons(config: pytest.Config) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RankArtifacts:
-    """The results of a test on a rank beside its outcome.
+    """The results of a test on a rank beside its outcome."""
 
-    Attributes:
-        warnings: Message, category, file and line of each.
-        log: What was logged, formatted.
-        coverage: What was measured, as coverage.py serialises it; empty where nothing was.
-        properties: What `record_property` was told.
-        failure: The failure as pytest shows it, where there was one.
-        quitting: Whether whoever debugged the failure wants the session to end.
-    """
-
-    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)
+    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)  # with file and line
     log: str = ""
-    coverage: bytes = b""
-    properties: list[tuple[str, object]] = field(default_factory=list)
-    failure: Any = None
-    quitting: bool = False
+    coverage: bytes = b""  # as coverage.py serialises it; empty where nothing was measured
+    properties: list[tuple[str, object]] = field(default_factory=list)  # what `record_property` was told
+    failure: Any = None  # as pytest shows it
+    quitting: bool = False  # whoever debugged the failure wants the session to end
 
 
 # --- Coverage --------------------------------------------------------------------------------------------------------
@@ -203,17 +183,11 @@ _NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", 
 
 @dataclass(frozen=True, slots=True)
 class CoverageOptions:
-    """The settings under which coverage is measured in this process.
+    """The settings under which coverage is measured in this process."""
 
-    Attributes:
-        options: Of coverage.py, by name.
-        file: Its configuration file, which holds the options of its plugins.
-        context: That what is measured is recorded under, empty for none.
-    """
-
-    options: Mapping[str, Any]
-    file: str | None
-    context: str
+    options: Mapping[str, Any]  # of coverage.py, by name
+    file: str | None  # of its configuration, which holds the options of its plugins
+    context: str  # that what is measured is recorded under, empty for none
 
     @classmethod
     def now(cls, context: str) -> CoverageOptions | None:

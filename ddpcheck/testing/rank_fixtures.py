@@ -58,25 +58,16 @@ class OnRank:
 
 @dataclass(frozen=True, eq=False)
 class Builtin(OnRank):
-    """A fixture of pytest's that belongs to the process that it is used in.
+    """A fixture of pytest's that belongs to the process that it is used in."""
 
-    Attributes:
-        detail: The class that captures, for `capsys` and its like; the parameter, for `request`.
-    """
-
-    detail: Any = None
+    detail: Any = None  # the class that captures, for `capsys` and its like; parameter and names, for `request`
 
 
 @dataclass(frozen=True, eq=False)
 class RankFixture(OnRank):
-    """A fixture of the user's that needs something which each rank makes for itself.
+    """A fixture of the user's that needs something which each rank makes for itself."""
 
-    Attributes:
-        function: What sets it up, or where to find that.
-        arguments: For it, by name.
-    """
-
-    function: Any
+    function: Any  # what sets it up, or where to find that
     arguments: dict[str, Any]
 
 
@@ -134,13 +125,7 @@ def converted(name: str, value: Any) -> Any:
 
 
 def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[RankFixture]) -> bytes:
-    """Pickle what a test is called with; values that share something go on sharing it.
-
-    Args:
-        test: Name of the test.
-        arguments: Values of its fixtures by name.
-        function: The test.
-        setups: Fixtures that ranks make before it.
+    """Pickle a test's function and arguments, and the fixtures before it; values that share something go on sharing it.
 
     Raises:
         UsageError: A value cannot be sent, with the name of the fixture that it comes from.

@@ -37,17 +37,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The outcome of a test on a rank on which it did not fail.
-
-    Attributes:
-        how: `passed`, `skipped` or `xfailed`.
-        reason: Of the last two.
-        returned: The type of what the test returned, if anything.
-    """
+    """The outcome of a test on a rank on which it did not fail."""
 
     how: Literal["passed", "skipped", "xfailed"]
-    reason: str = ""
-    returned: str = ""
+    reason: str = ""  # of the last two
+    returned: str = ""  # the type of what the test returned, if anything
 
 
 def call(

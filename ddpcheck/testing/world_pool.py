@@ -18,6 +18,7 @@ import inspect
 import os
 from collections import deque
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
@@ -75,12 +76,12 @@ def _kind(options: Mapping[str, Any]) -> Kind | None:
     return kind
 
 
+@dataclass(eq=False)
 class _Spare:
-    def __init__(self, kind: Kind, world: World, guess: bool) -> None:
-        self.kind = kind
-        self.world = world
-        self.guess = guess
-        self.age = 0  # in leases
+    kind: Kind
+    world: World
+    guess: bool
+    age: int = 0  # in leases
 
 
 class WorldPool:
@@ -102,9 +103,7 @@ class WorldPool:
     def acquire(self, *, last: bool = False, **options: Any) -> World:
         """Return a world that nobody has used: one that was prepared where it fits, else a new one.
 
-        Args:
-            last: Whether no other lease will follow, so that nothing needs to be prepared.
-            **options: Of `World`.
+        `last` says that no other lease will follow, so that nothing needs to be prepared.
 
         Raises:
             UsageError: When an option makes no sense.
@@ -125,11 +124,7 @@ class WorldPool:
         """Return the same ranks for every lease of an owner with the same options, each with a new process group.
 
         Where one failed, or was given back broken, or does not get its next process group in time, the ranks are fresh
-        ones.
-
-        Args:
-            owner: Whose ranks: a test module, say. `end` ends them.
-            **options: Of `World`.
+        ones. The owner is a test module, say; `end` ends its ranks.
 
         Raises:
             UsageError: When an option makes no sense.
@@ -149,13 +144,9 @@ class WorldPool:
         return world
 
     def release(self, world: World, *, broken: bool = False) -> None:
-        """Take a world back, without waiting for a process.
+        """Take a world back, without waiting for a process; where its user has failed, nobody gets these ranks again.
 
         Ranks of `acquire` end in the background; those of `lease_shared` get their next process group there.
-
-        Args:
-            world: One that `acquire` or `lease_shared` has returned.
-            broken: Whether its user has failed, so that nobody should get these ranks again.
         """
         self._enter()
         _, key = self._leased.pop(id(world), (world, None))
@@ -179,12 +170,12 @@ class WorldPool:
     def close(self) -> None:
         """End every world, also those that are in use, and wait until all is gone."""
         self._enter()
-        for key in list(self._idle):
-            self.end(key[0])
-        for world in [world for world, _ in self._leased.values()] + [spare.world for spare in self._spares]:
+        held = [world for world, _ in self._leased.values()] + [spare.world for spare in self._spares]
+        for world in [*held, *(world for idle in self._idle.values() for world in idle)]:
             self._begin_close(world)
         self._leased.clear()
         self._spares.clear()
+        self._idle.clear()
         while self._closing:
             self._closing.popleft().close()
 

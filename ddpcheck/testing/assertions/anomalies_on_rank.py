@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -15,6 +15,7 @@ from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.source_lines import assignment_of, making_of
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.state.reachable import function_variables
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.testing.assertions.messages import Anomaly
 
@@ -49,25 +50,15 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
     if missing and replay is not None:
         explained = detect_anomalous_params(loss, bare, replay=replay).findings
         causes = {name: f"{f.code}: {f.message}" for f in explained for name in f.subjects}
-    anomalies = [
-        Anomaly(
-            ", ".join(aliases[id(parameters[name])]),
-            tuple(parameters[name].shape),
-            location=str(making_of(bare, name) or ""),
-            cause=causes.get(name, ""),
-        )
-        for name in missing
-    ]
-    strange = [name for name in found.unregistered if not _is_ignored((name,), ignore)]
-    return anomalies + [
-        Anomaly(
-            name,
-            tuple(held[name].shape) if name in held else (),
-            registered=False,
-            location=str(assignment_of(bare, name) or ""),
-        )
-        for name in strange
-    ]
+    anomalies = []
+    for name in missing:
+        tied, shape = ", ".join(aliases[id(parameters[name])]), tuple(parameters[name].shape)
+        anomalies.append(Anomaly(tied, shape, True, str(making_of(bare, name) or ""), causes.get(name, "")))
+    for name in found.unregistered:
+        if not _is_ignored((name,), ignore):
+            shape = tuple(held[name].shape) if name in held else ()
+            anomalies.append(Anomaly(name, shape, False, str(assignment_of(bare, name) or "")))
+    return anomalies
 
 
 def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
@@ -85,25 +76,22 @@ def _hidden_in_checkpoints(loss: Any) -> set[int]:
     return found
 
 
-_DEPTH = 4
-
-
 def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
     """The modules that a function can reach: bound, as an argument, or in its closure."""
-    if depth > _DEPTH:
-        return
+    inside: list[Any] = []
     if isinstance(value, nn.Module):
         yield value
-        return
-    inside: list[Any] = []
-    if isinstance(value, functools.partial):
+    elif isinstance(value, functools.partial):
         inside = [value.func, *value.args, *value.keywords.values()]
-    elif callable(value):
-        code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None) or ()
-        inside = [getattr(value, "__self__", None), *(cell.cell_contents for cell in cells)]
-        inside += [value.__globals__.get(name) for name in code.co_names] if code is not None else []
+    elif isinstance(value, MethodType):
+        inside = [value.__self__, *_held_by(value.__func__)]
+    elif isinstance(value, FunctionType):
+        inside = _held_by(value)
     elif isinstance(value, list | tuple | dict):
         inside = list(tree_leaves(value))
-    for one in inside:
-        if one is not None and not isinstance(one, torch.Tensor | type | str):
-            yield from _modules_in(one, depth + 1)
+    for one in inside if depth < 4 else ():
+        yield from _modules_in(one, depth + 1)
+
+
+def _held_by(function: Any) -> list[Any]:
+    return [variable.value for variable in function_variables(function)] if isinstance(function, FunctionType) else []

@@ -220,9 +220,19 @@ def assert_no_anomalous_params(
         HangError: A rank did not call this in time; names the ranks.
     """
     __tracebackhide__ = True
+    from ddpcheck.testing.assertions.anomalies_on_rank import anomalies_of
+
+    what = "assert_no_anomalous_params"
     if group is None:
         group = getattr(model, "process_group", None) if hasattr(model, "reducer") else None
-    message = _anomalies_on_ranks(loss, model, _several(ignore), replay, group, timeout)
+    ranks = _ranks_of(group, what)
+    by_rank = [_attempt("the graph of the loss", anomalies_of, loss, model, _several(ignore), replay)]
+    if len(ranks) > 1:
+        exchange = StoreExchange.over(group, "anomalous", timeout)
+        with _waiting(what, exchange.timeout):
+            by_rank = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(by_rank[0]))]
+    _refuse(first_error([error for _, error in by_rank], ranks), what)
+    message = anomalies_message([anomalies or [] for anomalies, _ in by_rank], ranks)
     if message:
         raise AssertionError(_final(message, msg))
 
@@ -357,30 +367,3 @@ def _rank_values(items: Sequence[Item], options: CompareOptions, error: str, *, 
     if not error:
         entries, error = _attempt("what was given", entries_of, items, options, canonical=canonical)
     return RankValues(options, entries or (), str(user_location() or ""), error)
-
-
-# Parameters
-
-
-def _anomalies_on_ranks(
-    loss: Any,
-    model: nn.Module,
-    ignore: Sequence[str],
-    replay: Callable[[], Any] | None,
-    group: dist.ProcessGroup | None,
-    timeout: float | None,
-) -> str:
-    """The message, the same on every rank; empty where every parameter contributes."""
-    __tracebackhide__ = True
-    from ddpcheck.testing.assertions.anomalies_on_rank import anomalies_of
-
-    what = "assert_no_anomalous_params"
-    ranks = _ranks_of(group, what)
-    mine = _attempt("the graph of the loss", anomalies_of, loss, model, ignore, replay)
-    by_rank = [mine]
-    if len(ranks) > 1:
-        exchange = StoreExchange.over(group, "anomalous", timeout)
-        with _waiting(what, exchange.timeout):
-            by_rank = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
-    _refuse(first_error([error for _, error in by_rank], ranks), what)
-    return anomalies_message([anomalies or [] for anomalies, _ in by_rank], ranks)

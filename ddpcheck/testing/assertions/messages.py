@@ -16,12 +16,20 @@ from ddpcheck.findings.wording import format_ranks, make_finding, plural_verb
 # Gradients and their references
 
 _VERDICTS = {
-    "reducer": ("local", ("DDP301", "DDP302")),
-    "parity": ("single-process", ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312")),
+    "reducer": (
+        "local",
+        "DDP's gradients were not compared with the average of the ranks' own",
+        ("DDP301", "DDP302"),
+    ),
+    "parity": (
+        "single-process",
+        "the gradients were not compared with those of a single process",
+        ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312"),
+    ),
 }
-"""By check: the reference that it compares with, and the rules that say what comes of it."""
+"""By check: the reference that it compares with, what to say where it was not made, and the rules on what it finds."""
 
-_BY_TOLERANCE = frozenset({"DDP302", "DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312"})
+_BY_TOLERANCE = frozenset(code for _, _, codes in _VERDICTS.values() for code in codes) - {"DDP301"}
 _NO_VERDICT = frozenset({"DDP307", "DDP308"})
 _MOST_ENTRIES = 5
 
@@ -33,19 +41,15 @@ def parity_failure_message(
     ignore: Sequence[str] = (),
     tolerance: tuple[float, float] | None = None,
 ) -> str:
-    """The message of an assertion on a report's gradients: they differ, or were not compared; empty where they agree.
+    """The message of `ddpcheck.assert_parity`: gradients differ, or were not compared; empty where they agree.
 
-    Args:
-        report: With all findings, whatever is ignored.
-        select: Rules to fail on; default: all.
-        ignore: Rules not to fail on.
-        tolerance: rtol and atol of `ddpcheck.assert_parity`, in place of the measured tolerances.
+    `tolerance` is rtol and atol; it takes the place of the measured tolerances.
     """
     relevant = [finding for finding in report.findings if _is_on_gradients(finding)]
     kept = select_findings(relevant, select=select, ignore=ignore)
     wanted = {
         check: reference
-        for check, (reference, codes) in _VERDICTS.items()
+        for check, (reference, _, codes) in _VERDICTS.items()
         if any(_is_kept(code, select, ignore) for code in codes)
     }
     entries = [entry for entry in report.parity if entry.reference in wanted.values()]
@@ -56,7 +60,7 @@ def parity_failure_message(
     unexplained = [] if explained or kept else far  # what is ignored is explained
     withheld = [finding for finding in relevant if finding.code in _NO_VERDICT and finding not in kept]
     lacking = [] if report.error is None else [report.error.message]
-    lacking += [_not_made(check, report) for check in wanted if report.error is None and _was_not_made(check, report)]
+    lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
     lines = [line for finding in (*kept, *withheld) for line in _finding_lines(finding)]
     if unexplained or (far and tolerance is not None):
         lines += _beyond(far, len(entries), tolerance)
@@ -106,19 +110,13 @@ def _is_kept(code: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     return bool(select_findings([make_finding(code, (), "")], select=select, ignore=ignore))
 
 
-def _was_not_made(check: str, report: Report) -> bool:
-    """A comparison was not made at all, or not in every step."""
-    reference = _VERDICTS[check][0]
-    in_part = any(result.name == check and result.status == "skipped" for result in report.checks)
-    return in_part or not any(entry.reference == reference for entry in report.parity)
-
-
 def _not_made(check: str, report: Report) -> str:
+    """Says that a comparison was not made at all, or not in every step; empty where it was."""
+    reference, what, _ = _VERDICTS[check]
     result = next((result for result in report.checks if result.name == check), None)
-    what = {
-        "reducer": "DDP's gradients were not compared with the average of the ranks' own",
-        "parity": "the gradients were not compared with those of a single process",
-    }[check]
+    in_part = result is not None and result.status == "skipped"
+    if not in_part and any(entry.reference == reference for entry in report.parity):
+        return ""
     return f"{what}: {result.detail if result and result.detail else 'not reached'}"
 
 
@@ -134,21 +132,13 @@ def _finding_lines(finding: Finding) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A parameter that gets no gradient, or a tensor that gets one and is no parameter.
+    """A parameter that gets no gradient, or a tensor that gets one and is no parameter."""
 
-    Attributes:
-        name: With all its names, where it is tied.
-        shape: Of it.
-        registered: Whether it is a parameter of the model.
-        location: The line that makes it, as "path:line"; may be empty.
-        cause: Why it gets no gradient, in a sentence, where that is known.
-    """
-
-    name: str
+    name: str  # all of them, where it is tied
     shape: tuple[int, ...] = ()
-    registered: bool = True
-    location: str = ""
-    cause: str = ""
+    registered: bool = True  # as a parameter of the model
+    location: str = ""  # of the line that makes it, as "path:line", where that is known
+    cause: str = ""  # why it gets no gradient, in a sentence, where that is known
 
 
 def anomalies_message(by_rank: Sequence[Sequence[Anomaly]], ranks: Sequence[int]) -> str:
@@ -164,20 +154,19 @@ def anomalies_message(by_rank: Sequence[Sequence[Anomaly]], ranks: Sequence[int]
     unused = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
     some = "on some ranks only, on which DDP hangs (DDP104)"
     foreign = "of the model, so DDP never synchronises"
-    groups: dict[tuple[str, str], list[Anomaly]] = {
-        (f"parameter gets no gradient {unused}", f"parameters get no gradient {unused}"): [],
-        (f"parameter contributes {some}", f"parameters contribute {some}"): [],
+    everywhere = [one for one in by_name.values() if one.registered and len(where[one.name]) == len(ranks)]
+    somewhere = [one for one in by_name.values() if one.registered and len(where[one.name]) < len(ranks)]
+    groups = [
+        (f"parameter gets no gradient {unused}", f"parameters get no gradient {unused}", everywhere),
+        (f"parameter contributes {some}", f"parameters contribute {some}", somewhere),
         (
             f"tensor gets a gradient and is no parameter {foreign} it (DDP106)",
             f"tensors get a gradient and are no parameters {foreign} them (DDP106)",
-        ): [],
-    }
-    everywhere, somewhere, unregistered = groups.values()
-    for one in by_name.values():
-        missing = everywhere if len(where[one.name]) == len(ranks) else somewhere
-        (missing if one.registered else unregistered).append(one)
+            [one for one in by_name.values() if not one.registered],
+        ),
+    ]
     lines = ["Not every parameter takes part in the loss!"]
-    for (one_is, several_are), group in groups.items():
+    for one_is, several_are, group in groups:
         lines += ["", f"{len(group)} {plural_verb(one_is, several_are, group)}:"] if group else []
         for one in group:
             at = f", made at {one.location}" if one.location else ""

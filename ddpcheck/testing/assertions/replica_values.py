@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpcheck.findings.wording import format_ranks, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, plural_verb
 
 _MOST_ITEMS = 8  # that are named after the first one that differs
 _MOST_GROUPS = 4  # of ranks, whose numbers are given
@@ -39,23 +39,14 @@ class CompareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One item that a rank holds: a tensor, a number, another plain value, or a container.
+    """One item that a rank holds: a tensor, a number, another plain value, or a container."""
 
-    Attributes:
-        path: How it is reached from the argument, as Python spells it; empty for the argument itself.
-        kind: "tensor", "number", "value", or the kind of container.
-        value: A number, the text of a plain value, or how many items a container has.
-        attributes: Of a tensor: its shape, dtype and so on, as far as they are compared.
-        fingerprint: Of a tensor's values.
-        nans: How many elements are NaN, and where the first one is; empty where none is.
-    """
-
-    path: str
-    kind: str
-    value: Any = None
-    attributes: tuple[tuple[str, str], ...] = ()
-    fingerprint: int = 0
-    nans: str = ""
+    path: str  # from the argument, as Python spells it; empty for the argument itself
+    kind: str  # "tensor", "number", "value", or the kind of container
+    value: Any = None  # a number, the text of a plain value, or how many items a container has
+    attributes: tuple[tuple[str, str], ...] = ()  # of a tensor: shape, dtype and so on, as far as they are compared
+    fingerprint: int = 0  # of a tensor's values
+    nans: str = ""  # how many elements are NaN, and where the first one is; empty where none is
 
     @property
     def key(self) -> Hashable:
@@ -68,43 +59,28 @@ class Entry:
             return f"a tensor of shape {named['shape']} and dtype {named['dtype']}"
         if self.kind in _LEAVES:
             return str(self.value)
-        return f"a {self.kind} of {self.value} item{'' if self.value == 1 else 's'}"
+        return f"a {self.kind} of {counted(self.value, 'item')}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankValues:
-    """The items of one rank.
-
-    Attributes:
-        options: How it was asked to compare.
-        entries: In order.
-        location: The line of the assertion, as "path:line".
-        error: Why they cannot be compared; empty where they can.
-    """
+    """The items of one rank."""
 
     options: CompareOptions
     entries: tuple[Entry, ...] = ()
-    location: str = ""
-    error: str = ""
+    location: str = ""  # of the assertion, as "path:line"
+    error: str = ""  # why they cannot be compared
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One item that is not the same on all ranks.
-
-    Attributes:
-        path: Which.
-        entries: What each rank holds there; None where it holds nothing.
-        reference: Position of the first rank that holds what most ranks hold.
-        odd: Positions of those that hold something else; empty where all hold the same NaN.
-        measurable: Whether only values of tensors differ, so that they can be measured against each other.
-    """
+    """One item that is not the same on all ranks."""
 
     path: str
-    entries: tuple[Entry | None, ...]
-    reference: int
-    odd: tuple[int, ...]
-    measurable: bool
+    entries: tuple[Entry | None, ...]  # by rank; None where it holds nothing
+    reference: int  # position of the first rank that holds what most ranks hold
+    odd: tuple[int, ...]  # positions of those that hold something else; empty where all hold the same NaN
+    measurable: bool  # only values of tensors differ, so that they can be measured against each other
 
 
 Distances = Mapping[str, Sequence[tuple[float, str]]]
@@ -176,14 +152,10 @@ def mismatch_message(
     ranks: Sequence[int],
     name: str = "",
 ) -> str:
-    """The message of the assertion; empty where nothing differs by more than it may.
+    """The message of the assertion on what `differences` found; empty where nothing differs by more than it may.
 
-    Args:
-        found: Of `differences`.
-        distances: An item of which only values differ, and that is not here, counts as different without numbers.
-        by_rank: The items of all ranks.
-        ranks: Their numbers.
-        name: The user's name for the argument.
+    An item of which only values differ, and that `distances` lacks, counts as different without numbers. `name` is the
+    user's for the argument.
     """
     real = [item for item in found if item.path not in distances or any(text for _, text in distances[item.path])]
     if not real:
@@ -207,15 +179,10 @@ def _details(item: Mismatch, distances: Distances, options: CompareOptions, rank
     how = "equal" if options.exact else "close"
     some = [entry for entry in item.entries if entry is not None]
     kinds = {entry.kind for entry in some}
-    if len(some) < len(ranks):
+    if None in item.entries or len(kinds) > 1 or not kinds <= _LEAVES:
+        how = "Not every rank holds it" if None in item.entries else "The ranks hold different things"
         spelled = _on_ranks([entry or "nothing" for entry in item.entries], ranks)
-        return ["Items are not the same on all ranks!", "", f"Not every rank holds it: {spelled}."]
-    if len(kinds) > 1 or not kinds <= _LEAVES:
-        return [
-            "Items are not the same on all ranks!",
-            "",
-            f"The ranks hold different things: {_on_ranks(some, ranks)}.",
-        ]
+        return ["Items are not the same on all ranks!", "", f"{how}: {spelled}."]
     if kinds != {"tensor"}:
         what = "Scalars" if kinds == {"number"} else "Values"
         lines = [f"{what} are not {how} on all ranks!", "", f"{_on_ranks(some, ranks)}."]

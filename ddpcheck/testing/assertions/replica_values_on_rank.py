@@ -25,7 +25,8 @@ from ddpcheck.testing.assertions.replica_values import CompareOptions, Distances
 
 _PIECE = 1 << 24
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
-_KEYS = (str, bytes, int, float, complex, bool, type(None), enum.Enum)
+_NUMBERS = (bool, int, float, complex)
+_KEYS = (str, bytes, *_NUMBERS, type(None), enum.Enum)
 _PARTS = {
     torch.sparse_coo: ("indices", "values"),
     torch.jagged: ("offsets", "values"),
@@ -63,12 +64,15 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
             yield from _walk_tensor(tensor, f"{path}.{name}")
     elif isinstance(value, _PLAIN):
         yield path, "value", repr(value.type if isinstance(value, torch.device) else value)
-    elif isinstance(value, bool | int | float | complex):
-        kinds: tuple[Any, ...] = (bool, int, float, complex)
-        plain = next(kind for kind in kinds if isinstance(value, kind))
+    elif isinstance(value, _NUMBERS):
+        plain: Any = next(kind for kind in _NUMBERS if isinstance(value, kind))
         yield path, "number", plain(value)  # numpy's float64 is a float
     elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-        yield from _walk_numpy(value, path)
+        try:
+            tensor = torch.from_numpy(value.copy()) if getattr(value, "ndim", 0) else torch.tensor(value.item())
+        except Exception as error:
+            raise UsageError(f"{_place(path)} is a numpy value that torch does not take: {error}") from None
+        yield from _walk_tensor(tensor, path)
     else:
         if id(value) in inside:
             raise UsageError(f"{_place(path)} contains itself")
@@ -81,12 +85,12 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
 def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
     """The items of a container, each with its key or index, and the kind of container; a mapping has no order."""
     if isinstance(value, Mapping):
-        strange = next((key for key in value if not isinstance(key, _KEYS) and not _is_plain_tuple(key)), None)
-        if strange is not None:
-            raise UsageError(
-                f"{_place(path)} has a key of type {type(strange).__name__}, which other ranks cannot be asked for; "
-                "use strings or numbers (optimizer.state_dict() and not optimizer.state)"
-            )
+        for key in value:
+            if not all(isinstance(part, _KEYS) for part in (key if isinstance(key, tuple) else (key,))):
+                raise UsageError(
+                    f"{_place(path)} has a key of type {type(key).__name__}, which other ranks cannot be asked for; "
+                    "use strings or numbers (optimizer.state_dict() and not optimizer.state)"
+                )
         return sorted(((f"[{key!r}]", value[key]) for key in value), key=lambda entry: entry[0]), "mapping"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(f".{name}", getattr(value, name)) for name in value._fields], "named tuple"
@@ -101,20 +105,8 @@ def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
     )
 
 
-def _is_plain_tuple(key: Any) -> bool:
-    return isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key)
-
-
 def _place(path: str) -> str:
     return f"item {path.removeprefix('.')}" if path else "the argument"
-
-
-def _walk_numpy(value: Any, path: str) -> Iterator[Item]:
-    try:
-        tensor = torch.from_numpy(value.copy()) if getattr(value, "ndim", 0) else torch.tensor(value.item())
-    except Exception as error:
-        raise UsageError(f"{_place(path)} is a numpy value that torch does not take: {error}") from None
-    yield from _walk_tensor(tensor, path)
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
@@ -144,11 +136,8 @@ def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
 def entries_of(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[Entry, ...]:
     """Each item as other ranks are told of it, with a fingerprint of each tensor.
 
-    Args:
-        items: Of `items_of`.
-        options: How they will be compared.
-        canonical: Let values that are equal have the same bits: 0.0 and -0.0, and one NaN and another. Costs a copy,
-            and matters only once bits differ.
+    `canonical` lets values that are equal have the same bits: 0.0 and -0.0, and one NaN and another. It costs a copy,
+    and matters only once bits differ.
     """
     with torch.no_grad():
         return tuple(_entry(*item, options, canonical=canonical) for item in items)
@@ -229,21 +218,17 @@ def all_distances(
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
     """The values that rank `source` has in the place of `tensor`, in main memory, or None where they are not kept."""
+    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
+    carrier = torch.device("cpu" if "cpu" in kinds else kinds[0])  # of several GPUs: the one that is in use
     received = torch.empty_like(tensor, device="cpu") if keep else None
     pieces = tensor.reshape(-1).view(torch.uint8).split(_PIECE)
     into = pieces if received is None else received.reshape(-1).view(torch.uint8).split(_PIECE)
     for piece, place in zip(pieces, into, strict=True):
-        carried = piece.to(_carrier(group), copy=True)
+        carried = piece.to(carrier, copy=True)
         dist.broadcast(carried, src=source, group=group)
         if keep:
             place.copy_(carried)
     return received
-
-
-def _carrier(group: Any) -> torch.device:
-    """The device whose tensors the backend of `group` moves."""
-    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])  # of several GPUs: the one that is in use
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) -> tuple[float, str]:
