@@ -21,19 +21,12 @@ from ddpcheck.testing.rank_side import Ended, text_of
 
 @dataclass(frozen=True, slots=True)
 class TestOutcome:
-    """The outcome of a test.
-
-    Attributes:
-        how: `passed`, `skipped`, `xfailed` or `failed`.
-        headline: One sentence; the reason of a skip.
-        lines: One for each rank that has something to say, a stuck rank's stack below its own.
-        first: The failure that the headline is about, where a rank has failed.
-    """
+    """The outcome of a test."""
 
     how: Literal["passed", "skipped", "xfailed", "failed"]
-    headline: str = ""
-    lines: tuple[str, ...] = ()
-    first: RankFailure | None = None
+    headline: str = ""  # one sentence; the reason of a skip
+    lines: tuple[str, ...] = ()  # one for each rank that has something to say, a stuck rank's stack below its own
+    first: RankFailure | None = None  # that the headline is about
 
 
 def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
@@ -45,7 +38,10 @@ def judge(ended: Mapping[int, Ended], error: RankError | None) -> TestOutcome:
             ended[one.rank] = Ended("skipped", one.exception.msg or "")
             failures.remove(one)
     if error is not None and (failures or not error.failures):
-        return _failed(ended, error, failures)
+        skipped = any(one.how == "skipped" for one in ended.values())
+        waiting = all(one.kind in ("stuck", "fell") for one in failures)
+        headline = f"{_disagreement(ended)}; {error}" if skipped and waiting else str(error)
+        return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None)
     hows = {one.how for one in ended.values()}
     if hows <= {"passed"}:
         return TestOutcome("passed")
@@ -74,13 +70,6 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
     if isinstance(first.exception, can_be_raised) and first.kind == "raised":
         return first.exception.with_traceback(None)
     return error.with_traceback(None)
-
-
-def _failed(ended: Mapping[int, Ended], error: RankError, failures: list[RankFailure]) -> TestOutcome:
-    left = [rank for rank, one in ended.items() if one.how == "skipped"]
-    waiting = all(one.kind in ("stuck", "fell") for one in failures)
-    headline = f"{_disagreement(ended)}; {error}" if left and waiting else str(error)
-    return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None)
 
 
 def _disagreement(ended: Mapping[int, Ended]) -> str:

@@ -18,7 +18,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import pytest
@@ -135,31 +134,24 @@ def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
     found: list[tuple[Warning, str, int]] = []
     hooks = threading.excepthook, sys.unraisablehook
 
+    def note(kind: type[Warning], what: str, args: Any) -> None:
+        text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(args.exc_traceback)]
+        found.append((kind(f"{what}\n\n{text}"), *(frames[-1] if frames else ("", 0))))
+
     def in_thread(args: Any) -> None:
         name = args.thread.name if args.thread is not None else "<unknown>"
-        text = _told(f"Exception in thread {name}", args)
-        found.append((pytest.PytestUnhandledThreadExceptionWarning(text), *_raised_at(args.exc_traceback)))
+        note(pytest.PytestUnhandledThreadExceptionWarning, f"Exception in thread {name}", args)
 
     def unraisable(args: Any) -> None:
         what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
-        warning = pytest.PytestUnraisableExceptionWarning(_told(what, args))
-        found.append((warning, *_raised_at(args.exc_traceback)))
+        note(pytest.PytestUnraisableExceptionWarning, what, args)
 
     threading.excepthook, sys.unraisablehook = in_thread, unraisable
     try:
         yield found
     finally:
         threading.excepthook, sys.unraisablehook = hooks
-
-
-def _raised_at(trace: TracebackType | None) -> tuple[str, int]:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return (trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace is not None else ("", 0)
-
-
-def _told(what: str, args: Any) -> str:
-    return what + "\n\n" + "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
 
 
 def _packed(attachment: RankArtifacts) -> bytes:
