@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
@@ -31,7 +30,6 @@ from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
 from ddpcheck.worlds.rank_processes import RankProcesses
 from ddpcheck.worlds.run_future import RunFuture
-from ddpcheck.worlds.spawning import SpawnedRanks
 from ddpcheck.worlds.starting import RankHosts
 from ddpcheck.worlds.validation import WorldOptions
 
@@ -128,7 +126,7 @@ class World:
         try:
             seeds = starting.hash_seeds(world_size, own=hash_seeds)
             configs = [self._config(rank) for rank in range(world_size)]
-            own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else SpawnedRanks
+            own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
             starters = [own] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
@@ -145,9 +143,7 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -276,13 +272,7 @@ class World:
 
         The context is the environment, the working directory, the import path and `sys.argv`; generators of random
         numbers are seeded anew, and output and attachments of the ranks are forgotten. Variables that matter when a
-        process or its process group starts come too late.
-
-        Args:
-            timeout: As of a new world.
-            startup_timeout: As of a new world; it counts from now.
-            env: As of a new world.
-            watch: As of a new world.
+        process or its process group starts come too late. `startup_timeout` counts from now.
 
         Raises:
             DdpcheckError: When the world cannot run, or is running.

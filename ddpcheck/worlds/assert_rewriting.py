@@ -11,10 +11,9 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -22,11 +21,8 @@ def rewritten_modules() -> tuple[str, ...]:
     """Return the names of the modules that pytest has rewritten in this process."""
     if "_pytest.assertion.rewrite" not in sys.modules:
         return ()
-    return tuple(name for name, module in list(sys.modules.items()) if _is_rewritten(module))
-
-
-def _is_rewritten(module: object) -> bool:
-    return type(getattr(module, "__loader__", None)).__name__ == "AssertionRewritingHook"
+    loaders = {name: getattr(module, "__loader__", None) for name, module in list(sys.modules.items())}
+    return tuple(name for name, loader in loaders.items() if type(loader).__name__ == "AssertionRewritingHook")
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -91,7 +87,14 @@ def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None
         from _pytest.assertion import truncate, util
     except ImportError:
         return
-    config: Any = _Config(verbosity, {"assertion_text_diff_style": "ndiff", **(ini or {})})
+    # As much of `pytest.Config`, and of an item that has one, as it takes to explain a comparison; a rank has none.
+    config: Any = SimpleNamespace(
+        get_verbosity=lambda kind=None: verbosity,
+        getini={"assertion_text_diff_style": "ndiff", **(ini or {})}.get,
+        get_terminal_writer=lambda: SimpleNamespace(_highlight=lambda source, lexer="": source),
+        pluginmanager=SimpleNamespace(has_plugin=lambda name: False),
+    )
+    config.config = config
 
     def explain(op: str, left: object, right: object) -> str | None:
         try:
@@ -104,37 +107,3 @@ def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None
 
     util._reprcompare = explain
     util._config = config  # which says how much of a value is shown
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """As much of `pytest.Config`, and of an item that has one, as it takes to explain a comparison; a rank has none."""
-
-    verbosity: int
-    ini: Mapping[str, Any]
-
-    def get_verbosity(self, _: str | None = None) -> int:
-        return self.verbosity
-
-    def getini(self, name: str) -> Any:
-        return self.ini.get(name)
-
-    def get_terminal_writer(self) -> Any:
-        return self
-
-    def has_plugin(self, _: str) -> bool:
-        return False
-
-    @property
-    def config(self) -> Any:
-        return self
-
-    pluginmanager = config
-
-    @property
-    def _highlight(self) -> Any:
-        return _plain
-
-
-def _plain(source: str, lexer: str = "") -> str:
-    return source

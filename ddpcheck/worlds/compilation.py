@@ -27,21 +27,13 @@ ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 @dataclass(slots=True)
 class _Compiling:
-    """State of compilation in this process.
+    """State of compilation in this process."""
 
-    Attributes:
-        asked: Whether code outside of torch has asked for it.
-        eager: Whether what was compiled is to run as it was written.
-        seconds: Spent on it since `forget_time`.
-        since: When the one under way began, by `time.monotonic()`; 0 where none is.
-        tell: Gets both whenever they change.
-    """
-
-    asked: bool = False
-    eager: bool = False
-    seconds: float = 0.0
-    since: float = 0.0
-    tell: Callable[[float, float], None] = lambda seconds, since: None
+    asked: bool = False  # whether code outside of torch has asked for it
+    eager: bool = False  # whether what was compiled is to run as it was written
+    seconds: float = 0.0  # spent on it since `forget_time`
+    since: float = 0.0  # when the one under way began, by `time.monotonic()`; 0 where none is
+    tell: Callable[[float, float], None] = lambda seconds, since: None  # gets both whenever they change
 
 
 _state = _Compiling()
@@ -107,7 +99,10 @@ def run_as_written() -> None:
 @contextlib.contextmanager
 def run_as_compiled() -> Iterator[None]:
     """A block in which compiled code is what runs."""
-    with _stance("default"):
+    torch: Any = sys.modules["torch"]
+    with contextlib.ExitStack() as block:
+        if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:  # since torch 2.6
+            block.enter_context(torch.compiler.set_stance("default"))
         yield
 
 
@@ -151,17 +146,7 @@ def _compiled_all_the_same(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _state.eager or sys.modules["torch"].compiler.is_compiling():
             return function(*args, **kwargs)
-        with _stance("default"):
+        with run_as_compiled():
             return function(*args, **kwargs)
 
     return run
-
-
-@contextlib.contextmanager
-def _stance(name: str) -> Iterator[None]:
-    torch: Any = sys.modules["torch"]
-    if not hasattr(torch.compiler, "set_stance") or "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance(name):
-        yield

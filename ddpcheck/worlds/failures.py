@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.findings.errors import FailureKind, HangError, RankError, RankFailure, UsageError
+from ddpcheck.findings.errors import HangError, RankError, RankFailure, UsageError
 from ddpcheck.findings.exception_origin import as_bug, is_ours
 from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
@@ -109,14 +109,9 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
 
 
 def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
-    """Describe a rank whose process ended under it; `output` may hold what C++ said about it.
+    """Describe a rank whose process ended under it, with an exit code, negative for a signal, where one is known.
 
-    Args:
-        rank: The rank.
-        code: Its exit code; negative: of a signal; None: not known.
-        when: By `time.monotonic()`.
-        output: The end of what it has printed.
-        dump: What `faulthandler` has written; it may be older than the end.
+    `output` may hold what C++ said about it, and `dump` what `faulthandler` wrote; that may be older than the end.
     """
     frames = own_stack(dump[dump.index(_FATAL) :]) if _FATAL in dump else ()
     if code is None:
@@ -169,13 +164,10 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
     for one in failures:
         if causes and _looks_fallen(one) and any(cause.when <= one.when + 0.5 for cause in causes):
             message = one.message.replace(f"rank {one.rank} raised", f"rank {one.rank} fell with it:", 1)
-            one = replace(one, kind=_FELL_KIND, message=message)
+            one = replace(one, kind="fell", message=message)
         marked.append(one)
     late = ("stuck", "fell")
     return sorted(marked, key=lambda one: (one.kind in late and bool(causes), one.when, one.rank))
-
-
-_FELL_KIND: FailureKind = "fell"
 
 
 def _looks_fallen(failure: RankFailure) -> bool:
@@ -234,15 +226,14 @@ def _detail(failures: Sequence[RankFailure]) -> str:
         ranks = [one.rank for one in group]
         told = bool(traceback) and group[0].kind == "raised"  # in the last line of the traceback
         lines.append(f"[{format_ranks(ranks)}]" if told else f"[{format_ranks(ranks)}] {agreeing(said, ranks)}")
-        lines += [block.rstrip("\n") for block in (traceback, stack and f"{_STACK}\n{stack}") if block]
+        lines += [
+            block.rstrip("\n") for block in (traceback, stack and f"stack, most recent call first:\n{stack}") if block
+        ]
         outputs = {one.output.rstrip("\n") for one in group}
         for one in group[:1] if len(outputs) == 1 else group:
             whose = "output:" if len(outputs) == 1 else f"output of rank {one.rank}:"
             lines += [whose, one.output.rstrip("\n")] if one.output else []
     return "\n".join(lines)
-
-
-_STACK = "stack, most recent call first:"
 
 
 def _first_line(text: str) -> str:

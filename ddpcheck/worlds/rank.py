@@ -33,8 +33,6 @@ from ddpcheck.worlds.assert_rewriting import rewrite_on_import
 from ddpcheck.worlds.preloading import import_named
 from ddpcheck.worlds.rank_setup import choose_device, join_group, place_on_machine, redirect_output, take_over
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
 
 @dataclass(frozen=True)
 class RankContext:
@@ -149,8 +147,7 @@ def main(sock: socket.socket) -> NoReturn:
     """Be a rank on `sock` until the parent says that it is over; never returns."""
     code = 0
     try:
-        if hasattr(signal, "SIGUSR1"):
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a file to dump the stack to
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a file to dump the stack to
         _live(sock)
     except BaseException:  # a bug of ddpcheck: leave a trace where `World.output` finds it
         traceback.print_exc()
@@ -259,7 +256,7 @@ def _perform(payload: bytes) -> bytes:
 
 
 def unpacked_task(payload: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Undo `worlds.allowed.pack_task`.
+    """Undo `worlds.validation.pack_task`.
 
     Raises:
         DdpcheckError: Something in it cannot be had here.
@@ -275,11 +272,7 @@ def unpacked_task(payload: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def packed_result(result: object) -> bytes:
-    """Pickle what a function has returned.
-
-    Raises:
-        DdpcheckError: It cannot be.
-    """
+    """Pickle what a function has returned; a `DdpcheckError` says that it cannot be."""
     try:
         return wire.dumps(result)
     except Exception as error:
@@ -291,10 +284,8 @@ def packed_result(result: object) -> bytes:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass
 
 
 # --- Setting up ----------------------------------------------------------------------------------------------------
@@ -373,11 +364,7 @@ def save_attachment(data: bytes) -> None:
 
 
 def attachment() -> bytes:
-    """Return what this rank has saved so far, `b""` when there is nothing.
-
-    Raises:
-        DdpcheckError: When this process is not a rank.
-    """
+    """Return what this rank has saved so far, `b""` when there is nothing."""
     context = current()
     try:
         return (context.directory / f"rank{context.rank}.attachment").read_bytes()

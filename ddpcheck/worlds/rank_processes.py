@@ -41,32 +41,21 @@ class Rank:
 
 
 class RankProcesses:
-    """The ranks of one world.
-
-    Attributes:
-        ranks: What is known about each.
-        run: Number of the run under way; replies to an earlier one are dropped.
-        group_resets: How often the ranks have been asked for another process group.
-        born: When they were asked to become ready, by `time.monotonic()`.
-        error: Why no rank can go on, empty while they can.
-        refused: Whether that is because of what the world was asked to be.
-        one_machine: Whether the processes of the ranks can be seen from here.
-    """
+    """The ranks of one world."""
 
     def __init__(self, directory: Path, *, one_machine: bool = True) -> None:
         self.ranks: list[Rank] = []
-        self.run = 0
-        self.group_resets = 0
-        self.born = time.monotonic()
-        self.error = ""
-        self.refused = False
-        self.one_machine = one_machine
+        self.run = 0  # number of the one under way; replies to an earlier one are dropped
+        self.group_resets = 0  # how often they have been asked for another process group
+        self.born = time.monotonic()  # when they were asked to become ready
+        self.error = ""  # why no rank can go on
+        self.refused = False  # whether that is because of what the world was asked to be
+        self.one_machine = one_machine  # whether the processes of the ranks can be seen from here
         self._directory = directory
         self._launches: list[starting.StartedRanks] = []  # one for each hash seed and way of starting
         self._launch_of: dict[int, starting.StartedRanks] = {}  # by rank
         self._selector = selectors.DefaultSelector()
         self._sent_off = False
-        self._asked = False
 
     def start(
         self,
@@ -113,10 +102,8 @@ class RankProcesses:
     @property
     def has_failed(self) -> bool:
         """Whether something is known to have gone wrong."""
-        bad = any(
-            rank.ended is not None or (rank.answer is not None and rank.answer[0] == "failure") for rank in self.ranks
-        )
-        return bool(self.error) or bad
+        answers = [rank.answer[0] for rank in self.ranks if rank.answer is not None]
+        return bool(self.error) or "failure" in answers or any(rank.ended is not None for rank in self.ranks)
 
     @property
     def gone(self) -> bool:
@@ -145,27 +132,24 @@ class RankProcesses:
 
     def post(self, rank: Rank, data: bytes) -> None:
         """Send a packed message to a rank; what does not fit its socket now goes with the next `poll`."""
-        if not rank.connected:
-            return
-        rank.outbox.append(memoryview(data))
-        if len(rank.outbox) == 1:
-            self._send(rank)
-            if rank.outbox:
-                self._selector.modify(rank.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
+        if rank.connected:
+            rank.outbox.append(memoryview(data))
+            if len(rank.outbox) == 1:
+                self._send(rank)
 
     def _send(self, rank: Rank) -> None:
         try:
             while rank.outbox:
                 head = rank.outbox[0]
-                count = rank.sock.send(head)
-                if count < len(head):
-                    rank.outbox[0] = head[count:]
-                else:
+                rank.outbox[0] = head[rank.sock.send(head) :]
+                if not rank.outbox[0]:
                     rank.outbox.popleft()
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:  # it is gone; its exit will be told
             rank.outbox.clear()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
+        self._selector.modify(rank.sock, wanted, rank)
 
     def poll(self, seconds: float) -> None:
         """Wait for something to happen, and take note of it."""
@@ -177,8 +161,6 @@ class RankProcesses:
                 continue  # the launch, below
             if mask & selectors.EVENT_WRITE:
                 self._send(rank)
-                if not rank.outbox:
-                    self._selector.modify(rank.sock, selectors.EVENT_READ, rank)
             if mask & selectors.EVENT_READ:
                 self._read_rank(rank)
         for launch in self._launches:
@@ -220,22 +202,15 @@ class RankProcesses:
     # --- Ending ------------------------------------------------------------------------------------------------
 
     def dump_stacks(self, everyone: bool = False) -> dict[int, str]:
-        """Have every rank that is still at work write its stack, and return what they wrote.
-
-        Args:
-            everyone: Also those that have answered.
-        """
+        """Have every rank that is still at work, or `everyone`, write its stack, and return what they wrote."""
         self.poll(0)
-        busy = [
-            rank.number
-            for rank in self.ranks
-            if (everyone or rank.answer is None) and rank.ended is None and rank.pid is not None
-        ]
+        living = [rank for rank in self.ranks if rank.ended is None and rank.pid is not None]
+        busy = [rank.number for rank in living if everyone or rank.answer is None]
         for number in busy:
             if _size(path := self.path(number, "stack")):
                 os.truncate(path, 0)
-        if not busy or not hasattr(signal, "SIGUSR1"):
-            return dict.fromkeys(busy, "")
+        if not busy:
+            return {}
         self._signal(busy, signal.SIGUSR1)
         deadline = time.monotonic() + (_LAST_WORDS if self.one_machine else _FROM_AFAR)
         sizes: dict[int, int] = {}
@@ -253,19 +228,18 @@ class RankProcesses:
     def kill(self) -> None:
         """Kill every rank and wait until they are dead."""
         self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
-        self._await_ends(_DEATH)
+        self._await_ends()
 
     def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for launch in self._launches:
             if theirs := [rank for rank in ranks if self._launch_of.get(rank) is launch]:
                 launch.signal(theirs, number)
 
-    def _await_ends(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+    def _await_ends(self) -> bool:
+        deadline = time.monotonic() + _DEATH
         while awaited := [self._launch_of.get(rank.number) for rank in self.ranks if rank.ended is None]:
             left = deadline - time.monotonic()
-            heard = any(launch is not None and not (launch.over and launch.channel is not None) for launch in awaited)
-            if left <= 0 or not heard:
+            if left <= 0 or all(launch is None or launch.over for launch in awaited):
                 return False
             self.poll(left)
         return True
@@ -276,8 +250,7 @@ class RankProcesses:
             return
         self._sent_off = True
         self.poll(0)
-        self._asked = idle and self.ready
-        if self._asked:
+        if idle and self.ready:
             self._post_all(wire.pack(("close",)))
         else:
             self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
@@ -285,7 +258,7 @@ class RankProcesses:
     def terminate(self, idle: bool) -> None:
         """End every rank, and wait until that is so."""
         self.request_exit(idle)
-        if not self._await_ends(_DEATH) and self._asked:
+        if not self._await_ends():
             self.kill()
 
     def release(self, ours: bool) -> None:

@@ -1,7 +1,9 @@
-"""Starting ranks through the fork server, in the parent; what it has in common with `spawning` and `launchers`.
+"""Starting ranks, in the parent: through the fork server, or by exec where a fork is unsafe.
 
-Each way of starting gives a `StartedRanks`: events to read, ranks to signal. The way makes no difference to anything
-else, except that a fork costs milliseconds and an exec costs an import of torch. Light: never imports torch.
+Each way of starting, `launchers` too, gives a `StartedRanks`: events to read, ranks to signal. The way makes no
+difference to anything else, except that a fork costs milliseconds and an exec costs an import of torch.
+
+This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -53,6 +56,11 @@ _SERVER_CODE = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
     "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
 )
+_RANK_CODE = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
+    "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
 Event = tuple[Any, ...]
 """`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
 
@@ -87,19 +95,12 @@ The others are the hash seed, the modules to be imported before, and whether the
 
 
 class RankHosts(Protocol):
-    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one.
-
-    Attributes:
-        world_size: How many there are.
-        launcher: Who started them.
-        one_machine: Whether all are on this machine.
-        sharing: How many see the GPUs that this one sees.
-    """
+    """Processes that are there already, each of which starts one rank of a world; that of rank 0 is this one."""
 
     world_size: int
-    launcher: str
-    one_machine: bool
-    sharing: int
+    launcher: str  # who started them
+    one_machine: bool  # whether all are on one
+    sharing: int  # how many see the GPUs that this one sees
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """The config of a rank where it is, given the one that it would have here."""
@@ -166,11 +167,7 @@ class _ForkServer:
         return self.process.poll() is None
 
     def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
-        """Send a request.
-
-        Raises:
-            OSError: When the server is gone.
-        """
+        """Send a request; an `OSError` says that the server is gone."""
         with self._lock:
             self._sock.settimeout(timeout)
             socket.send_fds(self._sock, [pickle.dumps(request)], fds)
@@ -312,6 +309,65 @@ class ForkedRanks:
 
     def close(self) -> None:
         self._socket.close()
+
+
+# --- By exec -------------------------------------------------------------------------------------------------------
+
+
+class SpawnedRanks:
+    """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
+
+    def __init__(
+        self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
+    ) -> None:
+        self.channel: socket.socket | None = None
+        self.over = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        path = json.dumps(import_path())
+        for rank, fd in fds.items():
+            with open(os.path.join(directory, f"rank{rank}.out"), "ab") as output:
+                self._processes[rank] = subprocess.Popen(
+                    [*interpreter(), "-c", _RANK_CODE, str(fd), str(os.getpid()), path],
+                    env={**inherited_environment(), "PYTHONHASHSEED": hash_seed},
+                    pass_fds=(fd,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        self._news: list[Event] = [("forked", [(rank, process.pid) for rank, process in self._processes.items()])]
+
+    def events(self) -> list[Event]:
+        news, self._news = self._news, []
+        for rank, process in list(self._processes.items()):
+            if _has_ended(process):
+                kill_group(process.pid)  # what the rank has started; the zombie keeps the number ours
+                news.append(("exit", rank, process.wait(), time.monotonic()))
+                del self._processes[rank]
+        return news
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        for rank in ranks:
+            if (process := self._processes.get(rank)) is not None:
+                if number == signal.SIGKILL:
+                    kill_group(process.pid)
+                process.send_signal(number)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            kill_group(process.pid)
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    if hasattr(os, "waitid"):
+        try:
+            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            pass
+    return process.poll() is not None
 
 
 def kill_group(pid: int) -> None:

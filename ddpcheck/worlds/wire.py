@@ -38,20 +38,12 @@ MAX_FDS = 100
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """The state of the parent that a rank takes over, as a process would that the parent starts now.
+    """The state of the parent that a rank takes over, as a process would that the parent starts now."""
 
-    Attributes:
-        environment: Of the parent, and what was asked for on top of it.
-        explicit: Names of the variables that were asked for.
-        cwd: The working directory.
-        path: `sys.path`.
-        argv: `sys.argv`.
-    """
-
-    environment: Mapping[str, str]
-    explicit: frozenset[str]
+    environment: Mapping[str, str]  # with what was asked for on top of it
+    explicit: frozenset[str]  # names of the variables that were asked for
     cwd: str
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # `sys.path`
     argv: tuple[str, ...]
 
 

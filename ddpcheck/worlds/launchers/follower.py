@@ -19,7 +19,6 @@ from typing import Any
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Welcome, join
-from ddpcheck.worlds.spawning import SpawnedRanks
 
 _TICK = 0.1
 _POLL = 0.01  # where one has to ask whether a rank has ended
@@ -130,7 +129,7 @@ class _Hosted:
             self._directory.mkdir(mode=0o700)
         self._sock, theirs = socket.socketpair()
         self._sock.setblocking(False)
-        start: starting.Starter = starting.ForkedRanks if method == "fork" else SpawnedRanks
+        start: starting.Starter = starting.ForkedRanks if method == "fork" else starting.SpawnedRanks
         # The fork server removes the directory when this process dies; the leader's is not ours to remove.
         scratch = "" if self._shared and method == "fork" else directory
         with theirs:
