@@ -226,9 +226,8 @@ def _detail(failures: Sequence[RankFailure]) -> str:
         ranks = [one.rank for one in group]
         told = bool(traceback) and group[0].kind == "raised"  # in the last line of the traceback
         lines.append(f"[{format_ranks(ranks)}]" if told else f"[{format_ranks(ranks)}] {agreeing(said, ranks)}")
-        lines += [
-            block.rstrip("\n") for block in (traceback, stack and f"stack, most recent call first:\n{stack}") if block
-        ]
+        lines += [traceback.rstrip("\n")] if traceback else []
+        lines += ["stack, most recent call first:", stack.rstrip("\n")] if stack else []
         outputs = {one.output.rstrip("\n") for one in group}
         for one in group[:1] if len(outputs) == 1 else group:
             whose = "output:" if len(outputs) == 1 else f"output of rank {one.rank}:"
