@@ -26,17 +26,20 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ddpcheck.worlds import preloading, wire
 from ddpcheck.worlds import rank as rank_module
-from ddpcheck.worlds.huge_pages import collapse_memory
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
 _LOOK = 0.02  # seconds between two looks at ranks and parent while something takes its time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_COLLAPSE = 25
+_PART = 16 << 20  # bytes of memory to collapse at a time
+_HUGE_PAGE = 2 << 20
 
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
@@ -129,7 +132,7 @@ class Server:
         gc.freeze()
         self._complete = True
         yield True
-        for _ in collapse_memory(self._libc):
+        for _ in _collapse_memory(self._libc):
             yield True
 
     def serve(self) -> None:
@@ -237,9 +240,8 @@ class Server:
                 with self._interrupted():
                     self._refusals[name] = preloading.import_named(name)
                 gc.freeze()
-                if (
-                    count := len(os.listdir("/proc/self/task"))
-                ) > 1:  # a fork copies one thread, and the locks that the others hold
+                count = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 1
+                if count > 1:  # a fork copies one thread, and the locks that the others hold
                     many = "a thread" if count == 2 else f"{count - 1} threads"
                     self._unsafe = (
                         f"preload: importing {name!r} leaves {many} running, and such a process cannot "
@@ -346,6 +348,25 @@ def _children() -> list[int]:
             return [int(word) for word in file.read().split()]
     except OSError:  # a kernel without the list
         return []
+
+
+def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
+    """Collapse our memory into huge pages, a part at a time, so that a fork has fewer page tables to copy.
+
+    Older kernels refuse that.
+    """
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for addresses, rights, _, _, _, *name in (line.split(maxsplit=5) for line in lines):
+        if rights == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):  # ours alone
+            start, end = (int(word, 16) for word in addresses.split("-"))
+            start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+            for address in range(start, end, _PART):
+                libc.madvise(address, min(_PART, end - address), _MADV_COLLAPSE)
+                yield
 
 
 def main(fd: int, parent: int, names: str) -> None:

@@ -29,16 +29,16 @@ def redirect_output(path: Path) -> None:
 
 def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
     """Take over the parent's environment, directory and import path, as a process that it started would."""
-    environment = dict(context.environment)
     local_rank, local_world_size = place_on_machine(config)
-    environment.update(
-        RANK=str(config.rank),
-        WORLD_SIZE=str(config.world_size),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(local_world_size),
-    )
-    environment[wire.NO_LAUNCH] = "0"
-    environment = {**compilation.ONE_THREAD, **environment}
+    environment = {
+        **compilation.ONE_THREAD,
+        **context.environment,
+        "RANK": str(config.rank),
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        wire.NO_LAUNCH: "0",
+    }
     if "GLOO_SOCKET_IFNAME" not in environment and config.store is None and (interface := loopback()):
         environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
@@ -80,10 +80,9 @@ def seed() -> None:
 def loopback() -> str:
     """Return the name of the interface that leads to this machine only, `""` where there is none."""
     try:
-        names = [name for _, name in socket.if_nameindex()]
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
     except OSError:
         return ""
-    return next((name for name in names if name == "lo" or name == "lo0"), "")
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:

@@ -189,12 +189,6 @@ class _ForkServer:
             self.process.kill()
             self.process.wait()
 
-    def forget(self) -> None:
-        """After a fork of the parent: this is the other process's server."""
-        self._sock.close()
-        self._log.close()
-        self.process.returncode = 0  # not our child
-
 
 _servers: dict[str, _ForkServer] = {}  # by hash seed
 _server_lock = threading.Lock()
@@ -236,7 +230,8 @@ def _after_fork() -> None:
     global _server_lock
     _server_lock = threading.Lock()
     for server in _servers.values():
-        server.forget()
+        server.process.returncode = 0  # it is the other process's child
+        server.close()
     _servers.clear()
 
 
