@@ -76,12 +76,7 @@ def rewrite_on_import(names: Iterable[str]) -> None:
 
 
 def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:
-    """In a rank: show what differs in `left == right`, as pytest does in its own process.
-
-    Args:
-        verbosity: pytest's, for assertions.
-        ini: Those of pytest's ini options that say how much is shown of it, and how.
-    """
+    """In a rank: show what differs in `left == right`, as pytest does with this verbosity and these ini options."""
     try:
         from _pytest import assertion
         from _pytest.assertion import truncate, util

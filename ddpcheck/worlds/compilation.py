@@ -49,9 +49,7 @@ def is_asked_for() -> bool:
 def watch_compiling(tell: Callable[[float, float], None]) -> None:
     """From now on, know in this process when code is compiled, and for how long; torch must have been imported.
 
-    Args:
-        tell: Called with the seconds that it has taken so far and, by `time.monotonic()`, since when it is under way
-            (0 where it is not), whenever one begins or ends.
+    `tell` gets the seconds so far and since when one is under way, as of `_Compiling`, whenever one begins or ends.
     """
     torch: Any = sys.modules["torch"]
     _state.tell = tell

@@ -40,9 +40,8 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
     """On a rank: return what the parent needs to make a `RankFailure` of `error`, which `raised` does."""
     when = time.monotonic()
     kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    name = f"{module}{kind.__qualname__}"
     try:
         text = repr(error.code) if isinstance(error, SystemExit) else str(error)
     except Exception:
@@ -53,7 +52,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "kind": "exited" if isinstance(error, SystemExit) else "raised",
         "type": name,
         "text": shortened(text, LONGEST_TRACEBACK),
-        "code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
+        "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         "usage": isinstance(error, UsageError),
         "place": place,
         "collective": collective,
@@ -73,11 +72,10 @@ def _format(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        data = wire.dumps(error)
-        wire.loads(data)  # an exception with an __init__ of its own often pickles, and does not come back
+        wire.loads(data := wire.dumps(error))  # one with an __init__ of its own often pickles, and does not come back
+        return data
     except Exception:
         return None
-    return data
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
@@ -92,19 +90,12 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         message = f"rank {rank} raised {reply['type']}" + (f": {text}" if text else "")
     if reply["bug"]:
         message = f"rank {rank} met a bug: {_first_line(reply['bug'])}"
+    as_told = ("kind", "when", "type", "traceback", "place", "collective", "location", "exit_code", "bug")
     return RankFailure(
         rank,
-        reply["kind"],
-        message,
-        reply["when"],
-        type=reply["type"],
-        traceback=reply["traceback"],
+        message=message,
         exception=exception if isinstance(exception, BaseException) else None,
-        place=reply["place"],
-        collective=reply["collective"],
-        location=reply["location"],
-        exit_code=reply["code"],
-        bug=reply["bug"],
+        **{name: reply[name] for name in as_told},
     )
 
 

@@ -317,12 +317,9 @@ def _set_up(config: wire.RankConfig) -> None:
 
 
 def _open_slots(path: Path) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    try:
-        os.ftruncate(fd, size := 2 * _TEXT.size + _COMPILING.size)
-        return mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), "r+b") as file:
+        file.truncate(2 * _TEXT.size + _COMPILING.size)
+        return mmap.mmap(file.fileno(), 0)
 
 
 def _reset_process_group(config: wire.RankConfig, number: int) -> None:

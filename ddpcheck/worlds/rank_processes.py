@@ -213,15 +213,10 @@ class RankProcesses:
             return {}
         self._signal(busy, signal.SIGUSR1)
         deadline = time.monotonic() + (_LAST_WORDS if self.one_machine else _FROM_AFAR)
-        sizes: dict[int, int] = {}
-        steady: set[int] = set()
-        while len(steady) < len(busy) and time.monotonic() < deadline:
+        before, sizes = [-1], [0]
+        while (sizes != before or not all(sizes)) and time.monotonic() < deadline:
             time.sleep(0.004)
-            for number in busy:
-                size = _size(self.path(number, "stack"))
-                if size and sizes.get(number) == size:
-                    steady.add(number)
-                sizes[number] = size
+            before, sizes = sizes, [_size(self.path(number, "stack")) for number in busy]
         self.poll(0)  # one may have finished after all
         return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 

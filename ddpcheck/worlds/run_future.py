@@ -132,18 +132,14 @@ class RunFuture(Generic[Result]):
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
                 sentence = self._watch(finished, running)
-                self._allow(time.monotonic() - now)
+                if (spent := time.monotonic() - now) > _BRIEF:  # not counted: it may have been a person at a debugger
+                    self._allowed += spent
+                    self._deadlock.reset()
                 if sentence:
                     return self._fail(sentence)
                 self._next_watch = time.monotonic() + _TICK
             waits.append(max(0.0, self._next_watch - now))
         return min(waits)
-
-    def _allow(self, seconds: float) -> None:
-        """Do not count time that `watch` has taken: it may have been a person at a debugger."""
-        if seconds > _BRIEF:
-            self._allowed += seconds
-            self._deadlock.reset()
 
     def _deadline(self) -> tuple[float, str]:
         started = self._started

@@ -34,9 +34,7 @@ _SINGLE_THREADED = {
     "MKL_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way of counting GPUs forbids a fork afterwards
 }
-_UNLESS_SET = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from the other ranks
-}
+_UNLESS_SET = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin while they wait take the cores from other ranks
 _IN_TESTS = (  # what ranks of a test import, where this process has imported it: tens of milliseconds in each of them
     "pytest",
     "_pytest.assertion.rewrite",

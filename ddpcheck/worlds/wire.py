@@ -102,11 +102,7 @@ class Inbox:
         self._data = bytearray()
 
     def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
-        """Read what has arrived, without waiting.
-
-        Returns:
-            The messages that are complete, and whether the other side is still there.
-        """
+        """Read what has arrived, without waiting: complete messages, and whether the other side is still there."""
         alive = True
         while True:
             try:
