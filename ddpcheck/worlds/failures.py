@@ -33,9 +33,6 @@ _LONGEST = 300  # characters of a message
 _WIDEST = 1000  # and of a line that was printed
 
 
-# --- Failures ------------------------------------------------------------------------------------------------------
-
-
 def described(error: BaseException, place: str, collective: str) -> dict[str, Any]:
     """On a rank: return what the parent needs to make a `RankFailure` of `error`, which `raised` does."""
     when = time.monotonic()

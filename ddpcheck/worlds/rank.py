@@ -256,19 +256,15 @@ def _perform(payload: bytes) -> bytes:
 
 
 def unpacked_task(payload: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Undo `worlds.validation.pack_task`.
-
-    Raises:
-        DdpcheckError: Something in it cannot be had here.
-    """
+    """Undo `worlds.validation.pack_task`; a `DdpcheckError` says what cannot be had here."""
     try:
         function, args, kwargs = wire.loads(payload)
+        return function, args, kwargs
     except Exception as error:
         raise DdpcheckError(
             f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
             "what they refer to must be importable there."
         ) from error
-    return function, args, kwargs
 
 
 def packed_result(result: object) -> bytes:

@@ -66,10 +66,8 @@ class RankProcesses:
     ) -> None:
         """Start the processes, each in its way with its hash seed, and tell each what it is, without waiting for them.
 
-        Where they are made `ahead` of their use, they may start later than others that are not.
-
-        Raises:
-            OSError: When the system has no room for them.
+        Where they are made `ahead` of their use, they may start later than others that are not. An `OSError` says that
+        the system has no room for them.
         """
         theirs = []
         try:

@@ -193,10 +193,9 @@ def importable(module: types.ModuleType) -> bool:
     if name.startswith(_OURS) and file.startswith(_HOME):
         return True  # without a look into every folder of the path, which each rank would have to take anew
     key = (name, file, tuple(sys.path))
-    known = _importable_cache.get(key)
-    if known is None:
-        known = _importable_cache[key] = _find(name, file)
-    return known
+    if key not in _importable_cache:
+        _importable_cache[key] = _find(name, file)
+    return _importable_cache[key]
 
 
 _OURS = __name__.partition(".")[0] + "."
