@@ -107,13 +107,13 @@ if TYPE_CHECKING:
     from ddpcheck.harness import World
 else:
     import ddpcheck.report.settings
-from ddpcheck.gather.phases import shards, local_step
+from ddpcheck.gather.phases import model_build, local_step
 from . import rank as this_rank
 from .worlds.wire import send
 """
     seen = [module for module, _ in imports(source)]
     top = ["cli", "__init__", "findings.rules", "rank", "report.settings", "harness"]
-    inner = ["gather.phases.shards", "gather.phases.local_step", "render.terminal", "worlds.wire"]
+    inner = ["gather.phases.model_build", "gather.phases.local_step", "render.terminal", "worlds.wire"]
     assert sorted(seen) == sorted([*top, *inner])
 
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from ddpcheck.gather.steps.sample_influence import FirstActivations, are_felt, changes_for, rows_of_part  # noqa: E402
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for, rows_of_part  # noqa: E402
 
 SAMPLES = 8
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -1,6 +1,6 @@
 """Evidence on collectives.
 
-Judged in `judge.collective_order`; gathered in `gather.collectives` and `gather.phases.shards`.
+Judged in `judge.collective_order`; gathered in `gather.collectives` and `gather.phases.repeated_step`.
 """
 
 from __future__ import annotations

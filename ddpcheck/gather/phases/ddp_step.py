@@ -39,9 +39,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     put_back(data.external)
     this_rank.set_status(f"step {step}: zero_grad")
     run_optimizer(model.optimizer, "zero_grad")
-    clear_gradients(module)
-    for parameter in model.trainable.values():  # also of those that the module has no more
-        parameter.grad = None
+    clear_gradients(module, *model.trainable.values())
     since = versions(module)
     with recorded(module, model.wrapper, model.optimizer) as recorder:
         seed = state.seed_of(step)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.errors import EmptyShardError, TargetError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.evidence.steps import LocalStep, RandomDraws
+from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import Origins, assignment_of, record_origins
 from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
@@ -26,9 +28,8 @@ from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
 from ddpcheck.gather.ddp.loop_events import counted_backwards
-from ddpcheck.gather.phases.random_draws import Choices
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepData, rank_state, replays_step
-from ddpcheck.gather.phases.shards import blaming_empty_shards, samples_of
+from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state
 from ddpcheck.gather.steps.gradient_distance import norm
@@ -43,7 +44,7 @@ from ddpcheck.gather.steps.training_step import (
     versions,
     visible_tensors,
 )
-from ddpcheck.recipe.pytree import to_device, tree_tensors, upcast
+from ddpcheck.recipe.pytree import batch_size, to_device, tree_tensors, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for
@@ -73,9 +74,7 @@ def local_step(step: int) -> LocalStep:
     reference, data = state.reference, state.step
     module, parameters = reference.module, reference.trainable  # forward may put others in their place
     reference.outputs.clear()
-    clear_gradients(module)
-    for parameter in parameters.values():  # also of those that the module has no more
-        parameter.grad = None
+    clear_gradients(module, *parameters.values())
     since = versions(module)
     log = this_rank.current().directory, state.rank
     log_start = len(read_log(*log))
@@ -134,6 +133,33 @@ def local_step(step: int) -> LocalStep:
         compiles=is_asked_for(),
         layout=digest_of(layout_of(module)),
     )
+
+
+@contextlib.contextmanager
+def blaming_empty_shards(step: int) -> Iterator[None]:
+    """An error in the block on a rank with an empty shard is reported as an empty shard.
+
+    Raises:
+        EmptyShardError: The shard of this rank has no samples, or there is none, and the block raised.
+    """
+    data = rank_state().step
+    try:
+        yield
+    except Exception as error:
+        if is_ours(error):
+            raise
+        if isinstance(error.__cause__, StopIteration):
+            raise EmptyShardError(f"its loader has ended: {error}", step) from error
+        if data.batch is not None and samples_of(data.batch) == 0:
+            raise EmptyShardError(f"its shard is empty, and with it: {error}", step) from error
+        raise
+
+
+def samples_of(batch: Any) -> int | None:
+    """How many samples a batch has, None where that cannot be told."""
+    with contextlib.suppress(TargetError):
+        return batch_size(batch)
+    return None
 
 
 class _GraphFacts:
@@ -281,7 +307,7 @@ def quiet_step(step: int) -> tuple[float, tuple[str, ...]] | str:
     state = rank_state()
     data, seed = state.step, step_seed(state.seed, step)
     try:
-        with Choices(samples_of(data.batch) or 0) as choices:
+        with random_choices(samples_of(data.batch) or 0) as choices:
             gradients, loss = compute_gradients(
                 state.recipe, state.reference.module, data.batch, step=step, seed=seed, quiet=True
             )
@@ -290,7 +316,7 @@ def quiet_step(step: int) -> tuple[float, tuple[str, ...]] | str:
     data.local = gradients
     data.norms = {name: norm(gradient) for name, gradient in gradients.items()}
     data.without_random = True
-    return loss.value, tuple(choices.found)
+    return loss.value, tuple(choices)
 
 
 def local_update(step: int) -> None:

@@ -50,14 +50,8 @@ def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
     """The parameters of `names` whose gradient is not zero once every parameter is moved a little."""
     state = rank_state()
     _perturb(state, step)
-    gradients, _ = compute_gradients(
-        state.recipe,
-        state.reference.module,
-        state.step.batch,
-        step=step,
-        seed=state.seed_of(step),
-        place="looking again, ",
-    )
+    module, batch, seed = state.reference.module, state.step.batch, state.seed_of(step)
+    gradients, _ = compute_gradients(state.recipe, module, batch, step=step, seed=seed, place="looking again, ")
     return [name for name in names if name in gradients and bool(gradients[name].count_nonzero())]
 
 

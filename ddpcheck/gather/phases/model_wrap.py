@@ -66,7 +66,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
     recipe, ours = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
-    model = state.wrapping = TrainingModel(
+    model = state.training_model = TrainingModel(
         module=state.module,
         wrapped=wrapped,
         wrapper=wrapper,

@@ -101,14 +101,8 @@ class RankState:
     arrived_evaluating: bool  # whether that was in eval mode
     syncbn: list[str]  # names of the SyncBatchNorm modules that ran on CPU so far
     stack: contextlib.ExitStack  # is closed with the rank
-    wrapping: TrainingModel | None = None
+    training_model: TrainingModel = field(init=False)  # from `wrap` on
     step: StepData = field(init=False)
-
-    @property
-    def training_model(self) -> TrainingModel:
-        """The wrapped model; there is one from `wrap` on."""
-        assert self.wrapping is not None
-        return self.wrapping
 
     def seed_of(self, step: int) -> int:
         """The seed of the random numbers that this rank draws in a step."""

@@ -1,21 +1,36 @@
-"""A step of one rank run again: how far it is from itself, and whether something changes gradients on their way."""
+"""A step of one rank run again: how far it is from itself, what changes its gradients, what it draws, what it sends."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
+from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, user_location
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
+from ddpcheck.gather.collectives.collective_log import replaced_by
+from ddpcheck.gather.collectives.fake_collectives import answer_alone
 from ddpcheck.gather.ddp.loop_events import backward_through
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
+from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
-from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, gradients_of, run_backward
+from ddpcheck.gather.steps.seeds import make_batch, step_seed
+from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
+from ddpcheck.recipe.pytree import to_device, tree_tensors
+from ddpcheck.worlds import rank as this_rank
 
 _FACTOR = 2.0  # a power of two: what is linear comes out with the very same digits
 _NOT_ROUNDING = 1e3  # times machine eps
@@ -83,3 +98,121 @@ def _differences(first: Gradients, second: Gradients) -> tuple[Difference, ...]:
         )
         for name, gradient in first.items()
     )
+
+
+# The random numbers that a forward pass draws
+
+
+class _SeededOperations(TorchDispatchMode):
+    """While active, `tell` gets the name and the result of every operation that draws from a generator of torch."""
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    @passes_on
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._tell(func.overloadpacket.__name__, result)
+        return result
+
+
+@contextlib.contextmanager
+def random_choices(samples: int) -> Iterator[dict[str, None]]:
+    """Where operations draw what chooses among many: a permutation, or indices that are no value a sample."""
+    found: dict[str, None] = {}
+
+    def tell(name: str, drawn: Any) -> None:
+        indices = name in ("randint", "multinomial") and drawn.dim() == 1 and len(drawn) not in (1, samples)
+        if indices or name == "randperm":
+            where = user_location()
+            found[f"torch.{name}{f' at {where}' if where else ''}"] = None
+
+    with _SeededOperations(tell):
+        yield found
+
+
+@replays_step
+def draws(step: int) -> list[SharedDraw]:
+    """The random numbers with a value for each sample that the forward pass of a step draws on this rank."""
+    state = rank_state()
+    samples = next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0)
+    found: list[SharedDraw] = []
+    running = [""]  # modules
+
+    def tell(name: str, result: Any) -> None:
+        drawn = [t for t in tree_tensors(result) if t.dim() and t.shape[0] == samples]
+        if drawn:  # of a dropout the mask comes last
+            found.append(SharedDraw(name, running[-1], seeded[-1], fingerprint(drawn[-1])))
+
+    modules = watched_modules(
+        state.reference.module, lambda name, _inputs: running.append(name), lambda _name, _output: running.pop()
+    )
+    with modules, _seeding_lines() as seeded, _SeededOperations(tell):
+        state.run_loss(step, "drawing, ")
+    return found
+
+
+@contextlib.contextmanager
+def _seeding_lines() -> Iterator[list[Location | None]]:
+    """The lines of the user's code that seed torch's global generator, after None."""
+    original = torch.manual_seed
+    lines: list[Location | None] = [None]
+
+    @passes_on
+    def manual_seed(seed: int) -> torch.Generator:
+        caller = sys._getframe(1)
+        if is_user_file(caller.f_code.co_filename):
+            lines.append(user_location(caller))
+        return original(seed)
+
+    torch.manual_seed = manual_seed
+    try:
+        yield lines
+    finally:
+        torch.manual_seed = original
+
+
+# What ranks send when all of them have the same shard
+
+
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_MOST_VALUES = 1 << 14
+
+
+@replays_step
+def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
+    """Inputs of the reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
+
+    Nothing is communicated: each collective is taken for one of this rank alone, so that no rank can hang. What the
+    ranks then send in one place differs only where the program itself depends on the rank.
+    """
+    state = rank_state()
+    found: list[ReductionInput] = []
+
+    def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
+        if operation in REDUCTIONS:
+            found.append(ReductionInput(operation, call.location, _values(given)))
+        return answer_alone(operation, given)
+
+    try:
+        batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
+        shard = to_device(state.recipe.local_batch(batch, 0, state.world_size), state.device)
+        with replaced_by(standing):
+            seed, module = step_seed(state.seed, step, 0), state.reference.module
+            compute_loss(state.recipe, module, shard, step=step, seed=seed, place="comparing what is sent, ")
+    except (Exception, SystemExit):  # a program that needs true answers: what was sent until then can be compared
+        pass
+    finally:
+        this_rank.set_collective("")
+    return tuple(found)
+
+
+def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
+    tensor = given.get("tensor", given.get("self", given.get("input")))
+    if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or not 1 < tensor.numel() <= _MOST_VALUES:
+        return ()
+    return tuple(tensor.detach().reshape(-1).double().tolist())

@@ -21,8 +21,8 @@ from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, 
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import constant_random_numbers
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for
 from ddpcheck.gather.steps.gradient_distance import fit, norm
-from ddpcheck.gather.steps.sample_influence import FirstActivations, are_felt, changes_for
 from ddpcheck.gather.steps.seeds import step_seed
 from ddpcheck.gather.steps.training_step import (
     Gradients,

@@ -222,11 +222,8 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int, gradients: Gr
     found = {
         name: norm(gradient.double() - again[name].double()) for name, gradient in gradients.items() if name in again
     }
-    if len(found) < len(gradients) or math.hypot(*found.values()) > _LARGEST_BY_CHANGE * math.hypot(
-        *own.step.scale.values()
-    ):
-        return nothing
-    return found
+    largest = _LARGEST_BY_CHANGE * math.hypot(*own.step.scale.values())
+    return nothing if len(found) < len(gradients) or math.hypot(*found.values()) > largest else found
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
@@ -241,9 +238,8 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
     names = [name for name in trained if name in here and (name in data.gradients or name in averaged)]
     allowed = dict(data.tolerance)
     noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in data.gradients]
-    if (
-        noisy
-    ):  # so much is lost to rounding that single numbers tell nothing; a factor common to all is seen all the same
+    # Where so much is lost to rounding that single numbers tell nothing, a factor common to all is seen all the same.
+    if noisy:
         ratio, residual = fit({name: averaged[name] for name in noisy}, [data.gradients])
         if abs(ratio[0] - 1) > _LARGEST_TOLERANCE and residual < abs(ratio[0] - 1) / 2:
             allowed.update(dict.fromkeys(noisy, _LARGEST_TOLERANCE))

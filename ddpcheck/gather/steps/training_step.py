@@ -154,9 +154,9 @@ def compute_gradients(
     return gradients_of(parameters), loss
 
 
-def clear_gradients(model: nn.Module) -> None:
-    """Set every `.grad` to None, so that what arrives can be told from what was there."""
-    for parameter in model.parameters():
+def clear_gradients(model: nn.Module, *others: torch.Tensor) -> None:
+    """Set every `.grad` to None, so that what arrives can be told from what was there; also of what it has no more."""
+    for parameter in (*model.parameters(), *others):
         parameter.grad = None
 
 

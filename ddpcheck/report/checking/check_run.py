@@ -176,7 +176,7 @@ class CheckRun(CheckWorlds):
                     doubtful |= self._compare_with_single(step, averaged)
             if self.state.steps.draws_alike() and step == 0:
                 what = "whether the ranks draw the same numbers"
-                self.state.single.draws = self._explained(what, [], calls.random_draws.draws, step)
+                self.state.single.draws = self._explained(what, [], calls.repeated_step.draws, step)
             if doubtful and not self.state.repeats.differ:
                 what = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
@@ -242,7 +242,7 @@ class CheckRun(CheckWorlds):
         if any("reduce" in call.operation and call.elements > 1 for call in in_forward):
             self._packing_checked = True
             what = "whether the ranks pack what they reduce alike"
-            self._add(judge_packing(self._explained(what, (), calls.shards.packed_payloads, step)))
+            self._add(judge_packing(self._explained(what, (), calls.repeated_step.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
