@@ -26,7 +26,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from ddpcheck.gather.autograd.autograd_graph import all_names  # noqa: E402
 from ddpcheck.gather.phases import local_step as local  # noqa: E402
-from ddpcheck.gather.phases import missing_gradients, model_build, model_wrap, rank_state  # noqa: E402
+from ddpcheck.gather.phases import missing_gradients, model_build, rank_state  # noqa: E402
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
 from ddpcheck.testing.fixture import DdpWorld  # noqa: E402
@@ -508,7 +508,7 @@ def truth_on_a_rank(recipe: Recipe) -> list[dict[str, str]]:
 def evidence_on_a_rank(recipe: Recipe) -> tuple[list[StepEvidence], WrapperFacts, dict[str, tuple[str, ...]]]:
     """What the phases of a check gather on this rank."""
     model_build.build(recipe, 0)
-    facts, gathered = model_wrap.wrap().facts, []
+    facts, gathered = model_build.wrap().facts, []
     for step in range(STEPS):
         local.begin_step(step, None)
         gathered.append(local.local_step(step).explained(missing_gradients.explain(step)).evidence)

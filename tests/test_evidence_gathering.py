@@ -12,7 +12,7 @@ from ddpcheck.gather.autograd.gradient_hooks import own_functions
 from ddpcheck.gather.ddp.loop_events import Recorder, counted_backwards, recorded
 from ddpcheck.gather.state.randomness import QuietRandomness
 from ddpcheck.gather.steps.batch_coupling import first_coupling
-from ddpcheck.gather.steps.seeds import sample_fingerprints
+from ddpcheck.gather.steps.training_step import sample_fingerprints
 
 
 def test_a_sample_has_the_same_fingerprint_in_the_batch_and_in_a_shard() -> None:

@@ -1,7 +1,7 @@
 """DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called.
 
-Pure functions from `findings.evidence.collectives` (gathered by `gather.collectives` and `gather.phases.repeated_step`) to
-findings.
+Pure functions from `findings.evidence.collectives` (gathered by `gather.collectives` and `gather.phases.repeated_step`)
+to findings.
 """
 
 from __future__ import annotations

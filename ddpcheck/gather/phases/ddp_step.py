@@ -11,7 +11,7 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregister
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.ddp_constructor import hook_loss
 from ddpcheck.gather.ddp.loop_events import recorded
-from ddpcheck.gather.phases.model_wrap import count_calls
+from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import TrainingModel, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.module_description import fingerprint, fingerprints

@@ -33,14 +33,17 @@ from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state
 from ddpcheck.gather.steps.gradient_distance import norm
-from ddpcheck.gather.steps.seeds import batch_fingerprint, make_batch, sample_fingerprints, step_seed
 from ddpcheck.gather.steps.training_step import (
     Loss,
+    batch_fingerprint,
     clear_gradients,
     compute_gradients,
     gradients_of,
+    make_batch,
     run_backward,
     run_optimizer,
+    sample_fingerprints,
+    step_seed,
     versions,
     visible_tensors,
 )

@@ -15,8 +15,7 @@ from ddpcheck.gather.autograd.autograd_graph import line_of, nearest_above, pare
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
-from ddpcheck.gather.steps.seeds import step_seed
-from ddpcheck.gather.steps.training_step import clear_gradients, compute_gradients, run_backward
+from ddpcheck.gather.steps.training_step import clear_gradients, compute_gradients, run_backward, step_seed
 from ddpcheck.worlds import rank as this_rank
 
 

@@ -1,33 +1,47 @@
-"""The model of a rank: built twice, described, and the lines that made its parts."""
+"""The model of a rank: built twice, described, wrapped as the recipe does it, and the lines that made its parts."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import datetime
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.modules import BuiltModule, ModuleDescription
+from ddpcheck.findings.evidence.modules import BuiltModule, ModuleDescription, WrappedModule
+from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import assignment_of, record_origins
-from ddpcheck.gather.autograd.autograd_graph import all_names
-from ddpcheck.gather.autograd.gradient_hooks import record_hooks
-from ddpcheck.gather.collectives.collective_log import record_collectives, unlogged
-from ddpcheck.gather.ddp.ddp_wrapper import find_ddp
+from ddpcheck.findings.source_lines import assignment_of, record_origins, relative_path
+from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
+from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
+from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
+from ddpcheck.gather.ddp.ddp_constructor import (
+    compare_options,
+    constructor_options,
+    spelled_option,
+    wrapper_attributes,
+)
+from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, broadcasts_buffers, changes, facts_of, find_ddp
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
-from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, rank_state
-from ddpcheck.gather.state.module_description import describe, digest_of
+from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
+from ddpcheck.gather.phases.single_process import HANDOVER
+from ddpcheck.gather.state.external_state import ExternalState
+from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.state.module_state import differs_in_structure
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
-from ddpcheck.gather.steps.seeds import model_seed, uneven_batch
-from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
+from ddpcheck.recipe.recipe import Recipe, summary
 from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
+from ddpcheck.worlds import wire
 from ddpcheck.worlds.compilation import run_as_written
 
 
@@ -116,3 +130,160 @@ def notes() -> list[str]:
     if this_rank.current().shared_gpu:
         found.append("several ranks share one GPU, through gloo with CUDA tensors")
     return found
+
+
+def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
+    """Wrap the module as the user does, and make the optimizers.
+
+    Args:
+        around: Entered for the recipe's own `wrap`; it may change what the DDP constructor is told.
+    """
+    state = rank_state()
+    this_rank.set_status("wrapping the model")
+    names = {id(p): name for name, p in state.module.named_parameters()}
+    original, reference = state.module, state.reference.module
+    known_hooks = recorded_hooks()
+    with _watch_construction() as (options, seen), around or contextlib.nullcontext():
+        wrapped = state.recipe.wrap_module(original, state.device)
+    hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
+    wrapper = find_ddp(wrapped)
+    if wrapper is not wrapped and wrapper.module is not original:
+        wrapper = wrapped  # a part of the model is wrapped, not the whole
+    inner = getattr(wrapper, "module", wrapper)
+    reshaped, trouble = False, ""
+    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference)):
+        if differs_in_structure(inner, reference):
+            reshaped = _shapes(inner) != _shapes(reference)
+            state.reference.module = reference = copy.deepcopy(inner)
+            trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
+        state.module = inner
+    trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(name in trainable)  # wrap may have frozen some
+    optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
+    recipe, ours = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
+    model = state.training_model = TrainingModel(
+        module=state.module,
+        wrapped=wrapped,
+        wrapper=wrapper,
+        optimizer=optimizer,
+        facts=facts_of(wrapper, names),
+        trainable=trainable,
+        unregistered=frozenset(name for name, _ in unregistered_state(state.module)),
+        hooks=hooks,
+        external_state=ExternalState(
+            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(thing) for thing in ours]
+        ),
+    )
+    count_calls(model)
+    _follow(state.reference)
+    owned = {id(p): name for name, p in state.module.named_parameters()}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return WrappedModule(
+        facts=model.facts,
+        options={**options, **wrapper_attributes(wrapper)},
+        optimizer=_optimizer_options(optimizer, state.module),
+        parameters=fingerprints(state.module.named_parameters()),
+        buffers=fingerprints(state.module.named_buffers()),
+        loss_location=_defined_at(recipe.loss),
+        hooks=hooks,
+        wrapper=type(wrapped).__name__,
+        broadcasts_buffers=broadcasts_buffers(wrapper),
+        changes=changes(seen, state.module) if seen else {},
+        parameters_at_construction={name: parameter.value for name, parameter in seen.items()},
+        replaces_module=reshaped,
+        transfer_error=trouble,
+        foreign_tensors=len(optimized - set(owned)),
+        not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in trainable),
+    )
+
+
+def _defined_at(function: Any) -> Location | None:
+    """The line that defines a function of the user's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def _hand_over(module: nn.Module) -> str:
+    """Put the module that `wrap` has made where the single process finds it; returns why that cannot be done."""
+    try:
+        (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
+    except Exception as error:  # what a module holds may be anything
+        return summary(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter]]]:
+    """Compare the ranks' options before the DDP constructor communicates; yields them, and the parameters seen."""
+    ddp: Any = nn.parallel.DistributedDataParallel
+    original = ddp.__init__
+    options: dict[str, str] = {}
+    seen: dict[str, SeenParameter] = {}
+
+    @functools.wraps(original)
+    @passes_on
+    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+        options.clear()
+        options.update(constructor_options(original, self, *args, **kwargs))
+        compare_options(options)
+        original(self, *args, **kwargs)
+        seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in self.module.named_parameters()})
+
+    ddp.__init__ = constructor
+    try:
+        yield options, seen
+    finally:
+        ddp.__init__ = original
+
+
+def _optimizer_options(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, str]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    for index, group in enumerate(optimizer.param_groups):
+        held = [names.get(id(p), "?") for p in group["params"]]
+        found[f"group {index} parameters"] = ", ".join(sorted(held))
+        found[f"group {index} order"] = ", ".join(held)
+        found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
+    return found
+
+
+def count_calls(model: TrainingModel) -> None:
+    """From now on, count the calls of the wrapper and of the module in it."""
+
+    def counter(key: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            model.calls[key] = model.calls.get(key, 0) + 1
+            joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
+            if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # which all ranks have to join
+                mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
+                note_collective("DistributedDataParallel.forward", mode)
+
+        return hook
+
+    model.counters = [model.wrapper.register_forward_pre_hook(counter("wrapper"))]
+    if model.module is not model.wrapper:
+        model.counters.append(model.module.register_forward_pre_hook(counter("inner")))
+
+
+def _follow(reference: ReferenceModule) -> None:
+    """Note the parts of the reference module; count the gradients that arrive, and keep what its forward returns."""
+    module = reference.module
+    if reference.submodules.get("") is module:  # wrapped once more, with other options
+        return
+    reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    every = nn.Module.named_parameters(module, remove_duplicate=False)
+    reference.seen = {name: SeenParameter.of(p) for name, p in every}
+    reference.submodules = dict(module.named_modules())
+    reference.changed = {}
+    tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))
+    reference.constants = {id(tensor): tensor for tensor in tensors if not tensor.requires_grad}
+    for name, parameter in reference.trainable.items():
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: reference.arrivals.update([name]))
+    module.register_forward_hook(lambda _module, _inputs, output: reference.outputs.append(output))

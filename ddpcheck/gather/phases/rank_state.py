@@ -22,8 +22,7 @@ from ddpcheck.findings.source_lines import Origins
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_state import ModuleState
-from ddpcheck.gather.steps.seeds import step_seed
-from ddpcheck.gather.steps.training_step import Gradients, Loss, compute_loss
+from ddpcheck.gather.steps.training_step import Gradients, Loss, compute_loss, step_seed
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 

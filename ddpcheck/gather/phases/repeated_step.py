@@ -27,8 +27,15 @@ from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
-from ddpcheck.gather.steps.seeds import make_batch, step_seed
-from ddpcheck.gather.steps.training_step import Gradients, clear_gradients, compute_loss, gradients_of, run_backward
+from ddpcheck.gather.steps.training_step import (
+    Gradients,
+    clear_gradients,
+    compute_loss,
+    gradients_of,
+    make_batch,
+    run_backward,
+    step_seed,
+)
 from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.worlds import rank as this_rank
 

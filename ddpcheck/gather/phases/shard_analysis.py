@@ -30,8 +30,7 @@ from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import constant_random_numbers
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import fit, norm
-from ddpcheck.gather.steps.seeds import make_batch, step_seed
-from ddpcheck.gather.steps.training_step import Gradients, compute_loss
+from ddpcheck.gather.steps.training_step import Gradients, compute_loss, make_batch, step_seed
 from ddpcheck.recipe.pytree import to_device, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank

@@ -23,7 +23,6 @@ from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.randomness import constant_random_numbers
 from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for
 from ddpcheck.gather.steps.gradient_distance import fit, norm
-from ddpcheck.gather.steps.seeds import step_seed
 from ddpcheck.gather.steps.training_step import (
     Gradients,
     Loss,
@@ -31,6 +30,7 @@ from ddpcheck.gather.steps.training_step import (
     compute_loss,
     gradients_of,
     run_backward,
+    step_seed,
 )
 from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
 

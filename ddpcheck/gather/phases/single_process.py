@@ -26,8 +26,14 @@ from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, 
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import difference, fit, norm, scales, tolerances
-from ddpcheck.gather.steps.seeds import batch_fingerprint, make_batch, model_seed, step_seed
-from ddpcheck.gather.steps.training_step import Gradients, compute_gradients
+from ddpcheck.gather.steps.training_step import (
+    Gradients,
+    batch_fingerprint,
+    compute_gradients,
+    make_batch,
+    model_seed,
+    step_seed,
+)
 from ddpcheck.recipe.pytree import to_device, tree_map, upcast
 from ddpcheck.recipe.recipe import Recipe, summary
 from ddpcheck.recipe.target import load_on_rank

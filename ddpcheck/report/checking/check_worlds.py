@@ -87,7 +87,7 @@ class CheckWorlds:
         *,
         progress: Callable[[str], None] | None = None,
         hosts: RankHosts | None = None,
-        wrap: Callable[[], WrappedModule] = calls.model_wrap.wrap,
+        wrap: Callable[[], WrappedModule] = calls.model_build.wrap,
         make_world: Callable[..., World] = World,
         reference: CheckState | None = None,
     ) -> None:

@@ -16,11 +16,9 @@ from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, all_names, unreg
 from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
 from ddpcheck.gather.phases import local_step as local
 from ddpcheck.gather.phases import missing_gradients
-from ddpcheck.gather.phases.model_build import build
-from ddpcheck.gather.phases.model_wrap import wrap
+from ddpcheck.gather.phases.model_build import build, wrap
 from ddpcheck.gather.phases.rank_state import RankState, rank_state
-from ddpcheck.gather.steps.seeds import make_batch
-from ddpcheck.gather.steps.training_step import compute_loss
+from ddpcheck.gather.steps.training_step import compute_loss, make_batch
 from ddpcheck.recipe.pytree import copied, to_device, tree_leaves, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.graph.drawing_data import Detail, Edge, GraphView, ModuleFact, Node, ParameterFact

@@ -18,14 +18,13 @@ from torch import nn
 
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.phases import model_build, model_wrap
+from ddpcheck.gather.phases import model_build
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state
 from ddpcheck.gather.state.external_state import Restore, put_back
 from ddpcheck.gather.state.module_state import ModuleState, capture_state
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.seeds import make_batch, model_seed
-from ddpcheck.gather.steps.training_step import run_backward, run_optimizer
+from ddpcheck.gather.steps.training_step import make_batch, model_seed, run_backward, run_optimizer
 from ddpcheck.recipe.pytree import copied, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.report.matrix.option_sets import VARIED, DdpOptions, ModelFacts, WrappedRow
@@ -40,7 +39,7 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 def wrap(options: DdpOptions | None) -> WrappedRow:
     """Wrap the module with these options, or as the recipe does (None)."""
     given: list[dict[str, Any]] = []
-    wrapped = model_wrap.wrap(overridden_options(options, given))
+    wrapped = model_build.wrap(overridden_options(options, given))
     wrapper = rank_state().training_model.wrapper
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)

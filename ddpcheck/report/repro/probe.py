@@ -13,7 +13,7 @@ from torch import nn
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.randomness import drawn_since, generator_states, seed_everything
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.seeds import batch_seed, model_seed, step_seed
+from ddpcheck.gather.steps.training_step import batch_seed, model_seed, step_seed
 from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.recipe.target import find_file, is_path, load_on_rank, split_target
