@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, RankError, RankFailure
-from ddpcheck.findings.evidence.collectives import Call, ReductionInput
+from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives.collective_log import log_path, read_log

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from ddpcheck.findings.errors import RankError, RankFailure
-from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge import (

@@ -58,10 +58,8 @@ def _frames(block: str) -> tuple[Frame, ...]:
 
 def _loop_at(frames: Sequence[Frame]) -> int | None:
     """Where in a stack ddpcheck's own loop begins."""
-    for index, frame in enumerate(frames):
-        if frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" and frame.name in _LOOP:
-            return index
-    return None
+    ours = [frame.file.startswith(_PACKAGE) and Path(frame.file).name == "rank.py" for frame in frames]
+    return next((at for at, frame in enumerate(frames) if ours[at] and frame.name in _LOOP), None)
 
 
 _LOOP = ("_perform", "_answer", "_live", "_set_up")

@@ -1,7 +1,7 @@
 """DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called.
 
-Pure functions from `findings.evidence.collectives` (gathered by `gather.collectives` and `gather.phases.repeated_step`)
-to findings.
+Pure functions from `findings.evidence.steps` (gathered by `gather.collectives` and `gather.phases.repeated_step`) to
+findings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
-from ddpcheck.findings.evidence.collectives import Call, ReductionInput
+from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding, plural_verb
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ddpcheck.findings.errors import EmptyShardError, RankError, RankFailure
-from ddpcheck.findings.evidence.collectives import Call
-from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.stacks import is_waiting
@@ -218,10 +217,10 @@ class WrapperErrorFacts:
     known: JudgeContext
 
     @property
-    def first(self) -> RankFailure | None:
-        """The first failure, where it is an exception."""
+    def text(self) -> str:
+        """What the first failure says, with its traceback; empty where it is no exception."""
         first = self.error.first
-        return first if first is not None and first.kind == "raised" else None
+        return f"{first.message}\n{first.traceback}" if first is not None and first.kind == "raised" else ""
 
     @property
     def raised_on(self) -> tuple[int, ...]:
@@ -260,10 +259,10 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
 
     Before the sentences of torch, which name none.
     """
-    first = facts.first
-    overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", first.traceback) if first is not None else None
-    if first is None or overwritten is None or _IN_PLACE not in f"{first.message}\n{first.traceback}":
+    overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
+    if overwritten is None or _IN_PLACE not in facts.text:
         return []
+    first = facts.error.failures[0]
     names = overwritten[1].split(", ")
     return facts.known.names.one_finding(
         "DDP311",
@@ -292,12 +291,10 @@ _SENTENCES = {  # of torch, with the code and the message for each
 
 def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
-    if (first := facts.first) is None:
-        return []
-    text = f"{first.message}\n{first.traceback}"
     for sentence, (code, message) in _SENTENCES.items():
-        if sentence in text:
-            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
+        if sentence in facts.text:
+            first = facts.error.failures[0]
+            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
             return one_finding(
                 code,
                 facts.known.names.subjects(named) or ("backward",),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
 from ddpcheck.judge.judge_context import (

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ddpcheck.findings.evidence.collectives import Call
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.worlds import rank as this_rank

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpcheck.findings.evidence.collectives import Call, ReductionInput
 from ddpcheck.findings.evidence.gradients import Difference, RepeatedStep
-from ddpcheck.findings.evidence.steps import SharedDraw
+from ddpcheck.findings.evidence.steps import Call, ReductionInput, SharedDraw
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, user_location

@@ -22,9 +22,8 @@ from ddpcheck.findings.errors import (
     TargetError,
     UsageError,
 )
-from ddpcheck.findings.evidence.collectives import Call
 from ddpcheck.findings.evidence.modules import WrappedModule
-from ddpcheck.findings.evidence.steps import NoExplanation
+from ddpcheck.findings.evidence.steps import Call, NoExplanation
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
