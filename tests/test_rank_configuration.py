@@ -130,7 +130,7 @@ def test_changes_after_wrapping_are_one_finding_that_names_what_became_of_which(
 
 
 def options(*args: Any, **kwargs: Any) -> dict[str, str]:
-    from ddpcheck.gather.ddp.ddp_constructor import constructor_options
+    from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 
     return constructor_options(nn.parallel.DistributedDataParallel.__init__, None, *args, **kwargs)
 

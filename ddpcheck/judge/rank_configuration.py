@@ -1,6 +1,6 @@
 """DDP221, 223, 503 and 516: options of wrapper and optimizer, and data of the program, that differ between ranks.
 
-Pure functions from options and values in words (gathered by `gather.ddp.ddp_constructor` and
+Pure functions from options and values in words (gathered by `gather.ddp.ddp_wrapper` and
 `gather.phases.program_data`) to findings.
 """
 

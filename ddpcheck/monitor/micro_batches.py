@@ -52,8 +52,11 @@ class MicroBatches:
         if self._reduced:
             self._reduced = False
             self._across_reductions = self._is_accumulating()
-            if not self._across_reductions:
-                self._begin()
+            if not self._across_reductions:  # an optimizer step begins
+                self._index += 1
+                self._seen = 0
+                self._unread.clear()
+                remove_hooks(self._handles)
         if is_probed(self._index) and self._seen < _MOST_A_STEP:
             hooks = len(self._handles)
             with contextlib.suppress(Exception):  # an output of an unknown kind
@@ -99,12 +102,6 @@ class MicroBatches:
     def _has_gradients(self) -> bool:
         left = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
         return any(bool(gradient.detach().ne(0).any()) for gradient in left if gradient.layout == torch.strided)
-
-    def _begin(self) -> None:
-        self._index += 1
-        self._seen = 0
-        self._unread.clear()
-        remove_hooks(self._handles)
 
     # Measuring
 

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
-from ddpcheck.gather.ddp.ddp_constructor import hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.monitor.alarms import AlarmBoard

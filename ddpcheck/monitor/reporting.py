@@ -100,14 +100,10 @@ class FindingReporter:
         self.findings += new
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
+            raised = finding in errors and self._on_finding == "raise"
             if callable(self._on_finding):
                 self._on_finding(finding)
-            elif self._is_shown(finding):
+            elif self._shows_warnings and not raised and finding.severity is not Severity.NOTE:
                 warnings.warn(FindingWarning(finding), stacklevel=2)
         if errors and self._on_finding == "raise":
             raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
-
-    def _is_shown(self, finding: Finding) -> bool:
-        """Whether a warning is shown: not for notes, and not for errors that are raised."""
-        raised = finding.severity is Severity.ERROR and self._on_finding == "raise"
-        return self._shows_warnings and not raised and finding.severity is not Severity.NOTE

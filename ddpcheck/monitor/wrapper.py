@@ -18,7 +18,7 @@ from ddpcheck.findings.errors import FindingsError, UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.gather.ddp.ddp_constructor import constructor_options
+from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.judge.parameters import judge_uninitialised
 from ddpcheck.judge.rank_configuration import judge_options

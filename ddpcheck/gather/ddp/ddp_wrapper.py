@@ -1,18 +1,33 @@
-"""DDP's constructor arguments, and which parameters changed since."""
+"""The wrapper: where it is, its options, compared with the other ranks', and parameters that have changed since."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Mapping
+import inspect
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.ddp_options import MAY_DIFFER, WHEN_NONE, are_harmless
+from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.gather.autograd.autograd_graph import gradient_node
-from ddpcheck.gather.ddp.ddp_constructor import comm_hook_of
+from ddpcheck.gather.collectives.store_exchange import StoreExchange
+from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.steps.gradient_distance import eps_of
+from ddpcheck.worlds import rank as this_rank
+
+_ATTRIBUTES = (
+    *("find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view"),
+    *("require_forward_param_sync", "skip_all_reduce_unused_params"),
+)
+_FOR_EVER = 86400.0  # the parent's clock is the one that counts
 
 
 def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
@@ -57,6 +72,90 @@ def find_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel:
     return found[0]
 
 
+# Its options
+
+
+def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
+    """The arguments of a call of the DDP constructor in words, by name; empty where it cannot be called so."""
+    try:
+        given = inspect.signature(constructor).bind(*args, **kwargs)
+    except TypeError:
+        return {}  # the constructor will say what is wrong
+    given.apply_defaults()
+    module = given.arguments.get("module")
+    names = {id(p): name for name, p in module.named_parameters()} if isinstance(module, nn.Module) else {}
+    found = {}
+    for key, value in given.arguments.items():
+        if key == "self" or key in MAY_DIFFER:
+            continue
+        value = WHEN_NONE.get(key) if value is None else value
+        if key == "delay_all_reduce_named_params" and isinstance(value, list | tuple):
+            value = [name for name, _ in value]
+        elif isinstance(value, torch.Tensor):
+            value = names.get(id(value), "?")
+        elif isinstance(value, dist.ProcessGroup):
+            value = dist.get_process_group_ranks(value)
+        found[key] = spelled_option(value)
+    return found
+
+
+def compare_options(mine: dict[str, str]) -> None:
+    """Ask the other ranks, over the store, whether they construct the wrapper with the same `constructor_options`.
+
+    Raises:
+        OptionsDifferError: They do not, in a way that would make DDP stop, hang or pair up the wrong tensors.
+    """
+    alone = mine.get("process_group", "None") != "None"  # of another group: nobody else may come
+    if dist.get_world_size() == 1 or alone or not mine:
+        return
+    this_rank.set_collective("DistributedDataParallel(...)")
+    exchange = StoreExchange.over(None, "wrapper", _FOR_EVER)
+    everyone = [pickle.loads(data) for data in exchange.all_gather("detail", pickle.dumps(mine))]
+    this_rank.set_collective("")
+    differing = {name for options in everyone for name in options if options.get(name) != everyone[0].get(name)}
+    if differing and not are_harmless(differing, everyone):
+        raise OptionsDifferError("DistributedDataParallel is constructed with other options on another rank", everyone)
+
+
+def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
+    """Attributes that may be changed after construction and must be the same on every rank, as text."""
+    found = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
+    return {**found, "communication hook": comm_hook_of(wrapper) or "None"}
+
+
+def comm_hook_of(wrapper: nn.Module) -> str:
+    """The name of the communication hook of `wrapper` (the one of its own for mixed precision left out), or ""."""
+    hooks = getattr(wrapper, "_comm_hooks", ())
+    names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook, _state in hooks]
+    return " and ".join(name for name in names if name != "_reducer_allreduce_and_upcast_hook")
+
+
+_EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
+_LOSSY_HOOKS = ("powerSGD", "quantization", "post_localSGD")
+_LOST_ON_PURPOSE = 0.1
+
+
+def hook_loss(wrapper: nn.Module | None) -> float:
+    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose (PowerSGD)."""
+    found = [0.0]
+    for hook, _state in getattr(wrapper, "_comm_hooks", ()):
+        module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+        if any(word in f"{module}.{name}" for word in _LOSSY_HOOKS):
+            found.append(_LOST_ON_PURPOSE)
+        elif name not in _EXACT_HOOKS:
+            found.append(eps_of(torch.bfloat16))
+    return max(found)
+
+
+def spelled_option(value: object) -> str:
+    """An option in words that are the same wherever it is the same."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {fingerprint(value):x}"
+    if isinstance(value, int | float | str | bool | type(None) | tuple | list | dict | torch.dtype):
+        return repr(value)
+    return repr(value) if dataclasses.is_dataclass(value) else type(value).__name__
+
+
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
     """The arguments of a `DistributedDataParallel`, or of what stands in its place; `names` are by identity."""
     tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
@@ -78,6 +177,9 @@ def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
     will = getattr(wrapper, "will_sync_module_buffers", None)
     has_buffers = wrapper is not None and next(wrapper.buffers(), None) is not None
     return bool(getattr(wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
+
+
+# Its parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +209,13 @@ class SeenParameter:
 def changes(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, str]:
     """Changes of the parameters of `module` since they were `seen`, in a word, by name."""
     now = {name: SeenParameter.of(p) for name, p in module.named_parameters()}
-    then, left = {one.identity for one in seen.values()}, {one.identity for one in now.values()}
+    still = {one.identity for one in seen.values()} & {one.identity for one in now.values()}
     changed = {}
-    for name in dict.fromkeys((*seen, *now)):
+    for name, one in {**seen, **now}.items():
         before, after = seen.get(name), now.get(name)
-        if (before is None and after is not None and after.identity in then) or (
-            after is None and before is not None and before.identity in left
-        ):
-            continue  # it has another name now
         if before is None or after is None:
-            changed[name] = "added" if before is None else "removed"
+            if one.identity not in still:  # else it has another name now
+                changed[name] = "added" if before is None else "removed"
         elif kind := before.change_to(after):
             changed[name] = kind
     return changed

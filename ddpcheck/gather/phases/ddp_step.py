@@ -9,7 +9,7 @@ import torch
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.ddp.ddp_constructor import hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.ddp.loop_events import recorded
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import TrainingModel, rank_state, replays_step

@@ -22,13 +22,17 @@ from ddpcheck.findings.source_lines import assignment_of, record_origins, relati
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
-from ddpcheck.gather.ddp.ddp_constructor import (
+from ddpcheck.gather.ddp.ddp_wrapper import (
+    SeenParameter,
+    broadcasts_buffers,
+    changes,
     compare_options,
     constructor_options,
+    facts_of,
+    find_ddp,
     spelled_option,
     wrapper_attributes,
 )
-from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, broadcasts_buffers, changes, facts_of, find_ddp
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
