@@ -472,7 +472,7 @@ def test_a_check_is_asked_for_where_one_of_its_rules_is() -> None:
 def test_a_difference_without_an_analysis_is_no_tick() -> None:
     state = CheckState(CheckOptions("t", 2, "gloo", "cpu", 1, 0, 30.0))
     with state.log.in_part("parity"):
-        state.add_single_differences(0, (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),))
+        state.single.differences[0] = (Difference("a", 0.5, 1e-6, absolute_error=0.5, reference_norm=1.0),)
     judge(state, {})
     report: Report = report_of(state)
     assert next(check for check in report.checks if check.name == "parity").status == "failed", shown(report)

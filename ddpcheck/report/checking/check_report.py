@@ -326,11 +326,14 @@ def _entries(state: CheckState) -> list[ParityEntry]:
     """The comparisons of gradients that mean something."""
     if state.repeats.differ:
         return []
-    return [
-        replace(
-            entry,
-            parameter=plain_name(entry.parameter),
-            tolerance=state.repeats.allowed(entry.parameter, entry.tolerance),
-        )
-        for entry in state.parity
-    ]
+    found = [(item.step, "local", item.against_local) for item in state.steps.ddp if item.rank == 0]
+    for step, differences in state.single.differences.items():
+        if not (state.single.incomparable and state.differs(step)):
+            found.append((step, "single-process", differences))
+    entries = []
+    for step, reference, differences in found:
+        for item in differences:
+            sizes = item.absolute_error, item.reference_norm, item.elements
+            tolerance = state.repeats.allowed(item.name, item.tolerance)
+            entries.append(ParityEntry(step, plain_name(item.name), reference, item.error, tolerance, *sizes))
+    return entries

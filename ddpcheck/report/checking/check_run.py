@@ -12,14 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ddpcheck.findings.errors import (
-    EXIT_HANG,
-    DdpcheckError,
-    HangError,
-    OptionsDifferError,
-    RankError,
-    TargetError,
-)
+from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, HangError, OptionsDifferError, RankError, TargetError
 from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.modules import BuiltModule, WrappedModule
 from ddpcheck.findings.evidence.parameters import PathEnd
@@ -160,7 +153,7 @@ class CheckRun(CheckWorlds):
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local)
-            self._check_in_step(local)
+            self._check_in_step(when=any(item.calls for item in local))
             self._check_layout(local, step)
             self._check_packing(local, step)
             self._check_batches([item.batch for item in local], step)
@@ -215,10 +208,9 @@ class CheckRun(CheckWorlds):
         self._all(calls.local_step.average, step, averaged)
         return True
 
-    def _check_in_step(self, local: Sequence[LocalStep]) -> None:
+    def _check_in_step(self, *, when: bool) -> None:
         """End the check where the ranks have not made the same collectives, before a phase relies on it."""
-        mismatch = judge_collectives(self._logs()) if any(item.calls for item in local) else []
-        if mismatch:
+        if when and (mismatch := judge_collectives(self._logs())):
             self._add(mismatch)
             self._skip_rest("DDP403: the ranks are out of step")
 
@@ -263,9 +255,7 @@ class CheckRun(CheckWorlds):
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
                 doubtful = ddp_step_is_wrong(self.state, self._all(calls.ddp_step.ddp_step, step))
-                if self.state.wrapped[0].broadcasts_buffers and (mismatch := judge_collectives(self._logs())):
-                    self._add(mismatch)
-                    self._skip_rest("DDP403: the ranks are out of step")
+                self._check_in_step(when=self.state.wrapped[0].broadcasts_buffers)
                 return doubtful
         except RankError as error:
             found = judge_wrapper_failure(self.state, error)
@@ -277,10 +267,11 @@ class CheckRun(CheckWorlds):
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
         """The averaged gradients against the global batch's; returns whether they differ."""
         trained = list(self.state.steps.local[0].evidence.states)
-        differences = self._settle_single(
-            self._start_single(partial(calls.single_process.compare_with, averaged, trained))
-        )
-        if differences is None or not self.state.add_single_differences(step, differences):
+        comparison = partial(calls.single_process.compare_with, averaged, trained)
+        differences = self._settle_single(self._start_single(comparison))
+        if differences is not None:
+            self.state.single.differences[step] = differences
+        if not any(difference.bad for difference in differences or ()):
             return False
         if self.state.wants_analysis:
             if not self.state.add_analysis(step, self._analyse(step, averaged)):

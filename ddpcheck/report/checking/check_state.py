@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LocalStep, NoExplanation, SharedDraw
 from ddpcheck.findings.exception_origin import as_bug
-from ddpcheck.findings.report import Finding, ParityEntry, ReportError
+from ddpcheck.findings.report import Finding, ReportError
 from ddpcheck.findings.wording import Names
 
 _NOISE_MULTIPLE = 5.0
@@ -223,12 +223,8 @@ class Repeats:
     def add(self, by_rank: Sequence[RepeatedStep]) -> None:
         """Add a step that was run again."""
         self.by_rank = self.by_rank or by_rank
-        self.add_noise((item.name, item.error) for repeated in by_rank for item in repeated.differences)
-
-    def add_noise(self, errors: Iterable[tuple[str, float]]) -> None:
-        """Add relative errors by parameter, of which the largest are kept."""
-        for name, error in errors:
-            self.noise[name] = max(error, self.noise.get(name, 0.0))
+        for item in (item for repeated in by_rank for item in repeated.differences):
+            self.noise[item.name] = max(item.error, self.noise.get(item.name, 0.0))
 
     def allowed(self, name: str, tolerance: float) -> float:
         """`tolerance` with room for the noise of a parameter (kernels that add up in no fixed order)."""
@@ -251,7 +247,6 @@ class CheckState:
         steps: Evidence of the ranks' steps.
         single: The comparison with the single process.
         repeats: The comparison of a step with itself.
-        parity: All comparisons of gradients, for the report.
         findings: All findings so far.
         found_after_steps: Those of them that were judged when the steps had been run.
         merged: Pairs of a finding that is left out, since it comes with another, and that other.
@@ -264,7 +259,6 @@ class CheckState:
     steps: RankSteps = field(default_factory=RankSteps)
     single: SingleComparison = field(default_factory=SingleComparison)
     repeats: Repeats = field(default_factory=Repeats)
-    parity: list[ParityEntry] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     found_after_steps: frozenset[Finding] = frozenset()
     merged: Sequence[tuple[Finding, Finding]] = ()
@@ -287,12 +281,6 @@ class CheckState:
         step = self.steps.local[0].evidence.step
         self.single.choices[step] = tuple(dict.fromkeys(one for _, some in steps for one in some))
 
-    def add_ddp(self, evidence: Sequence[DdpStepEvidence], *, ranks_differ: bool) -> None:
-        """Add a step through the wrapper; `ranks_differ` says that it has left other parameters on some rank."""
-        self.steps.ddp += evidence
-        self.steps.ranks_differ |= ranks_differ
-        self._add_parity(evidence[0].step, "local", evidence[0].against_local)
-
     def add_single(self, step: int, result: SingleStep) -> None:
         """Add a step of the single process."""
         self.single.backwards = result.backwards
@@ -300,26 +288,13 @@ class CheckState:
         if result.float64_error and not any("float64" in note for note in self.log.notes):
             self.log.notes.append(f"no float64 run to measure rounding with: {result.float64_error}")
 
-    def add_single_differences(self, step: int, differences: tuple[Difference, ...]) -> bool:
-        """Add how far the ranks' average is from the global batch; returns whether that is too far."""
-        self.single.differences[step] = differences
-        self._add_parity(step, "single-process", differences)
-        return any(difference.bad for difference in differences)
-
-    def add_analysis(self, step: int, analysis: ShardAnalysis | None) -> bool:
+    def add_analysis(self, step: int, analysis: ShardAnalysis) -> bool:
         """Add the analysis of a step that differs; returns whether it still does, rounding aside."""
-        rounded = analysis.rounded if analysis is not None else ()
         single = self.single
         single.differences[step] = tuple(
-            replace(item, tolerance=max(item.tolerance, item.error)) if item.name in rounded else item
+            replace(item, tolerance=max(item.tolerance, item.error)) if item.name in analysis.rounded else item
             for item in single.differences[step]
         )
-        self.parity = [
-            replace(entry, tolerance=max(entry.tolerance, entry.relative_error))
-            if (entry.step, entry.reference) == (step, "single-process") and entry.parameter in rounded
-            else entry
-            for entry in self.parity
-        ]
         differs = any(item.bad for item in single.differences[step])
         if differs:  # else the next step that differs is looked at
             single.analysis, single.analysed = analysis, self.steps.local
@@ -340,7 +315,6 @@ class CheckState:
     def take_single_process(self, reference: CheckState) -> None:
         """Compare with the single process of a finished check of the same target."""
         self.single = replace(reference.single, incomparable="")
-        self.parity += [entry for entry in reference.parity if entry.reference == "single-process"]
         self.repeats.by_rank = self.repeats.by_rank or reference.repeats.by_rank
         self.repeats.noise = {**reference.repeats.noise, **self.repeats.noise}
         for step, norm in reference.steps.norms.items():
@@ -351,9 +325,3 @@ class CheckState:
         """Whether the check was ended by something that does not depend on the wrapper's options."""
         by_options = self.log.part == "reducer" or self.log.rest_skipped.startswith("DDP221")
         return bool(self.single.hang) or (bool(self.log.error or self.log.rest_skipped) and not by_options)
-
-    def _add_parity(self, step: int, reference: str, differences: Iterable[Difference]) -> None:
-        for item in differences:
-            norms = item.absolute_error, item.reference_norm
-            entry = ParityEntry(step, item.name, reference, item.error, item.tolerance, *norms, item.elements)
-            self.parity.append(entry)

@@ -43,7 +43,8 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
     """Add a step through the wrapper; whether its gradients are wrong."""
     differing = differing_names([item.parameters for item in evidence])
-    state.add_ddp(evidence, ranks_differ=bool(differing))
+    state.steps.ddp += evidence
+    state.steps.ranks_differ |= bool(differing)
     return bool(state.log.call_judge("reducer", judge_reducer, evidence, judge_context(state)))
 
 
@@ -106,7 +107,9 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     found = list(state.findings)
     before = frozenset(found)
     if state.steps.parameters:
-        parameters = _judge_parameters(state, known)
+        more = {"nonzero_when_perturbed": state.steps.nonzero_when_perturbed, "zero_ends": state.steps.zero_ends}
+        args = state.steps.parameters, known.wrapper, known.names
+        parameters = state.log.call_judge("parameters", judge_parameters, *args, **more)
         by_name = {finding.code for finding in parameters}  # which say more than that backward raised
         found = [f for f in found if f.subjects != ("backward",) or f.code not in by_name] + parameters
     if not state.repeats.differ:
@@ -118,12 +121,6 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     state.findings, state.merged = found, []
     if pairs := state.log.call_judge("", lambda: [split_consequences(found)]):
         state.findings, state.merged = pairs[0]
-
-
-def _judge_parameters(state: CheckState, known: JudgeContext) -> list[Finding]:
-    steps = state.steps
-    more = {"nonzero_when_perturbed": steps.nonzero_when_perturbed, "zero_ends": steps.zero_ends}
-    return state.log.call_judge("parameters", judge_parameters, steps.parameters, known.wrapper, known.names, **more)
 
 
 def _judge_gradients(state: CheckState, known: JudgeContext) -> list[Finding]:
@@ -162,8 +159,6 @@ def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> l
         if local.drew_from
         else f"the forward chooses by random numbers ({local.choices[0]}), and each rank among its own samples"
     )
-    beyond = {step for step in state.single.differences if state.differs(step)}
-    state.parity = [entry for entry in state.parity if entry.reference == "local" or entry.step not in beyond]
     return kept
 
 

@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
 from ddpcheck.findings.from_json import parse, read
-from ddpcheck.findings.report import (
-    Document,
-    Finding,
-    ReportError,
-    checked_version,
-    without_rules_fix,
-)
+from ddpcheck.findings.report import Document, Finding, ReportError, checked_version, without_rules_fix
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.report.matrix.option_sets import DdpOptions
