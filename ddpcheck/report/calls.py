@@ -34,21 +34,19 @@ MODULES = (
 )
 """Imported once, before ranks are forked: in each of them that would be a third of the cost of a small check."""
 
-if TYPE_CHECKING:
-    from ddpcheck.gather.phases import (
-        ddp_step,
-        local_step,
-        missing_gradients,
-        model_build,
-        program_data,
-        rank_state,
-        repeated_step,
-        shard_analysis,
-        single_process,
-    )
-    from ddpcheck.report.graph import graph_phases
-    from ddpcheck.report.matrix import matrix_phases
-    from ddpcheck.report.repro import probe
+if TYPE_CHECKING:  # under their own names, since other modules import them from here
+    from ddpcheck.gather.phases import ddp_step as ddp_step
+    from ddpcheck.gather.phases import local_step as local_step
+    from ddpcheck.gather.phases import missing_gradients as missing_gradients
+    from ddpcheck.gather.phases import model_build as model_build
+    from ddpcheck.gather.phases import program_data as program_data
+    from ddpcheck.gather.phases import rank_state as rank_state
+    from ddpcheck.gather.phases import repeated_step as repeated_step
+    from ddpcheck.gather.phases import shard_analysis as shard_analysis
+    from ddpcheck.gather.phases import single_process as single_process
+    from ddpcheck.report.graph import graph_phases as graph_phases
+    from ddpcheck.report.matrix import matrix_phases as matrix_phases
+    from ddpcheck.report.repro import probe as probe
 else:
 
     class _Module:
@@ -79,21 +77,3 @@ def try_call(
             rank_state.recover()
         text = str(reply["text"]).strip().partition("\n")[0]
         return NoExplanation(f"{reply['type']}: {text}" if text else reply["type"], reply["bug"], reply["traceback"])
-
-
-__all__ = [
-    "MODULES",
-    "ddp_step",
-    "graph_phases",
-    "local_step",
-    "missing_gradients",
-    "model_build",
-    "matrix_phases",
-    "probe",
-    "program_data",
-    "rank_state",
-    "repeated_step",
-    "shard_analysis",
-    "single_process",
-    "try_call",
-]

@@ -108,10 +108,11 @@ def resolve_options(
         raise WrongTypeError(f"seed must be a whole number, not {seed!r}")
     if isinstance(target, str) and is_path(place := split_target(target)[0]):
         find_file(place)
+    sharing = world_size if hosts is None else hosts.sharing
     return CheckOptions(
         target=target if isinstance(target, str) else "recipe",
         world_size=world_size,
-        backend=backend or _default_backend(device, world_size if hosts is None else hosts.sharing),
+        backend=backend or ("nccl" if device == "cuda" and _has_gpus(sharing) else "gloo"),
         device=device,
         steps=steps,
         seed=seed,
@@ -123,10 +124,8 @@ def resolve_options(
     )
 
 
-def _default_backend(device: str, sharing: int) -> str:
-    """That of a device which so many ranks share."""
-    if device != "cuda":
-        return "gloo"
+def _has_gpus(ranks: int) -> bool:
+    """Whether each of so many ranks has a GPU of its own."""
     import torch
 
-    return "nccl" if isinstance(sharing, int) and 0 < sharing <= torch.cuda.device_count() else "gloo"
+    return isinstance(ranks, int) and 0 < ranks <= torch.cuda.device_count()

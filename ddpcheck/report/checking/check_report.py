@@ -42,6 +42,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
 UNTOLD = 0.5
 """A tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large."""
 
+_WORLD = ("world_size", "backend", "device", "steps", "seed", "timeout")
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
 _OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
 _NEAR = 0.01  # an error that is no fault under any tolerance
@@ -60,12 +61,7 @@ def report_of(state: CheckState) -> Report:
             "platform": platform.system().lower(),
         },
         world={
-            "world_size": asked.world_size,
-            "backend": asked.backend,
-            "device": asked.device,
-            "steps": asked.steps,
-            "seed": asked.seed,
-            "timeout": asked.timeout,
+            **{name: getattr(asked, name) for name in _WORLD},
             **({"launcher": asked.launcher} if asked.launcher is not None else {}),
             "notes": list(dict.fromkeys(state.log.notes)),
         },
@@ -133,13 +129,7 @@ Told = tuple[Finding, Finding]
 
 
 def status_of(comparison: Comparison, told: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
-    """How a check ended, and a sentence on what was compared.
-
-    Args:
-        comparison: What was compared.
-        told: What was found in it.
-        kept: The findings that are in the report, and not ignored.
-    """
+    """How a check ended, and a sentence on it; findings that are not among those `kept` are ignored."""
     shown = [(finding, by) for finding, by in told if by in kept]
     worst = min((finding.severity for finding, _ in shown), key=lambda severity: severity.rank, default=None)
     said = _listed(shown, comparison)

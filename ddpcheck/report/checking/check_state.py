@@ -269,11 +269,7 @@ class CheckState:
         return self.wrapped[0].facts if self.wrapped else WrapperFacts()
 
     def add_quiet_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Put the ranks' losses without random numbers, by which they are compared with other runs, into the last step.
-
-        Args:
-            steps: By rank, the loss and the operations that chose among many at random.
-        """
+        """Put the ranks' losses without random numbers, and what chose among many at random, into the last step."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, steps, strict=True)

@@ -26,6 +26,8 @@ from ddpcheck.report.graph.tensor_flow import INPUT, FlowRecorder, Place
 from ddpcheck.worlds import rank as this_rank
 
 STEP = 0
+MOST_OPERATIONS = 60
+"""Nodes of the autograd graph that `auto` still draws one by one; more are drawn as modules."""
 
 
 def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
@@ -50,12 +52,8 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
     wrap()
 
 
-def run_step() -> int | None:
-    """Run the step, find out why gradients are missing, and return the size of the loss's graph.
-
-    Returns:
-        The number of its nodes, or `None` where there are too many to count.
-    """
+def run_step() -> None:
+    """Run the step, find out why gradients are missing, and how large the loss's graph is."""
     local.begin_step(STEP, None)
     local.local_step(STEP)
     this_rank.state["path ends"] = {}
@@ -64,16 +62,14 @@ def run_step() -> int | None:
     state = rank_state()
     state.step.before.restore(state.reference.module)
     walk = walk_graph(state.run_loss(STEP, "counting, ").parts)
-    return walk.size if walk.complete else None
+    this_rank.state["graph size"] = walk.size if walk.complete else None
 
 
-def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | None:
+def trace(detail: str) -> GraphView | None:
     """Run the forward pass once more and follow what flows; every rank does, since a forward may communicate.
 
     Args:
-        detail: What the nodes of the picture are.
-        size: What `run_step` counted on rank 0.
-        most: Operations beyond which modules will do; `None`: they will not.
+        detail: "operations", "modules", or "auto" for operations where there are few.
 
     Returns:
         The picture, on rank 0.
@@ -85,11 +81,13 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     module = state.reference.module
     state.step.before.restore(module)
     path_ends: dict[str, PathEnd] = this_rank.state["path ends"]
+    size: int | None = this_rank.state["graph size"]
+    most = None if detail == "operations" else MOST_OPERATIONS
+    by_operations = detail != "modules" and (most is None or (size is not None and size <= most))
     ends = list(dict.fromkeys(end for end in path_ends.values() if end.cause in ("cut", "unreachable")))
     registered = {id(submodule) for submodule in module.modules()}
     batch = copied(state.step.batch)
-    keep = detail == "operations"
-    recorder = FlowRecorder(_module_names(module), registered, tree_tensors(batch), ends, keep=keep)
+    recorder = FlowRecorder(_module_names(module), registered, tree_tensors(batch), ends, keep=by_operations)
     losses: dict[str, torch.Tensor] = {}
 
     def recorded(model: nn.Module, _batch: Any) -> Any:
@@ -103,7 +101,7 @@ def trace(detail: Detail, size: int | None, *, most: int | None) -> GraphView | 
     if state.rank != 0:
         return None
     found = _Found(state, recorder, losses, path_ends)
-    picture = found.operations(size, most) if detail == "operations" else None
+    picture = found.operations(size, most) if by_operations else None
     return picture or found.flow(size)
 
 

@@ -69,6 +69,8 @@ class _Frame:
 class FlowRecorder(TensorRecorder):
     """While active, follows every tensor from the module that made it to those that read it.
 
+    It is given the identities of the modules that are registered, and the tensors of the batch (`inputs`).
+
     Attributes:
         places: What was called in each place, in order of execution.
         flows: Which place reads what another made: "gradient", "values", or "off" where autograd was switched off.
@@ -93,15 +95,6 @@ class FlowRecorder(TensorRecorder):
         *,
         keep: bool = False,
     ) -> None:
-        """Prepare to record.
-
-        Args:
-            names: See the attribute.
-            registered: The identities of the modules that are registered.
-            inputs: The tensors of the batch.
-            ends: See the attribute.
-            keep: Keep tensors and look at their nodes.
-        """
         super().__init__()
         self.places: dict[Place, Counter[str]] = {}
         self.flows: dict[tuple[Place, Place], set[str]] = {}

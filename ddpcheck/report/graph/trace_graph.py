@@ -28,15 +28,12 @@ from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.report.graph.dot import CAUSES
-from ddpcheck.report.graph.drawing_data import Detail, GraphView, Mark
+from ddpcheck.report.graph.drawing_data import GraphView, Mark
 
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 DETAILS = ("auto", "operations", "modules")
-MOST_OPERATIONS = 60
-"""Nodes of the autograd graph that `auto` still draws one by one; more are drawn as modules."""
-
 _ABSENT = ("DDP104", "DDP105")  # their ranks and steps are those in which the parameter takes no part
 
 
@@ -89,11 +86,8 @@ def _gather(world: World, report: Report, target: Recipe | str, detail: str) -> 
     wrapping = next((item.status for item in report.checks if item.name == "wrapping"), "skipped")
     wrapped = wrapping in ("passed", "failed") and not lazy
     world.run(partial(calls.graph_phases.prepare, target, report.world["seed"], wrapped=wrapped, materialise=lazy))
-    size = world.run(calls.graph_phases.run_step)[0]
-    small = size is not None and size <= MOST_OPERATIONS
-    chosen: Detail = "operations" if detail == "operations" or (detail == "auto" and small) else "modules"
-    most = MOST_OPERATIONS if detail == "auto" else None
-    picture = world.run(partial(calls.graph_phases.trace, chosen, size, most=most))[0]
+    world.run(calls.graph_phases.run_step)
+    picture = world.run(partial(calls.graph_phases.trace, detail))[0]
     assert picture is not None, "rank 0 makes one"
     return picture
 

@@ -222,18 +222,18 @@ class _MatrixRun:
     def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
         """One row, whatever happens in it."""
         options = option_set.options
+        row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:
-            return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=option_set.skip_reason)
+            return row("skipped", reason=option_set.skip_reason)
         if option_set.unsafe_reason:
-            return MatrixRow(
-                options.arguments, "stops", hook=options.hook, code="DDP104", reason=option_set.unsafe_reason
-            )
+            return row("stops", code="DDP104", reason=option_set.unsafe_reason)
         state = self._check(options, f"options {len(self._rows) + 1} of about {expected}: {options}")
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
             values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
-            reason = f"the recipe's wrap sets {values} after the constructor, whatever that was told"
-            return MatrixRow(options.arguments, "skipped", hook=options.hook, reason=reason)
+            return row(
+                "skipped", reason=f"the recipe's wrap sets {values} after the constructor, whatever that was told"
+            )
         return self._judged(state, options, own=False)
 
     def _judged(self, state: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:

@@ -57,9 +57,8 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
 def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
     """While active, every `DistributedDataParallel` gets these options in place of its caller's, whoever calls it.
 
-    Args:
-        options: Those of `VARIED` that are not among them get torch's defaults; None leaves everything as it is.
-        given: What the callers gave, among `VARIED`, is appended, one dict a wrapper.
+    Those of `VARIED` that are not among them get torch's defaults; None leaves everything as it is. What the callers
+    gave, among `VARIED`, is appended to `given`, one dict a wrapper.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     original = ddp.__init__
@@ -87,11 +86,7 @@ def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) 
 
 
 def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
-    """Facts of the model that decide which options can make a difference, as far as one rank knows.
-
-    Args:
-        given: What the recipe gave to each `DistributedDataParallel` that it made.
-    """
+    """The facts as far as one rank knows; `given` is what the recipe gave to each wrapper that it made."""
     state = rank_state()
     known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     trained = [p for p in state.module.parameters() if p.requires_grad]

@@ -119,13 +119,7 @@ def first_option_sets(facts: ModelFacts) -> list[DdpOptions]:
 
 
 def further_option_sets(facts: ModelFacts, base: DdpOptions, graphs: Sequence[DdpOptions]) -> list[OptionSet]:
-    """The rest, on top of options under which the model is right.
-
-    Args:
-        facts: Of the model.
-        base: The options to which others are added: those of the plainest row that is right.
-        graphs: The ways of treating the graph that are right, `base` among them where it is one.
-    """
+    """The rest, on top of options under which the model is right: `base`, and all `graphs` where that matters."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         none = "" if facts.buffers else "the model has no buffers"
