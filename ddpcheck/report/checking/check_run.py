@@ -22,7 +22,7 @@ from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.collective_order import judge_collectives, judge_packing
-from ddpcheck.judge.parameters import judge_uninitialised
+from ddpcheck.judge.parameters import judge_uninitialised, zero_everywhere
 from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
 from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.judge.training_loop import judge_values_changed
@@ -35,7 +35,6 @@ from ddpcheck.report.checking.judging import (
     judge,
     judge_wrapper_failure,
     withhold_if_noisy,
-    zero_in_every_step,
 )
 
 
@@ -300,16 +299,16 @@ class CheckRun(CheckWorlds):
         return None if any(self._all(calls.local_step.average_exactly, step, file)) else file
 
     def _look_again(self) -> None:
-        asleep = zero_in_every_step(self.state)
-        if asleep:
-            with self._phase("parameters", "looking again at zero gradients"):
-                last = self.asked.steps - 1
-                what = "whether gradients that are zero stay so"
-                self.state.steps.nonzero_when_perturbed = frozenset().union(
-                    *self._explained(what, asleep, calls.missing_gradients.nonzero_when_perturbed, last, asleep)
-                )
-                asleep = [name for name in asleep if name not in self.state.steps.nonzero_when_perturbed]
-                if asleep:
-                    what = "where gradients become zero"
-                    phase = calls.missing_gradients.why_zero
-                    self.state.steps.zero_ends = self._explained(what, {}, phase, last, asleep)[0]
+        """Find out more of the parameters whose gradient was zero in every step, unless all gradients were."""
+        steps, last = self.state.steps, self.asked.steps - 1
+        asleep = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []
+        if not asleep:
+            return
+        with self._phase("parameters", "looking again at zero gradients"):
+            what = "whether gradients that are zero stay so"
+            awake = self._explained(what, asleep, calls.missing_gradients.nonzero_when_perturbed, last, asleep)
+            steps.nonzero_when_perturbed = frozenset().union(*awake)
+            asleep = [name for name in asleep if name not in steps.nonzero_when_perturbed]
+            if asleep:
+                what = "where gradients become zero"
+                steps.zero_ends = self._explained(what, {}, calls.missing_gradients.why_zero, last, asleep)[0]

@@ -105,7 +105,7 @@ class CheckWorlds:
         ]
 
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
-        with self.state.log.timed("start"):
+        with self.state.log.in_part("start"):
             self.progress(f"starting {self.asked.world_size} ranks")
             self.world = stack.enter_context(self._make_world(self.asked.world_size, group=True))
             if self.reference is None:

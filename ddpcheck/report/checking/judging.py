@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
-from ddpcheck.judge.parameters import judge_parameters, zero_everywhere
+from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.judge.rank_failure import judge_wrapper_error
 from ddpcheck.judge.reducer import judge_compiled, judge_reducer, tell_compiled, without_prefix
 from ddpcheck.judge.replica_state import judge_state
@@ -55,11 +55,6 @@ def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedS
     found = state.log.call_judge("parity", judge_repeat, by_rank, step)
     state.findings += found
     state.repeats.differ = bool(found)
-
-
-def zero_in_every_step(state: CheckState) -> list[str]:
-    """The parameters whose gradient was zero in every step, unless all gradients were."""
-    return zero_everywhere(state.steps.parameters) if any(state.steps.norms.values()) else []
 
 
 def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:

@@ -231,9 +231,8 @@ class _MatrixRun:
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
             values = ", ".join(f"{name}={value!r}" for name, value in set_by_wrap.items())
-            return row(
-                "skipped", reason=f"the recipe's wrap sets {values} after the constructor, whatever that was told"
-            )
+            reason = f"the recipe's wrap sets {values} after the constructor, whatever that was told"
+            return row("skipped", reason=reason)
         return self._judged(state, options, own=False)
 
     def _judged(self, state: CheckState, options: DdpOptions, *, own: bool) -> MatrixRow:
