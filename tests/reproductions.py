@@ -178,8 +178,8 @@ class Runner:
 def write(report: Report, target: str, folder: Path, finding: Finding | None = None) -> Path:
     """Write a reproduction that waits less where something hangs, and not for torchrun, which is not there."""
     script = write_reproduction(report, target, folder, finding=finding)
-    text = re.sub(r"^TIMEOUT = 20 ", "TIMEOUT = 5 ", script.read_text(), flags=re.MULTILINE)
-    script.write_text(text.replace("        time.sleep(1)  # torchrun ends all ranks", "        pass  # torchrun"))
+    text = re.sub(r"^    TIMEOUT = 20 ", "    TIMEOUT = 5 ", script.read_text(), flags=re.MULTILINE)
+    script.write_text(text.replace("time.sleep(1)  # torchrun ends all ranks", "pass  # torchrun"))
     return script
 
 

@@ -17,9 +17,9 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 from ddpcheck.report import calls
-from ddpcheck.report.repro.choice import Demonstration, demonstration_for, steps_for, world_size_for
-from ddpcheck.report.repro.projects import own_modules, without_ddpcheck
-from ddpcheck.report.repro.script import companions, script_for
+from ddpcheck.report.repro.choice import demonstration_for, world_size_for
+from ddpcheck.report.repro.script import script_for
+from ddpcheck.report.repro.target_code import imports_from_ddpcheck, own_modules
 
 if TYPE_CHECKING:
     from ddpcheck.report.repro.probe import TargetInfo
@@ -31,8 +31,8 @@ _ALSO_OURS = "which wrote this file"
 def write_reproduction(report: Report, target: str, directory: str | Path, *, finding: Finding | None = None) -> Path:
     """Write a script that shows a finding under plain `torchrun`, with the modules of the user's that it needs.
 
-    The target is loaded once more, in a process of its own. Its code is copied into the script as it is, without
-    functions that need ddpcheck and that the recipe does not use; modules of the user's own project that it imports
+    The target is loaded once more, in a process of its own. Its code is copied into the script as it is; what the
+    recipe does not use may need ddpcheck, since it does not run. Modules of the user's own project that it imports
     (found next to it or below the working folder, and not installed) are copied beside. Data files are not. Files
     that ddpcheck wrote before are overwritten; others never are.
 
@@ -118,33 +118,33 @@ def reproduction(report: Report, target: str, finding: Finding) -> dict[str, str
     chosen = demonstration_for(finding)
     if chosen is None:
         raise UsageError(f"no script shows {finding.code} ({RULES[finding.code].name})")
-    look = _look(report, target, finding, chosen)
-    entry = Path(look.file).resolve()
-    modules = own_modules(entry, look.package, look.loaded)
+    info = _look(report, target, finding)
+    entry = Path(info.file).resolve()
+    modules = own_modules(entry, info.package, info.loaded)
+    roots = [info.attribute.partition(".")[0]] if info.attribute else info.given
+    imported = imports_from_ddpcheck(entry, roots)
     name = script_name(finding)
-    on_cpu = report.world.get("device", "cpu") == "cpu"
-    sources = [path.read_text(encoding="utf-8") for path in (entry, *modules.values())]
-    cpu_syncbn = on_cpu and any(word in source for source in sources for word in ("SyncBatchNorm", "sync_batchnorm"))
-    text = script_for(finding, chosen, report, look, name, modules, cpu_syncbn)
-    files = {name: text}
+    files = {}
     for place, path in modules.items():
-        files[place] = f"# From {relative_path(str(path))}, for {name}; {_OURS}.\n{without_ddpcheck(path).text}\n"
-    files |= {file: f"# For {name}; {_OURS}.\n{copied}" for file, copied in companions(text).items()}
-    for place, written in files.items():
-        ast.parse(written, filename=place)
-    return files
+        imported += imports_from_ddpcheck(path)
+        said = f"# From {relative_path(str(path))}, for {name}; {_OURS}.\n"
+        files[place] = said + path.read_text(encoding="utf-8")
+    sources = [entry.read_text(encoding="utf-8"), *files.values()]
+    syncbn = any(word in source for source in sources for word in ("SyncBatchNorm", "sync_batchnorm"))
+    on_cpu = report.world.get("device", "cpu") == "cpu"
+    text = script_for(finding, chosen, report, info, name, modules, imported, cpu_syncbn=syncbn and on_cpu)
+    ast.parse(text, filename=name)
+    return {name: text, **files}
 
 
-def _look(report: Report, target: str, finding: Finding, chosen: Demonstration) -> TargetInfo:
+def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
     """Look at the target in a process of its own; without its loss, or its model, where that cannot be run there."""
     world: dict[str, Any] = dict(report.world)
-    steps = steps_for(finding, report, chosen)
-    arguments = (target, int(world.get("seed", 0)), int(world.get("world_size", 2)), steps)
     trouble: RankError | None = None
     for run in ("loss", "model", "")[finding.code.startswith("DDP4") :]:
         with World(1, device=str(world.get("device", "cpu")), timeout=float(world.get("timeout", 30))) as one:
             try:
-                return one.run(partial(calls.probe.look, *arguments, run))[0]
+                return one.run(partial(calls.probe.look, target, int(world.get("seed", 0)), run))[0]
             except RankError as error:
                 trouble = error
     first = trouble.first if trouble is not None else None

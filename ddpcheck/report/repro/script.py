@@ -1,4 +1,4 @@
-"""The script that shows a finding: the target's own code, a training loop, and a demonstration.
+"""The script that shows a finding: the target's own code, and a demonstration with what that needs.
 
 This module is light: it never imports torch.
 """
@@ -6,9 +6,11 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import ast
+import functools
+import json
+import re
 import textwrap
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,184 +19,178 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names
 from ddpcheck.report.repro.choice import Demonstration, steps_for, tolerance_for, world_size_for
-from ddpcheck.report.repro.projects import Code, free_name, stand_in_for_recipe, without_ddpcheck
-from ddpcheck.report.repro.sources import (
-    COMPANIONS,
-    Import,
-    Library,
-    imports_of,
-    library,
-    names_in,
-    path_of,
-    spelled_definitions,
-    spelled_imports,
-)
+from ddpcheck.report.repro.target_code import imports_of, names_in
 
 if TYPE_CHECKING:
     from ddpcheck.report.repro.probe import TargetInfo
 
-_SHOWN = tuple(
-    f"ddpcheck.report.repro.demonstrations.{name}"
-    for name in ("settings", "parameters", "ranks", "references", "running", "facts")
+_PACKAGE = Path(__file__).parents[2]
+SOURCES = (
+    *(f"report/repro/demonstrations/{name}.py" for name in ("training", "ranks", "references", "harness")),
+    *(f"gather/state/{name}.py" for name in ("training_mode", "randomness")),
+    *(f"gather/steps/{name}.py" for name in ("seeds", "gradient_distance")),
+    *("gather/autograd/autograd_graph.py", "gather/ddp/sync_batchnorm.py", "recipe/pytree.py"),
 )
-_LIBRARY = (*_SHOWN, "ddpcheck.report.repro.demonstrations.harness")
+"""The modules of ddpcheck that scripts have parts of."""
 _WIDTH = 88
+_STAND_IN = '''\
+import dataclasses
+import sys
+import types
 
 
-def our_code() -> Library:
-    """The code of the demonstrations."""
-    return library(*_LIBRARY)
+@dataclasses.dataclass
+class Recipe:
+    """What is trained, and how; stands in for ddpcheck.Recipe."""
+
+    model: object
+    batch: object
+    loss: object
+    shard: object = None
+    optimizer: object = None
+    ddp_kwargs: dict = dataclasses.field(default_factory=dict)
+    wrap: object = None
+
+
+'''
 
 
 def script_for(
     finding: Finding,
     chosen: Demonstration,
     report: Report,
-    look: TargetInfo,
+    target: TargetInfo,
     name: str,
     beside: Iterable[str],
+    imported: Iterable[tuple[str, str]],
     cpu_syncbn: bool,
 ) -> str:
-    """A script that shows `finding` with the target that `look` has seen.
+    """A script that shows `finding`.
 
     Args:
         finding: What it shows.
         chosen: How.
         report: Where the finding is from: versions, world, tolerances.
-        look: At the target.
+        target: Whose code it holds.
         name: Of the file that it will be.
         beside: The modules that are written into the same folder, as paths.
+        imported: The modules of ddpcheck that the code imports, and the names in them.
         cpu_syncbn: Whether a stand-in for `nn.SyncBatchNorm` on a CPU is needed.
-
-    Raises:
-        UsageError: The target's code needs ddpcheck.
     """
-    roots = [look.attribute.partition(".")[0]] if look.attribute else look.given
-    code = without_ddpcheck(Path(look.file), package=look.package, roots=roots)
-    middle = f"# The code under test, from {relative_path(look.file)}\n\n"
-    if code.future:
-        middle = f"from __future__ import {', '.join(code.future)}\n\n{middle}"
-    recipe, stand_in = look.attribute, ""
-    if not recipe:
-        kind, stand_in = (code.recipe, "") if code.recipe else stand_in_for_recipe(code.binds)
-        recipe = f"{kind}({', '.join(f'{role}={role}' for role in look.given)})"
-    show = _show(chosen, report, look, cpu_syncbn)
-    shown = _demonstration(_settings(finding, chosen, report, look), show, code, recipe)
+    path = Path(target.file)
+    lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    future = []
+    for node in ast.parse("\n".join(lines)).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":  # it has to be the first of the script
+            future += [alias.name for alias in node.names]
+            own = slice(node.lineno - 1, node.end_lineno)
+            rest = re.sub(r"from __future__ import [^;#]*(; *)?", "", lines[own][0])
+            lines[own] = [rest, *[""] * len(lines[own][1:])]
+    middle = f"from __future__ import {', '.join(future)}\n\n" if future else ""
+    middle += _STAND_IN + _renaming(target, imported)
+    middle += f"# The code under test, from {relative_path(target.file)}\n\n"
+    roles = ", ".join(f"{role}={role}" for role in target.given)
+    recipe = target.attribute or f'sys.modules["ddpcheck"].Recipe({roles})'
+    function = "show_the_fault"
+    while function in "\n".join(lines):
+        function += "_"
+    shown = _demonstration(finding, chosen, report, target, cpu_syncbn, function)
     line, said = None, ""
     for _ in range(3):  # until the docstring says its own length right
         said = _docstring(finding, report, chosen, name, line, beside)
-        line = _new_line(finding, look, code, (said + middle).count("\n"))
-    return f"{said}{middle}{code.text}\n\n\n{stand_in}# The training loop, and what shows the fault\n\n{shown}"
+        if finding.location is not None and finding.location.path == relative_path(target.file):
+            line = (said + middle).count("\n") + finding.location.line
+    parts = ["\n".join(lines), "# The training loop, and what shows the fault", shown, f"{function}({recipe})\n"]
+    return said + middle + "\n\n\n".join(parts)
+
+
+def _renaming(target: TargetInfo, imported: Iterable[tuple[str, str]]) -> str:
+    """What makes the script the module that the target is, and gives it what it imports from ddpcheck."""
+    names = {part for module, name in imported for part in (*module.split(".")[1:], name)} - {"", "*", "Recipe"}
+    given = ", ".join(["Recipe=Recipe", *(f"{name}=object" for name in sorted(names))])
+    modules = json.dumps(sorted({"ddpcheck", *(module for module, _ in imported)}))
+    return (
+        f'__name__, __package__ = "{target.module}", "{target.package}"  # what is for "__main__" does not run\n'
+        'sys.modules[__name__] = sys.modules["__main__"]\n'
+        f"sys.modules.update(dict.fromkeys({modules}, types.SimpleNamespace({given})))\n\n"
+    )
 
 
 # The demonstration
 
 
-def _settings(finding: Finding, chosen: Demonstration, report: Report, look: TargetInfo) -> dict[str, str]:
-    """The values of `demonstrations/settings.py`."""
-    steps = steps_for(finding, report, chosen)
-    seeds = [list(of_step[: world_size_for(finding, report)]) for of_step in look.step_seeds[:steps]]
-    by_rank = f"{seeds}  # by step and rank"
-    if len(by_rank) > _WIDTH - len("STEP_SEEDS = "):
-        by_rank = "\n".join(["[  # by step and rank", *(f"    {of_step}," for of_step in seeds), "]"])
+def _demonstration(
+    finding: Finding, chosen: Demonstration, report: Report, target: TargetInfo, cpu_syncbn: bool, function: str
+) -> str:
+    """The function that shows the fault: all that it needs is in it, so that names of the target are not touched."""
+    arguments = ["made(recipe)", *filter(None, [chosen.facts])]
+    if chosen.compares_with_single:
+        arguments += ["quiet=without_randomness"] if target.forward_draws else []
+        in_group = "process group of one" in " ".join(map(str, report.world.get("notes", ())))
+        arguments += ["in_group=True"] if in_group else []
+    last = [*([] if chosen.compares_with_single else ["join()"]), f"leave({chosen.name}({', '.join(arguments)}))"]
+    if cpu_syncbn:
+        last = ["with synchronised_on_cpu():  # not needed on GPUs", *(f"    {line}" for line in last)]
+    show = "\n".join(last)
+    needed = _needed(names_in(ast.parse(show)))
+    imports = sorted(text for text in needed.values() if text.startswith(("import ", "from ")))
+    settings = _settings(finding, chosen, report)
+    values = [f"{name} = {value}" for name, value in settings.items() if name in needed]
+    code = dict.fromkeys(text for name, text in needed.items() if name not in settings and text not in imports)
+    text = "\n\n".join(["\n".join(imports), "\n".join(values), *code, show])
+    said = '"""Show the fault; all that this needs is in it, since names of it may be in use above."""'
+    return f"def {function}(recipe):\n" + textwrap.indent(f"{said}\n{text}", "    ")
+
+
+def _settings(finding: Finding, chosen: Demonstration, report: Report) -> dict[str, str]:
+    """The values of the settings in `demonstrations/harness.py`."""
     on_gpu = 'torch.device("cuda", RANK % torch.cuda.device_count())\ntorch.cuda.set_device(DEVICE)'
     return {
-        "DEVICE": 'torch.device("cpu")' if _on_cpu(report) else on_gpu,
-        "STEPS": str(steps),
-        "MODEL_SEED": str(look.model_seed),
-        "BATCH_SEEDS": f"{list(look.batch_seeds[:steps])}  # by step",
-        "STEP_SEEDS": by_rank,
+        "RANK": 'int(os.environ["RANK"])',
+        "WORLD_SIZE": 'int(os.environ["WORLD_SIZE"])',
+        "DEVICE": 'torch.device("cpu")' if report.world.get("device", "cpu") == "cpu" else on_gpu,
+        "BACKEND": f'"{report.world.get("backend", "gloo")}"',
+        "SEED": str(report.world.get("seed", 0)),
+        "STEPS": str(steps_for(finding, report, chosen)),
+        "SUBJECTS": json.dumps(finding.subjects),
         "TOLERANCE": f"{tolerance_for(report, chosen):g}",
         "TIMEOUT": f"{chosen.timeout}  # seconds, after which a collective gives up",
-        "BACKEND": f'"{report.world.get("backend", "gloo")}"',
     }
 
 
-def _on_cpu(report: Report) -> bool:
-    return str(report.world.get("device", "cpu")) == "cpu"
+@functools.cache
+def _library() -> dict[str, str]:
+    """What the modules define and import, by name, without what is for ddpcheck or type checkers only."""
+    found: dict[str, str] = {}
+    for source in SOURCES:
+        text = (_PACKAGE / source).read_text(encoding="utf-8")
+        text = re.sub(r"  # type: ignore.*|^ *@passes_on\n", "", text, flags=re.MULTILINE)
+        lines = text.split("\n")
+        for node in ast.parse(text).body:
+            for bound, (module, name) in imports_of(node).items():
+                if module.partition(".")[0] not in ("ddpcheck", "__future__"):
+                    found[bound] = f"from {module} import {name}" if name else ast.unparse(node)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+                found |= dict.fromkeys(names, "\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    return found
 
 
-def _show(chosen: Demonstration, report: Report, look: TargetInfo, cpu_syncbn: bool) -> str:
-    """The function of the script that prepares the recipe and calls the demonstration."""
-    join = "dist.init_process_group(BACKEND, timeout=timedelta(seconds=TIMEOUT))"
-    make = ["recipe = recipe()"] if look.is_function else []
-    if not look.loss_is_scalar:
-        make.append("recipe.loss = summed(recipe.loss)")
-    if not _on_cpu(report):
-        make.append('recipe.ddp_kwargs = {"device_ids": [DEVICE.index], **recipe.ddp_kwargs}')
-        make.append("recipe.loss = on_device(recipe.loss)")
-    if "shard" not in look.given:
-        make.append(f"recipe.shard = recipe.shard or {look.batch}_shard")
-    if look.needs_train and chosen.name != "apart_before":
-        make.append("recipe.model = in_training_mode(recipe.model)")
-    arguments = ["recipe", *filter(None, [chosen.facts])]
-    if chosen.compares_with_single:
-        quiet = ["quiet=without_randomness"] if look.forward_draws else []
-        notes = " ".join(map(str, report.world.get("notes", ())))
-        in_group = ["in_group=True"] if "process group of one" in notes else []
-        lines = [*make, f"alone = single_process({', '.join(['recipe', *quiet, *in_group])})", join]
-        arguments = ["recipe", "alone", *quiet]
-    else:
-        lines = [join, *make]
-    lines.append(f"return {chosen.name}({', '.join(arguments)})")
-    if cpu_syncbn:
-        lines = ["with synchronised_on_cpu():  # not needed on GPUs", *(f"    {line}" for line in lines)]
-    body = textwrap.indent("\n".join(lines), "    ")
-    return f'def show(recipe: Any) -> int:\n    """Prepare the recipe, and show the fault."""\n{body}'
-
-
-def _demonstration(settings: Mapping[str, str], show: str, code: Code, recipe: str) -> str:
-    """All after the target's code; in a function of its own where it has names in common with that."""
-    ours = our_code()
-    definitions = [
-        replace(d, text=f"{name} = {settings[name]}") if (name := min(d.binds)) in settings else d
-        for d in ours.needed([*names_in(ast.parse(show)), "leave"])
-    ]
-    first = spelled_definitions(d for d in definitions if d.module in _SHOWN)
-    others = spelled_definitions(d for d in definitions if d.module not in _SHOWN)
-    text = f"{first}\n\n\n{show}\n\n\n# What that needs\n\n\n{others}"
-    imports = ours.imports_for(names_in(ast.parse(text)))
-    same = {item.bound for item in imports if (item.bound, item.path) in {(i.bound, i.path) for i in code.imports}}
-    bound = {"show"}.union((item.bound for item in imports), *(definition.binds for definition in definitions))
-    if bound & (code.binds - same) or "*" in {item.bound for item in code.imports}:
-        name = free_name("demonstration", code.binds)
-        said = '"""All that follows, in one function: some of its names are in use above."""'
-        inside = f"{said}\n{_spelled(imports)}\n\n{text}\n\nleave(show(recipe))".replace("\n\n\n", "\n\n")
-        text, last = f"def {name}(recipe: object) -> None:\n{textwrap.indent(inside, '    ')}", f"{name}({recipe})"
-    else:
-        imports = [item for item in imports if item.bound not in same]
-        text, last = f"{_spelled(imports)}\n\n{text}", f"leave(show({recipe}))"
-    return f'{text}\n\n\nif __name__ == "__main__":\n    {last}\n'
-
-
-def _spelled(imports: Iterable[Import]) -> str:
-    return spelled_imports(imports, local=COMPANIONS.values())
-
-
-def companions(script: str) -> dict[str, str]:
-    """The files of ours that a script imports, and what is in them."""
-    imported = {item.module for node in ast.walk(ast.parse(script)) for item in imports_of(node)}
-    files = {}
-    for file in imported & set(COMPANIONS.values()):
-        names = [name for name in COMPANIONS if COMPANIONS[name] == file]
-        module = our_code().companions[names[0]]
-        ours = library(module)
-        text = spelled_definitions(ours.needed(names))
-        said = ast.get_docstring(ast.parse(path_of(module).read_text(encoding="utf-8")))
-        imports = spelled_imports(ours.imports_for(names_in(ast.parse(text))))
-        files[f"{file}.py"] = f'"""{said}\n"""\n\nfrom __future__ import annotations\n\n{imports}\n\n\n{text}\n'
-    return files
+def _needed(roots: Iterable[str]) -> dict[str, str]:
+    """What `roots` need of that, in order."""
+    library, pending, kept = _library(), list(roots), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in library and name not in kept:
+            kept.add(name)
+            pending += names_in(ast.parse(library[name]))
+    return {name: text for name, text in library.items() if name in kept}
 
 
 # The docstring
-
-
-def _new_line(finding: Finding, look: TargetInfo, code: Code, before: int) -> int | None:
-    """The line of the script that the finding's location has become, with so many lines `before` the target's code."""
-    if finding.location is None or finding.location.path != relative_path(look.file):
-        return None
-    numbers = [number for number, _ in code.lines]
-    return before + numbers.index(finding.location.line) + 1 if finding.location.line in numbers else None
 
 
 def _docstring(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +13,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpcheck.gather.autograd.autograd_graph import unregistered_state
+from ddpcheck.gather.steps.seeds import model_seed, step_seed
+from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.report.repro.demonstrations.harness import (
+    DEVICE,
+    RANK,
+    SEED,
+    STEPS,
+    SUBJECTS,
+    are_words,
     built,
     differences,
     gathered,
     global_batch,
+    gradients_of,
     in_short,
-    leaves,
     local_batch,
     local_loss,
+    loss_of,
     say,
     seed_all,
     side_group,
@@ -27,33 +39,23 @@ from ddpcheck.report.repro.demonstrations.harness import (
     training_steps,
     wrapped,
 )
-from ddpcheck.report.repro.demonstrations.settings import (
-    RANK,
-    STEP_SEEDS,
-    STEPS,
-)
 
 
-def apart_before(recipe: Any, facts: Callable[[nn.Module], dict[str, Any]]) -> int:
-    """Build the model on every rank, and compare before DDP's first collective."""
-    return tell(differences(facts(built(recipe))), "before wrapping")
+def apart_before(recipe: Any, facts: Callable[[Any], dict[str, Any]]) -> int:
+    """Build the model on every rank, run the steps where there are any, and compare, all without DDP."""
+    seed_all(model_seed(SEED))
+    net = recipe.model().to(DEVICE)
+    for step in range(STEPS):
+        local_loss(recipe, net, step).backward()
+    return tell(differences(facts(net)), f"after {STEPS} steps without DDP" if STEPS else "before wrapping")
 
 
-def apart_wrapped(
-    recipe: Any, facts: Callable[[nn.Module, Any], dict[str, Any]]
-) -> int:
-    """Wrap the model on every rank, and compare before the first step."""
+def apart(recipe: Any, facts: Callable[[Any, Any], dict[str, Any]]) -> int:
+    """Wrap the model on every rank, and compare after every step; before the first where there is none."""
     group = side_group()
     ddp, optim = wrapped(recipe, built(recipe))
-    return tell(differences(facts(ddp, optim), group), "after wrapping")
-
-
-def apart_trained(
-    recipe: Any, facts: Callable[[nn.Module, Any], dict[str, Any]]
-) -> int:
-    """Train, and compare between ranks after every step."""
-    group = side_group()
-    ddp, optim = wrapped(recipe, built(recipe))
+    if not STEPS:
+        return tell(differences(facts(ddp, optim), group), "after wrapping")
     faults = 0
     for step in range(STEPS):
         optim.zero_grad()
@@ -63,63 +65,118 @@ def apart_trained(
     return 1 if faults else 0
 
 
-def every_gradient(module: nn.Module) -> dict[str, Any]:
-    """The gradients, None where there is none."""
-    return {
-        name: None if p.grad is None else p.grad.detach().to_dense().cpu()
-        for name, p in module.named_parameters()
-    }
+# What is compared
+
+
+def layout(module: Any) -> dict[str, Any]:
+    """What DDP takes to be the same of every parameter and buffer."""
+    parameters = [*module.named_parameters(remove_duplicate=False)]
+    first: dict[Any, str] = {}
+    for name, p in parameters:
+        first.setdefault(p, name)
+    numbers = {p: number for number, p in enumerate(first)}
+    found = {}
+    for name, p in parameters:
+        found[name] = f"number {numbers[p]}, {tuple(p.shape)}, {p.dtype}, strides {p.stride()}, on {p.device.type}"
+        found[name] += f", requires_grad={p.requires_grad}" + (f", is {first[p]}" if first[p] != name else "")
+    for number, (name, b) in enumerate(module.named_buffers()):
+        found[name] = f"buffer number {number}, {tuple(b.shape)}, {b.dtype}"
+    return found
+
+
+def module_classes(module: Any) -> dict[str, Any]:
+    """The class of every module, its settings, and whether it is in training mode."""
+    named = module.named_modules()
+    return {n or "the model": f"{type(m).__name__}({m.extra_repr()}) training={m.training}" for n, m in named}
+
+
+def wrapper_options(module: nn.Module, optim: Any) -> dict[str, Any]:
+    """The options of the wrapper."""
+    names = ["find_unused_parameters", "static_graph", "broadcast_buffers", "gradient_as_bucket_view"]
+    found = {name: getattr(module, name) for name in (*names, "bucket_bytes_cap") if hasattr(module, name)}
+    hooks = [hook.__qualname__ for hook, _ in getattr(module, "_comm_hooks", ())]
+    return {**found, "communication hook": ", ".join(hooks) or "none"}
+
+
+def optimizer_options(module: nn.Module, optim: Any) -> dict[str, Any]:
+    """The options of the optimizer, by group of parameters."""
+    found: dict[str, Any] = {"class": type(optim).__name__}
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for index, group in enumerate(optim.param_groups):
+        held = [names.get(p, "one that is not the model's") for p in group["params"]]
+        found[f"parameters of group {index}"] = ", ".join(held)
+        found.update({f"{key} of group {index}": group[key] for key in group if key != "params"})
+    return found
+
+
+def buffer_values(module: nn.Module, optim: Any) -> dict[str, Any]:
+    """The values of buffers."""
+    return dict(module.named_buffers())
+
+
+def parameter_values(module: nn.Module, optim: Any) -> dict[str, Any]:
+    """The values of parameters."""
+    return dict(module.named_parameters())
+
+
+def training_state(module: nn.Module, optim: Any) -> dict[str, Any]:
+    """Parameters, buffers, and what the optimizer keeps."""
+    found = dict(module.state_dict())
+    for index, kept in enumerate(optim.state.values()):
+        found.update({f"{key} of the optimizer, {index}": kept[key] for key in kept})
+    return found
+
+
+def unregistered_values(module: nn.Module, optim: Any) -> dict[str, Any]:
+    """Tensors that are attributes of a module, neither parameter nor buffer, and the numbers that the finding names."""
+    inner = getattr(module, "module", module)
+    found: dict[str, Any] = dict(unregistered_state(inner))
+    for name in SUBJECTS:
+        with contextlib.suppress(AttributeError):
+            value = operator.attrgetter(name)(inner)
+            found.update({name: value} if isinstance(value, (int, float, complex, str)) else {})
+    return found
+
+
+# Gradients
 
 
 def gradients_apart(recipe: Any) -> int:
-    """Train, and compare the gradients of the ranks, bit by bit."""
+    """Train, compare the gradients of the ranks bit by bit, and count the forward passes under no_sync."""
     group = side_group()
-    faults = 0
-    try:
-        ddp, optim = wrapped(recipe, built(recipe))
-        for step in training_steps(recipe, ddp, optim):
-            apart = differences(every_gradient(ddp), group)
-            faults += tell(apart, f"gradients in step {step}")
-    except RuntimeError as error:
-        say(f"DDP says: {in_short(error)}")
-        faults += 1
-    return 1 if faults else 0
-
-
-def no_sync(recipe: Any) -> int:
-    """Train, and count the calls of no_sync and the forward passes under it."""
-    group = side_group()
-    ddp, optim = wrapped(recipe, built(recipe))
-    wrapper = next(m for m in ddp.modules() if isinstance(m, DistributedDataParallel))
-    original = wrapper.no_sync
-    calls = 0
+    calls, faults = 0, 0
     synchronised: list[bool] = []
 
-    def counted() -> Any:
-        nonlocal calls
-        calls += 1
-        return original()
+    def counted(no_sync: Callable[[], Any]) -> Callable[[], Any]:
+        def count() -> Any:
+            nonlocal calls
+            calls += 1
+            return no_sync()
 
-    wrapper.no_sync = counted  # type: ignore[method-assign]
-    wrapper.register_forward_pre_hook(
-        lambda module, given: synchronised.append(module.require_backward_grad_sync)
-    )
-    faults = 0
-    for step in training_steps(recipe, ddp, optim):
-        apart = differences(every_gradient(ddp), group)
-        faults += tell(apart, f"gradients in step {step}")
-    say(
-        f"no_sync called {calls} times, {synchronised.count(False)} of"
-        f" {len(synchronised)} forward passes under it"
-    )
+        return count
+
+    try:
+        ddp, optim = wrapped(recipe, built(recipe))
+        for wrapper in [m for m in ddp.modules() if isinstance(m, DistributedDataParallel)]:
+            vars(wrapper)["no_sync"] = counted(wrapper.no_sync)
+            wrapper.register_forward_pre_hook(lambda m, given: synchronised.append(m.require_backward_grad_sync))
+        for step in training_steps(recipe, ddp, optim):
+            faults += tell(differences(gradients_of(ddp), group), f"gradients in step {step}")
+    except RuntimeError as error:
+        say(f"DDP says: {in_short(error)}")
+        return 1
+    if calls:
+        passes = f"{synchronised.count(False)} of {len(synchronised)} forward passes under it"
+        say(f"no_sync called {calls} times, {passes}")
     return 1 if faults or (calls and all(synchronised)) else 0
+
+
+# Samples and random numbers
 
 
 def samples_in(data: Any) -> Counter[tuple[str, ...]]:
     """The rows along dim 0 of what is in a batch, and how often each is there."""
-    columns = [
-        x for x in leaves(data) if isinstance(x, list) or getattr(x, "ndim", False)
-    ]
+    columns = [x for x in tree_leaves(data, is_leaf=are_words) if are_words(x) or getattr(x, "ndim", False)]
     columns = [x for x in columns if len(x) == len(columns[0])]
     columns = [x.tolist() if hasattr(x, "tolist") else x for x in columns]
     return Counter(tuple(map(str, row)) for row in zip(*columns, strict=True))
@@ -136,9 +193,8 @@ def shards(recipe: Any) -> int:
         again = sum(held[row] > whole[row] for row in own)
         missing = 0 if held - whole and not again else sum((whole - held).values())
         say(
-            f"step {step}: {again} of its {sum(own.values())} samples are on another"
-            f" rank too; {missing} of the {sum(whole.values())} samples of the global"
-            " batch are on no rank"
+            f"step {step}: {again} of its {sum(own.values())} samples are on another rank too;"
+            f" {missing} of the {sum(whole.values())} samples of the global batch are on no rank"
         )
         faults += again + missing
     return 1 if faults else 0
@@ -152,13 +208,10 @@ class Recorder(TorchDispatchMode):
         self.drawn: list[tuple[str, list[float]]] = []
         self.sent: list[list[float]] = []
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what is sent, call the operation, and note what it has drawn."""
         if "reduce" in str(function) and "c10d" in function.namespace:
-            tensors = [x for x in leaves(args[0]) if isinstance(x, torch.Tensor)]
-            self.sent += [x.detach().flatten().tolist() for x in tensors]
+            self.sent += [x.detach().flatten().tolist() for x in tree_tensors(args[0])]
         result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in function.tags:
             first = result if isinstance(result, torch.Tensor) else result[0]
@@ -175,7 +228,7 @@ def recorded(recipe: Any, seed: int) -> Recorder:
     seed_all(seed)
     recorder = Recorder()
     with recorder:
-        recipe.loss(net, data)
+        loss_of(recipe, net, data)
     return recorder
 
 
@@ -184,22 +237,18 @@ def shared_draws(recipe: Any) -> int:
     everyone = gathered(recorded(recipe, 1000 + RANK).drawn)
     calls = [*zip(*everyone, strict=False)]
     shared = [call[0][0] for call in calls if all(own == call[0] for own in call)]
-    say(
-        f"draws {len(calls)} times, and the same numbers as every other"
-        f" rank {len(shared)} times {shared[:1]}"
-    )
+    say(f"draws {len(calls)} times, and the same numbers as every other rank {len(shared)} times {shared[:1]}")
     return 1 if shared else 0
 
 
 def packing(recipe: Any) -> int:
     """Give every rank the samples of rank 0, and compare what the ranks send."""
     faults = 0
-    everyone = gathered(recorded(recipe, STEP_SEEDS[0][0]).sent)
+    everyone = gathered(recorded(recipe, step_seed(SEED, 0, 0)).sent)
     for sent in zip(*everyone, strict=False):
         alike = all(sorted(numbers) == sorted(sent[0]) for numbers in sent)
         if alike and any(numbers != sent[0] for numbers in sent):
-            numbers = ", ".join(f"{number:.6g}" for number in sent[RANK][:6])
-            say(f"packs in an order of its own: {numbers}")
+            say(f"packs in an order of its own: {', '.join(f'{number:.6g}' for number in sent[RANK][:6])}")
             faults += 1
     if not faults:
         say("packs as the others do")

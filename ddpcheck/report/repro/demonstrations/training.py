@@ -1,21 +1,32 @@
-"""Parameters without gradient or training, and tensors that DDP does not know."""
+"""Training in DDP: whether it stops, what it does not train, and tensors that DDP does not know."""
 
 from __future__ import annotations
 
+import faulthandler
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
+from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.steps.seeds import step_seed
+from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.report.repro.demonstrations.harness import (
+    RANK,
+    SEED,
+    STEPS,
+    TIMEOUT,
     built,
     differences,
+    gathered,
     in_short,
-    leaves,
     listed,
     local_batch,
     local_loss,
+    loss_of,
     moving,
     parameters_of,
     say,
@@ -25,70 +36,69 @@ from ddpcheck.report.repro.demonstrations.harness import (
     without_gradient,
     wrapped,
 )
-from ddpcheck.report.repro.demonstrations.settings import (
-    RANK,
-    STEP_SEEDS,
-    STEPS,
-)
 
 
-def what_ddp_says(recipe: Any) -> int:
-    """Train, and tell which parameters get no gradient and what DDP says."""
-    net = built(recipe)
-    missing: set[str] = set()
-    said = "nothing"
+def running(recipe: Any) -> int:
+    """Train, and tell how far this rank comes; one that is stuck shows its stack."""
+    place, begun = "building the model", time.monotonic()
+    empty = []
     try:
+        net = built(recipe)
+        place = "wrapping"
         ddp, optim = wrapped(recipe, net)
-        for step in training_steps(recipe, ddp, optim):
-            none = set(without_gradient(ddp))
-            missing = missing & none if step else none
+        for step in range(STEPS):
+            say(f"begins step {step}")
+            faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
+            begun = time.monotonic()
+            place = f"forward of step {step}"
+            optim.zero_grad()
+            data = local_batch(recipe, step)
+            if not min((len(x) for x in tree_leaves(data) if getattr(x, "ndim", 0)), default=1):
+                empty.append(step)
+            seed_all(step_seed(SEED, step, RANK))
+            loss_value = loss_of(recipe, ddp, data)
+            place = f"backward of step {step}"
+            loss_value.backward()
+            optim.step()
+        place = "the barrier after the last step"
+        dist.barrier()
+        place = "making a group after the last step"
+        faulthandler.dump_traceback_later(TIMEOUT + 2, exit=True)
+        begun = time.monotonic()
+        dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        dist.barrier()
     except Exception as error:
-        said = in_short(error)
-    say(f"no gradient: {listed(sorted(missing))}; DDP says: {said}")
-    return 1 if missing or said != "nothing" else 0
+        faulthandler.cancel_dump_traceback_later()
+        say(f"failed in {place}: {in_short(error)}")
+        if time.monotonic() - begun > TIMEOUT - 1:
+            time.sleep(4)  # a rank that is stuck shows its stack meanwhile
+        return 1
+    faulthandler.cancel_dump_traceback_later()
+    say(f"finished; has no samples in steps {empty}" if empty else "finished")
+    return 1 if empty else 0
 
 
-def unused_by(recipe: Any, net: nn.Module, step: int) -> list[str]:
-    """The parameters that this rank's backward pass does not reach, without DDP."""
-    local_loss(recipe, net, step).backward()
-    missing = without_gradient(net)
-    net.zero_grad()
-    return missing
-
-
-def sometimes_used(recipe: Any) -> int:
+def unused(recipe: Any) -> int:
     """Ask every rank by itself first, since DDP may hang; then train."""
-    net = built(recipe)
-    missing = {step: unused_by(recipe, net, step) for step in range(STEPS)}
-    steps = [f"step {step}: {listed(names)}" for step, names in missing.items()]
-    say(f"no gradient in {'; '.join(steps)}")
-
-    said = "nothing"
+    missing: list[list[str]] = []
+    never, said, tolerated = set[str](), "nothing", False
     try:
+        net = built(recipe)
+        for step in range(STEPS):
+            local_loss(recipe, net, step).backward()
+            missing.append(without_gradient(net))
+            net.zero_grad()
+        say("no gradient in " + "; ".join(f"step {step}: {listed(names)}" for step, names in enumerate(missing)))
+        never = set.intersection(*(set(names) for of_rank in gathered(missing) for names in of_rank))
+
         ddp, optim = wrapped(recipe, built(recipe))
         for _ in training_steps(recipe, ddp, optim):
             pass
         tolerated = ddp.find_unused_parameters and not ddp.static_graph
     except Exception as error:
         said = in_short(error)
-        tolerated = False
     say(f"DDP says: {said}")
-    return 0 if said == "nothing" and (tolerated or not any(missing.values())) else 1
-
-
-def missing_gradient(recipe: Any) -> int:
-    """Tell what autograd leaves without gradient, and what DDP then does not train."""
-    net = built(recipe)
-    local_loss(recipe, net, 0).backward()
-    missing = without_gradient(net)
-
-    ddp, optim = wrapped(recipe, built(recipe))
-    before = {name: p.detach().clone() for name, p in parameters_of(ddp).items()}
-    local_loss(recipe, ddp, 0).backward()
-    optim.step()
-    still = [n for n in missing if parameters_of(ddp)[n].equal(before[n])]
-    say(f"p.grad is None: {listed(missing)}; DDP did not train: {listed(still)}")
-    return 1 if missing else 0
+    return 1 if said != "nothing" or never or (any(missing) and not tolerated) else 0
 
 
 def zero_gradient(recipe: Any) -> int:
@@ -104,12 +114,9 @@ def zero_gradient(recipe: Any) -> int:
 def needless_search(recipe: Any) -> int:
     """Train, and count the parameters that DDP searches for and does not find."""
     ddp, optim = wrapped(recipe, built(recipe))
-    unused = 0
-    for _ in training_steps(recipe, ddp, optim):
-        unused += len(without_gradient(ddp))
-    searched = ddp.find_unused_parameters
-    say(f"find_unused_parameters={searched}, unused: {unused}")
-    return 1 if searched and not unused else 0
+    count = sum(len(without_gradient(ddp)) for _ in training_steps(recipe, ddp, optim))
+    say(f"find_unused_parameters={ddp.find_unused_parameters}, unused: {count}")
+    return 1 if ddp.find_unused_parameters and not count else 0
 
 
 def untrained(recipe: Any) -> int:
@@ -123,10 +130,7 @@ def untrained(recipe: Any) -> int:
     now = parameters_of(ddp)
     still = [n for n, p in now.items() if n in reached and p.equal(before[n])]
     lacking = [n for n in still if id(now[n]) not in held]
-    say(
-        f"have gradients and do not move: {listed(still)};"
-        f" not held by the optimizer: {listed(lacking)}"
-    )
+    say(f"have gradients and do not move: {listed(still)}; not held by the optimizer: {listed(lacking)}")
     return 1 if still else 0
 
 
@@ -157,21 +161,6 @@ def discarded(recipe: Any) -> int:
     return 1 if lost else 0
 
 
-def leaves_behind(loss_value: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors into which the backward pass of a loss accumulates."""
-    pending: list[Any] = [loss_value.grad_fn]
-    seen = set(pending)
-    found = []
-    while pending:
-        node = pending.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        pending += following
-    return found
-
-
 def unregistered(recipe: Any) -> int:
     """Find the tensors that two steps train and that DDP does not know."""
     group = side_group()
@@ -181,10 +170,10 @@ def unregistered(recipe: Any) -> int:
     stray: list[dict[int, torch.Tensor]] = []
     for step in range(2):
         data = local_batch(recipe, step)
-        seed_all(STEP_SEEDS[step][RANK])
-        loss_value = recipe.loss(ddp, data)
-        own = known | {id(x) for x in leaves(data)}
-        stray.append({id(x): x for x in leaves_behind(loss_value) if id(x) not in own})
+        seed_all(step_seed(SEED, step, RANK))
+        loss_value = loss_of(recipe, ddp, data)
+        own = known | {id(x) for x in tree_leaves(data)}
+        stray.append({id(x): x for x in walk_graph([loss_value]).leaves if id(x) not in own})
         loss_value.backward()
     kept = [x for key, x in stray[0].items() if key in stray[1]]
     shapes = sorted(str(tuple(x.shape)) for x in kept)
