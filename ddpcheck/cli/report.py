@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,8 @@ from ddpcheck.cli.settings import CHECK_SETTINGS, command_settings
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.render import MATRIX_FORMATS
+from ddpcheck.render import FORMATS, MATRIX_FORMATS
+from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.repro import command_for, demonstration_for, prepare, write_reproduction
 
 if TYPE_CHECKING:
@@ -24,37 +26,27 @@ if TYPE_CHECKING:
 
 
 def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
-    """Check a recipe, show the report, and reproduce its first finding where that is asked for."""
-    if arguments.matrix:
-        return _matrix(arguments, hosts)
+    """Check a recipe, or its matrix, show the report, and reproduce its first finding where that is asked for."""
+    if arguments.matrix and arguments.repro is not None:
+        raise UsageError("--repro writes the first finding of a report; run it without --matrix")
     settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
     with (
-        ReportOutput(arguments, settings.format) as output,
+        ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
         ReproductionFolder(arguments.repro) as reproduction,
         Progress(sys.stderr) as progress,
     ):
-        from ddpcheck.report.checking.check import check  # the rest of the house, only when there is work to do
-
+        run: Callable[..., Report | Matrix]
+        if arguments.matrix:  # the rest of the house, only when there is work to do
+            from ddpcheck.report.matrix.check_matrix import check_matrix as run
+        else:
+            from ddpcheck.report.checking.check import check as run
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS}
-        report = check(arguments.target, progress=progress, hosts=hosts, **asked)
+        report = run(arguments.target, progress=progress, hosts=hosts, **asked)
         progress.clear()
         output.show(report)
-        reproduction.write(report, arguments.target, progress)
+        if isinstance(report, Report):
+            reproduction.write(report, arguments.target, progress)
     return report.exit_code(settings.fail_on)
-
-
-def _matrix(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
-    if arguments.repro is not None:
-        raise UsageError("--repro writes the first finding of a report; run it without --matrix")
-    settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
-    with ReportOutput(arguments, settings.format, MATRIX_FORMATS) as output, Progress(sys.stderr) as progress:
-        from ddpcheck.report.matrix.check_matrix import check_matrix
-
-        asked = {name: getattr(settings, name) for name in CHECK_SETTINGS}
-        matrix = check_matrix(arguments.target, progress=progress, hosts=hosts, **asked)
-        progress.clear()
-        output.show(matrix)
-    return matrix.exit_code(settings.fail_on)
 
 
 class ReproductionFolder:

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Protocol, TextIO
 
 from ddpcheck.findings.errors import UsageError
@@ -76,7 +75,6 @@ class Medium:
 class Format:
     """An output format: the class that renders it, as `module:name` so that it is loaded on use, and its file names."""
 
-    name: str
     home: str
     extensions: tuple[str, ...]
 
@@ -87,26 +85,33 @@ class Format:
         return made
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        form.name: form
-        for form in (
-            Format("text", "ddpcheck.render.terminal:TerminalRenderer", (".txt", ".log")),
-            Format("json", "ddpcheck.render.as_json:JsonRenderer", (".json",)),
-        )
-    }
-)
+class JsonRenderer:
+    """Writes what `Report.from_json` or `Matrix.from_json` reads."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+
+    def render(self, report: Report | Matrix) -> str:
+        """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
+        text = report.to_json()
+        if not self._medium.shows(text):
+            text = "".join(c if ord(c) < 128 else _escaped(c) for c in text)
+        return text + "\n"
 
 
-MATRIX_FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        form.name: form
-        for form in (
-            Format("text", "ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
-            Format("json", "ddpcheck.render.as_json:JsonRenderer", (".json",)),
-        )
-    }
-)
+def _escaped(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+FORMATS: Mapping[str, Format] = {
+    "text": Format("ddpcheck.render.terminal:TerminalRenderer", (".txt", ".log")),
+    "json": Format("ddpcheck.render:JsonRenderer", (".json",)),
+}
+MATRIX_FORMATS: Mapping[str, Format] = {
+    **FORMATS,
+    "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
+}
 """The formats of a `Matrix`."""
 
 
@@ -132,7 +137,7 @@ def renderer_for(
     """
     if name is None and path is not None:
         extension = PurePath(path).suffix.lower()
-        name = next((form.name for form in formats.values() if extension in form.extensions), None)
+        name = next((key for key, form in formats.items() if extension in form.extensions), None)
         if name is None and default is None:
             known = ", ".join(ext for form in formats.values() for ext in form.extensions)
             raise UsageError(f"cannot tell a format from the name {path!r}: use one of {known}, or give --format")

@@ -17,20 +17,12 @@ from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DdpOptions
 
 MARKS = {
-    "right": ("✓", "ok"),
-    "lossy": ("≈", "~"),
-    "incomplete": ("-", "open"),
-    "wrong": ("✗", "FAIL"),
-    "stops": ("!", "STOP"),
-    "skipped": ("-", "skip"),
-}
-STYLES = {
-    "right": "green",
-    "lossy": "green",
-    "incomplete": "yellow",
-    "wrong": "red",
-    "stops": "bold red",
-    "skipped": "dim",
+    "right": ("✓", "ok", "green"),
+    "lossy": ("≈", "~", "green"),
+    "incomplete": ("-", "open", "yellow"),
+    "wrong": ("✗", "FAIL", "red"),
+    "stops": ("!", "STOP", "bold red"),
+    "skipped": ("-", "skip", "dim"),
 }
 MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
 
@@ -59,9 +51,10 @@ class MatrixTerminalRenderer(TextRenderer):
             table.add_column("step time", no_wrap=True, min_width=19)  # of figures: the others do not move
         table.add_column("verdict", overflow="fold", ratio=4 if self.medium.width else None)
         for row in _grouped(matrix.rows):
-            mark = MARKS[row.verdict][0 if self.medium.shows("✓≈✗") else 1]
+            mark, plain, style = MARKS[row.verdict]
+            mark = mark if self.medium.shows("✓≈✗") else plain
             title = (row.title, "bold") if row.own else (row.title, "dim" if row.verdict == "skipped" else "")
-            cells = [styled((mark, STYLES[row.verdict])), styled(title, " (the recipe's own)" if row.own else "")]
+            cells = [styled((mark, style)), styled(title, " (the recipe's own)" if row.own else "")]
             if timed:
                 cells.append(styled(_step_time(row, matrix.noise or 0.0)))
             table.add_row(*cells, styled(_verdict(row)))
@@ -91,7 +84,7 @@ class MatrixTerminalRenderer(TextRenderer):
             return styled(("stopped: ", "bold red"), matrix.error.message)
         if own is None:
             return styled("nothing was run")
-        style = f"bold {STYLES[own.verdict].removeprefix('bold ')}"
+        style = f"bold {MARKS[own.verdict][2].removeprefix('bold ')}"
         return styled((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
 
 

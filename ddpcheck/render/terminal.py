@@ -24,20 +24,12 @@ MOST_SUBJECTS = 8
 MOST_EVIDENCE = 16
 
 MARKS = {
-    "passed": ("✓", "ok"),
-    "warned": ("~", "warn"),
-    "failed": ("✗", "FAIL"),
-    "ignored": ("-", "ign"),
-    "skipped": ("-", "skip"),
-    "error": ("!", "STOP"),
-}
-MARK_STYLES = {
-    "passed": "green",
-    "warned": "yellow",
-    "failed": "red",
-    "ignored": "dim",
-    "skipped": "dim",
-    "error": "bold red",
+    "passed": ("✓", "ok", "green"),
+    "warned": ("~", "warn", "yellow"),
+    "failed": ("✗", "FAIL", "red"),
+    "ignored": ("-", "ign", "dim"),
+    "skipped": ("-", "skip", "dim"),
+    "error": ("!", "STOP", "bold red"),
 }
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 
@@ -61,10 +53,10 @@ class TerminalRenderer(TextRenderer):
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
         for check in report.checks:
-            mark = MARKS[check.status][0 if self.unicode else 1]
+            mark, plain, style = MARKS[check.status]
             seconds = "" if check.status == "skipped" else f"{check.seconds:.2f} s"
             table.add_row(
-                styled((mark, MARK_STYLES[check.status])),
+                styled((mark if self.unicode else plain, style)),
                 styled(check.name),
                 styled((seconds, "dim")),
                 styled(check.detail),

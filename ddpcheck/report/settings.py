@@ -83,8 +83,10 @@ def load_settings(
         ConfigError: The environment or a file has, or the file names a setting that does not exist.
     """
     chosen = _from_pyproject(start or Path.cwd())
-    for field, (variable, value) in _from_environment(os.environ if environ is None else environ).items():
-        chosen[field] = _parse(field, value, variable, ConfigError)
+    environ = os.environ if environ is None else environ
+    for variable, field in _fields_in(environ).items():
+        if field in _PARSERS and environ[variable] != "":
+            chosen[field] = _parse(field, environ[variable], f"environment variable {variable}", ConfigError)
     for field, value in _given(ini).items():
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
     for field, value in _given(flags).items():
@@ -94,14 +96,6 @@ def load_settings(
 
 def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {field: value for field, value in (values or {}).items() if value not in (None, [], "")}
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
-    for variable, field in _fields_in(environ).items():
-        if field in _PARSERS and environ[variable] != "":
-            found[field] = (f"environment variable {variable}", environ[variable])
-    return found
 
 
 def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
@@ -151,8 +145,10 @@ def _from_pyproject(start: Path) -> dict[str, Any]:
     for key, value in table.items():
         field = key.replace("-", "_")
         if field not in _PARSERS:
-            close = _close(field, list(_PARSERS), lambda name: name.replace("_", "-"))
-            raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {close}")
+            names = [name.replace("_", "-") for name in _PARSERS]
+            close = difflib.get_close_matches(field.replace("_", "-").lower(), names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(names)}"
+            raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {hint}")
         if field in found:
             raise ConfigError(f"{_shown(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
         found[field] = _parse(field, value, f"{key!r} in {TABLE} of {_shown(path)}", ConfigError)
@@ -166,11 +162,6 @@ def _shown(path: Path) -> str:
         return path.as_posix()
 
 
-def _close(word: str, names: list[str], spell: Callable[[str], str]) -> str:
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    return f"did you mean {spell(close[0])!r}?" if close else f"the settings are {', '.join(map(spell, names))}"
-
-
 def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigError]) -> Any:
     try:
         return _PARSERS[field](value)
@@ -180,34 +171,23 @@ def _parse(field: str, value: Any, origin: str, error: type[UsageError | ConfigE
         raise error(f"{origin}: expected {reason}, got {value!r}") from None
 
 
-def _whole(least: int) -> Callable[[Any], int]:
-    expected = f"a whole number of at least {least}"
-
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
+def _number(kind: type[int | float], expected: str, holds: Callable[[float], bool]) -> Callable[[Any], Any]:
+    def parse(value: Any) -> int | float:
+        if isinstance(value, bool) or not isinstance(value, kind | int | str):
             raise TypeError(expected)
         try:
-            number = int(value)
+            number = kind(value)
         except ValueError:
             raise ValueError(expected) from None
-        if number < least:
+        if not holds(number):
             raise ValueError(expected)
         return number
 
     return parse
 
 
-def _seconds(value: Any) -> float:
-    expected = "a number of seconds greater than 0"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(expected)
-    try:
-        number = float(value)
-    except ValueError:
-        raise ValueError(expected) from None
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(expected)
-    return number
+def _whole(least: int) -> Callable[[Any], Any]:
+    return _number(int, f"a whole number of at least {least}", lambda number: number >= least)
 
 
 def _word(value: Any) -> str:
@@ -216,11 +196,15 @@ def _word(value: Any) -> str:
     return value.strip().lower()
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
+def _words(value: Any, expected: str) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise TypeError("codes, prefixes or names of rules")
-    patterns = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+        raise TypeError(expected)
+    return tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = _words(value, "codes, prefixes or names of rules")
     for pattern in patterns:
         matching_rules(pattern)
     return patterns
@@ -239,20 +223,10 @@ def rule_patterns(name: str, value: Any) -> tuple[str, ...]:
 
 def _modules(value: Any) -> tuple[str, ...]:
     expected = "names of modules, such as transformers"
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise TypeError(expected)
-    names = tuple(word.strip() for part in parts for word in part.split(",") if word.strip())
+    names = _words(value, expected)
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError(expected)
     return names
-
-
-def _threshold(value: Any) -> Severity | None:
-    choices = {**{severity.value: severity for severity in Severity}, "never": None}
-    if not isinstance(value, str) or value.strip().lower() not in choices:
-        raise ValueError("error, warning, note or never")
-    return choices[value.strip().lower()]
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:
@@ -264,12 +238,17 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+def _threshold(value: Any) -> Severity | None:
+    chosen = _one_of(*(severity.value for severity in Severity), "never")(value)
+    return None if chosen == "never" else Severity(chosen)
+
+
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "world_size": _whole(1),
     "backend": _word,
     "device": _word,
     "steps": _whole(1),
-    "timeout": _seconds,
+    "timeout": _number(float, "a number of seconds greater than 0", lambda number: 0 < number < math.inf),
     "seed": _whole(0),
     "select": _patterns,
     "ignore": _patterns,
