@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).parents[2]
 SOURCES = (
     *(f"report/repro/demonstrations/{name}.py" for name in ("training", "ranks", "references", "harness")),
     *(f"gather/state/{name}.py" for name in ("training_mode", "randomness")),
-    *(f"gather/steps/{name}.py" for name in ("seeds", "gradient_distance")),
+    *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
     *("gather/autograd/autograd_graph.py", "gather/ddp/sync_batchnorm.py", "recipe/pytree.py"),
 )
 """The modules of ddpcheck that scripts have parts of."""

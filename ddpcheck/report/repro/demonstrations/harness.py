@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
 from ddpcheck.gather.state.training_mode import into_training
-from ddpcheck.gather.steps.seeds import batch_seed, model_seed, step_seed
+from ddpcheck.gather.steps.training_step import batch_seed, model_seed, step_seed
 from ddpcheck.recipe.pytree import to_device, tree_leaves, tree_map, tree_tensors
 
 # A script has settings of its own in the place of these.
@@ -155,7 +155,7 @@ def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n.removeprefix("_orig_mod.").removeprefix("module."): p for n, p in module.named_parameters()}
 
 
-def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def named_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients that are there, by name."""
     named = parameters_of(module).items()
     return {name: p.grad.detach().to_dense() for name, p in named if p.grad is not None}
@@ -168,7 +168,7 @@ def without_gradient(module: nn.Module) -> list[str]:
 
 def moving(module: nn.Module) -> set[str]:
     """The names of parameters whose gradient is not zero."""
-    return {name for name, gradient in gradients_of(module).items() if gradient.any()}
+    return {name for name, gradient in named_gradients(module).items() if gradient.any()}
 
 
 # Between ranks

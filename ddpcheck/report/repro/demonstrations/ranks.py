@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.gather.autograd.autograd_graph import unregistered_state
-from ddpcheck.gather.steps.seeds import model_seed, step_seed
+from ddpcheck.gather.steps.training_step import model_seed, step_seed
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.report.repro.demonstrations.harness import (
     DEVICE,
@@ -27,11 +27,11 @@ from ddpcheck.report.repro.demonstrations.harness import (
     differences,
     gathered,
     global_batch,
-    gradients_of,
     in_short,
     local_batch,
     local_loss,
     loss_of,
+    named_gradients,
     say,
     seed_all,
     side_group,
@@ -161,7 +161,7 @@ def gradients_apart(recipe: Any) -> int:
             vars(wrapper)["no_sync"] = counted(wrapper.no_sync)
             wrapper.register_forward_pre_hook(lambda m, given: synchronised.append(m.require_backward_grad_sync))
         for step in training_steps(recipe, ddp, optim):
-            faults += tell(differences(gradients_of(ddp), group), f"gradients in step {step}")
+            faults += tell(differences(named_gradients(ddp), group), f"gradients in step {step}")
     except RuntimeError as error:
         say(f"DDP says: {in_short(error)}")
         return 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.gather.steps.gradient_distance import scales
-from ddpcheck.gather.steps.seeds import step_seed
+from ddpcheck.gather.steps.training_step import step_seed
 from ddpcheck.report.repro.demonstrations.harness import (
     RANK,
     SEED,
@@ -21,12 +21,12 @@ from ddpcheck.report.repro.demonstrations.harness import (
     built,
     gathered,
     global_batch,
-    gradients_of,
     in_short,
     join,
     local_batch,
     local_loss,
     loss_of,
+    named_gradients,
     optimizer_for,
     say,
     seed_all,
@@ -50,7 +50,7 @@ def global_gradient(
                 loss_of(recipe, module, data).backward()
             if step + 1 < STEPS:
                 optim.step()
-        return gradients_of(module)
+        return named_gradients(module)
 
     if in_group:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def local_average(recipe: Any) -> int:
             except RuntimeError as error:
                 say(f"DDP says: {in_short(error)}")
                 return 1
-        own, got, want = gradients_of(net), gradients_of(ddp), {}
+        own, got, want = named_gradients(net), named_gradients(ddp), {}
         for name, x in got.items():
             everyone = gathered(own.get(name, torch.zeros_like(x)).cpu(), group)
             want[name] = torch.stack(everyone).sum(0).to(x) / WORLD_SIZE
@@ -92,7 +92,7 @@ def repeat(recipe: Any) -> int:
     for _ in range(2):
         net = built(recipe)
         local_loss(recipe, net, 0).backward()
-        runs.append(gradients_of(net))
+        runs.append(named_gradients(net))
     return judged(runs[1], runs[0])
 
 

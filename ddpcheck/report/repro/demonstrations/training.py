@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
-from ddpcheck.gather.steps.seeds import step_seed
+from ddpcheck.gather.steps.training_step import step_seed
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.report.repro.demonstrations.harness import (
     RANK,
