@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -162,7 +163,8 @@ def write_evidence(case: Case, text: str, folder: Path = FOLDER) -> None:
     """Keep the evidence of a case."""
     path = evidence_path(case, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    # Frames of torch are told in the same way wherever it is installed.
+    path.write_text(re.sub(r"[^\\\"\s]*/site-packages/torch/", "torch/", text), encoding="utf-8")
 
 
 def forget_others(cases: Iterable[Case]) -> None:
