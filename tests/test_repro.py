@@ -44,7 +44,7 @@ SHOWN = {
     "ranks/moving_average_drifts": "after step 0: running_mean: norm",
     "ranks/learning_rate": "lr of group 0: 0.01|lr of group 0: 0.02",
     "ranks/comm_hook_on_one_rank": "communication hook: none|communication hook: fp16_compress_hook",
-    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: relative error 0.74",
+    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: relative error 0.44",  # as the report says
     "gradients/batchnorm": "gradient of conv.weight: relative error 0.58",
     "gradients/summed_loss": r"all gradients together: 0\.5 times",
     "gradients/clip_in_hooks_of_wrap": r"all gradients together: 0\.1\d* times",

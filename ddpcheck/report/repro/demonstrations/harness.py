@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpcheck.gather.state.randomness import QuietRandomness, quiet_modules
@@ -81,7 +80,7 @@ def wrapped(recipe: Any, net: Any) -> tuple[Any, Any]:
     return ddp, optimizer_for(recipe, ddp)
 
 
-def optimizer_for(recipe: Any, module: nn.Module) -> Any:
+def optimizer_for(recipe: Any, module: torch.nn.Module) -> Any:
     """The recipe's optimizer; SGD where it has none."""
     trained = (p for p in module.parameters() if p.requires_grad)
     if recipe.optimizer is None:
@@ -119,12 +118,12 @@ def are_words(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, str) for x in value)
 
 
-def loss_of(recipe: Any, module: nn.Module, data: Any) -> Any:
+def loss_of(recipe: Any, module: torch.nn.Module, data: Any) -> Any:
     """The sum of all losses that the recipe has for a batch."""
     return sum(x.sum() for x in tree_tensors(recipe.loss(module, to_device(data, DEVICE))))
 
 
-def local_loss(recipe: Any, module: nn.Module, step: int) -> Any:
+def local_loss(recipe: Any, module: torch.nn.Module, step: int) -> Any:
     """The loss of this rank in a step."""
     data = local_batch(recipe, step)
     seed_all(step_seed(SEED, step, RANK))
@@ -141,7 +140,7 @@ def training_steps(recipe: Any, ddp: Any, optim: Any) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def without_randomness(module: nn.Module) -> Iterator[None]:
+def without_randomness(module: torch.nn.Module) -> Iterator[None]:
     """Random numbers become constants: ranks and one process cannot draw the same."""
     with QuietRandomness(), quiet_modules(module):
         yield
@@ -150,23 +149,23 @@ def without_randomness(module: nn.Module) -> Iterator[None]:
 # Parameters and gradients
 
 
-def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters by name, as the bare module calls them."""
     return {n.removeprefix("_orig_mod.").removeprefix("module."): p for n, p in module.named_parameters()}
 
 
-def named_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+def named_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The gradients that are there, by name."""
     named = parameters_of(module).items()
     return {name: p.grad.detach().to_dense() for name, p in named if p.grad is not None}
 
 
-def without_gradient(module: nn.Module) -> list[str]:
+def without_gradient(module: torch.nn.Module) -> list[str]:
     """The names of trainable parameters whose gradient is None."""
     return [name for name, p in parameters_of(module).items() if p.requires_grad and p.grad is None]
 
 
-def moving(module: nn.Module) -> set[str]:
+def moving(module: torch.nn.Module) -> set[str]:
     """The names of parameters whose gradient is not zero."""
     return {name for name, gradient in named_gradients(module).items() if gradient.any()}
 
