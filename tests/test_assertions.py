@@ -17,6 +17,7 @@ from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.testing.fixture import DdpWorld
+from tests.tiers import share
 
 torch = pytest.importorskip("torch")
 
@@ -513,7 +514,7 @@ BROKEN: dict[str, tuple[Recipe, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", share(BROKEN, ["sum", "unused"]))
 def test_a_broken_recipe_fails_with_its_findings(name: str) -> None:
     recipe, words = BROKEN[name]
     with pytest.raises(AssertionError) as caught:
@@ -524,6 +525,7 @@ def test_a_broken_recipe_fails_with_its_findings(name: str) -> None:
     assert [entry.path.name for entry in caught.traceback.filter(caught)] == ["test_assertions.py"]
 
 
+@pytest.mark.slow
 def test_what_is_ignored_does_not_hide_that_nothing_was_compared() -> None:
     unused, coupled = BROKEN["unused"][0], BROKEN["coupled"][0]
     with pytest.raises(FindingsError, match="could not be compared"):
@@ -531,6 +533,7 @@ def test_what_is_ignored_does_not_hide_that_nothing_was_compared() -> None:
     ddpcheck.assert_parity(coupled, steps=1, ignore="batch-coupled")
 
 
+@pytest.mark.slow
 def test_a_tolerance_of_the_users_is_used_both_ways() -> None:
     halved = replace(HEALTHY, wrap=compressed)
     ddpcheck.assert_parity(halved, steps=1, rtol=1e-2, atol=0.0)

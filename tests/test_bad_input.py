@@ -16,6 +16,7 @@ import pytest
 import ddpcheck
 from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
+from tests.tiers import share
 
 torch = pytest.importorskip("torch")
 
@@ -28,6 +29,7 @@ import sys
 
 import torch
 from torch import nn
+from tests.tiers import share
 
 
 def model():
@@ -127,7 +129,7 @@ def test_a_target_that_is_not_there_or_is_no_recipe(report, target: str, words: 
 
 
 @pytest.mark.parametrize("importing", ["from .parts import WIDTH", "from package.inner.parts import WIDTH"])
-@pytest.mark.parametrize("initialised", [True, False], ids=["package", "namespace"])
+@pytest.mark.parametrize("initialised", share([True, False], [True]), ids=["package", "namespace"])
 def test_a_file_that_belongs_to_a_package(report, tmp_path: Path, importing: str, initialised: bool) -> None:
     inner = tmp_path / "package" / "inner"
     inner.mkdir(parents=True)
@@ -489,6 +491,7 @@ def test_a_rank_that_finished_is_named_beside_the_one_that_hangs(report) -> None
     assert "rank 0" in done.out, "where the other rank is matters as much"
 
 
+@pytest.mark.slow
 def test_a_hang_in_the_single_process_does_not_hang_the_check(report) -> None:
     source = """
     def loss(model, batch):

@@ -219,6 +219,7 @@ def test_a_judge_that_fails_gives_no_tick_and_the_others_go_on(
     assert status(report, "parameters") == "passed" and ("DDP305" in codes(report)) == (judge == "judge_reducer")
 
 
+@pytest.mark.slow
 def test_a_row_of_the_matrix_that_fails_by_a_bug_is_no_verdict_on_the_options(sabotaged) -> None:
     line = "import ddpcheck.gather.phases.ddp_step as d; d.against_average = None"
     matrix = sabotaged(line, how=check_matrix, steps=1, step_times=False)

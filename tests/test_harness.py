@@ -811,6 +811,7 @@ def test_loader_workers_do_not_survive_their_rank() -> None:
     assert not alive(workers)
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_parent_has_worlds_of_its_own() -> None:
     with World(1) as world:
         mine = world.run(os.getpid)
@@ -855,6 +856,7 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
         assert world.run(ordered_set, NAMES) == [even, even]
 
 
+@pytest.mark.slow
 def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     monkeypatch.setenv(preloading.ONLY_WHAT_IS_ASKED_FOR, "1")  # for a server that nobody else uses

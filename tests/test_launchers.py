@@ -15,6 +15,7 @@ from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_par
 from ddpcheck.worlds.launchers import slurm
 from ddpcheck.worlds.launchers.dist_info import get_dist_info
 from ddpcheck.worlds.launchers.init_dist import RankDevices, choose_backend, choose_gpus, init_dist, local_ranks
+from tests.tiers import share
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -343,7 +344,7 @@ def variables_of(launcher: str, rank: int, job: str) -> dict[str, str]:
 
 @pytest.mark.ddp
 @pytest.mark.parametrize("launcher", ["pytorch", "mpi", "slurm"])
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", share([True, False], [True]))
 def test_the_process_group_is_set_up_once_for_each_launcher(
     rank: int, launcher: str, asked: bool, ddp_port: int
 ) -> None:

@@ -9,8 +9,8 @@ from ddpcheck.findings.severity import Severity
 from tests.losses.table import ROWS, Convolutional, Row
 from tests.reports import shown
 
-# `make test` has every eighth of them.
-SOME = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (number % 8 > 0)) for number, row in enumerate(ROWS)]
+# `make test` has every sixteenth of them.
+SOME = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * (number % 16 > 0)) for number, row in enumerate(ROWS)]
 
 
 def told(report: ddpcheck.Report) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The mode in which a model is checked: training mode, as a loop puts it there."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,11 +72,13 @@ def test_a_model_that_arrives_in_eval_mode_is_checked_in_training_mode_which_is_
     assert told(check(Recipe(model=Net, batch=batch, loss=loss))) == (["DDP304"], False)
 
 
+@pytest.mark.slow
 def test_what_train_keeps_in_eval_mode_is_checked_in_it() -> None:
     assert told(check(Recipe(model=frozen, batch=batch, loss=loss))) == ([], False)
     assert told(check(Recipe(model=frozen_evaluating, batch=batch, loss=loss))) == ([], True)
 
 
+@pytest.mark.slow
 def test_what_model_or_loss_puts_into_eval_mode_stays_in_it() -> None:
     assert told(check(Recipe(model=partly_evaluating, batch=batch, loss=loss))) == ([], False)
     assert told(check(Recipe(model=Net, batch=batch, loss=loss_in_eval_mode))) == ([], False)

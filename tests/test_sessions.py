@@ -211,6 +211,7 @@ class TestShared:
 """
 
 
+@pytest.mark.slow
 def test_without_capture_ranks_are_heard_while_they_work(tmp_path: Path) -> None:
     innerpytest.write(tmp_path, test_live=LIVE)
     printed: list[str] = []

@@ -360,6 +360,7 @@ def held(pid: int) -> tuple[int, int, int]:
     return process.num_fds(), process.num_threads(), process.memory_info().rss
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_nothing_accumulates_over_renewals(pool: WorldPool) -> None:
     def cycle(count: int) -> World:
@@ -444,6 +445,7 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: flo
     assert not any(map(psutil.pid_exists, left)) and os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_process_has_worlds_of_its_own(pool: WorldPool) -> None:
     world = pool.lease_shared("module", world_size=1)
     mine = pids(world)
