@@ -33,7 +33,7 @@ report: $(READY) ## a report on a healthy model, then one on its broken twin
 	$(BIN)/ddpcheck report $(BROKEN) || test $$? -eq 1
 
 # Types are checked on one core while the tests begin on the other.
-test: $(READY) ## what protects a change: lint, types, each door and each rule; 5 to 6 minutes on two cores, needs no GPU
+test: $(READY) ## what protects a change: lint, types, each door and each rule; 5 minutes on two cores, needs no GPU
 	$(BIN)/python -m compileall -q ddpcheck tests examples
 	$(MAKE) --no-print-directory -j 2 lint types tests-of-a-change
 

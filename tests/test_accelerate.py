@@ -96,7 +96,7 @@ def trained(world):
     "case",
     [
         {"loss": "sum"},
-        pytest.param({"loss": "sum", "accumulation": 4}, marks=pytest.mark.smoke),
+        {"loss": "sum", "accumulation": 4},
         {"loss": "sum", "accumulation": 2, "every_batch": True, "steps": 5},
         {"loss": "sum", "accumulation": 2, "mixed_precision": "bf16"},
         {"accumulation": 2, "equal": True},

@@ -561,6 +561,7 @@ def side_by_side(fn: Any, ways: list[str]) -> dict[str, BaseException | None]:
             world.close()
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_collective_that_a_finished_rank_has_skipped_ends_the_run_at_once() -> None:
     ways = ["all_reduce", "barrier", "recv", "objects", "new_group", "backward"]

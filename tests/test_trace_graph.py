@@ -186,6 +186,7 @@ def test_a_lazy_module_is_drawn_with_the_shapes_of_its_first_forward() -> None:
     assert "DDP110" in dot.title and "0.weight" in str(dot)
 
 
+@pytest.mark.slow
 def test_several_losses_are_drawn_by_name_and_with_what_is_unused_under_find_unused() -> None:
     dot = draw(
         recipe(
@@ -246,6 +247,7 @@ def test_a_detached_graph_too_deep_to_be_walked_is_drawn_by_modules() -> None:
     assert dot.joined("detach()", "mul \u00d711")
 
 
+@pytest.mark.slow
 def test_operations_are_drawn_beyond_the_recursion_limit_when_asked_for() -> None:
     dot = draw(recipe(DEEP.format(before=10, after=1100)), "--detail", "operations", "--steps", "1")
     assert sum(label == "Mul" for label in dot.labels()) == 1112
@@ -287,6 +289,7 @@ def loss(model, batch):
     assert dot.clusters_of(dot.node("blocks.10.idle.weight"))[-1].startswith("idle")
 
 
+@pytest.mark.slow
 def test_layers_in_a_list_have_their_place() -> None:
     dot = draw(broken("parameters/layers_in_a_list"), "--detail", "modules")
     marked = [name for name, node in dot.nodes.items() if node["label"].startswith("unregistered")]
