@@ -124,14 +124,7 @@ class World:
         self.closed = False
         _open_worlds.add(self)
         try:
-            seeds = starting.hash_seeds(world_size, own=hash_seeds)
-            configs = [self._config(rank) for rank in range(world_size)]
-            own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
-            starters = [own] * world_size
-            if hosts is not None:
-                configs = [hosts.settle(config) for config in configs]
-                starters = [hosts.starter(rank, own) for rank in range(world_size)]
-            self._processes.start(configs, starters, seeds, ahead)
+            self._start(starting.hash_seeds(world_size, own=hash_seeds), ahead, hosts)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -139,6 +132,15 @@ class World:
                     f"A world of {world_size} ranks could not be started: {error.strerror or error}; try fewer ranks."
                 ) from error
             raise
+
+    def _start(self, hash_seeds: Sequence[str], ahead: bool, hosts: RankHosts | None) -> None:
+        configs = [self._config(rank) for rank in range(self.world_size)]
+        own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
+        starters = [own] * self.world_size
+        if hosts is not None:
+            configs = [hosts.settle(config) for config in configs]
+            starters = [hosts.starter(rank, own) for rank in range(self.world_size)]
+        self._processes.start(configs, starters, hash_seeds, ahead)
 
     def __enter__(self) -> Self:
         return self

@@ -124,8 +124,7 @@ def assert_parity(
         preload=preload,
     )
     tolerance = None if rtol is None or atol is None else (rtol, atol)
-    message = parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance)
-    if message:
+    if message := parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance):
         raise FindingsError(_final(message, msg), detail=as_text(report))
     return report
 
