@@ -1,8 +1,8 @@
 """Detection of deadlocks: ranks that wait for each other, or for one that has finished, long before the deadline.
 
 It takes all of this together, over seconds: every rank that has not finished is inside a call of
-`torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank runs or is about to,
-and none has used more processor time than waiting does; and no rank has another Python thread. Whoever
+`torch.distributed`, a backward pass or the wrapper, always on the same line; no thread of any rank stays runnable, and
+none has used more processor time than waiting does; and no rank has another Python thread. Whoever
 computes, sleeps, reads a file or moves data does not look like that. Linux only, and not for ranks on a GPU, whose work
 does not show in their process.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 
 from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
 from ddpcheck.findings.wording import format_ranks
@@ -23,6 +24,8 @@ INTERVAL = 0.5  # seconds between two looks
 _SECONDS = 3.0  # of stillness
 _QUIET = 1.0  # of them before stacks are looked at, which disturbs ranks
 _SHARE = 0.02  # of a core: gloo's threads look around every 10 ms while they wait, and so does a store
+_GLANCES = 10  # at a thread that is runnable: one that waits sleeps in some of them, also where it is short of a core
+_BETWEEN = 0.003  # seconds from one to the next
 
 
 class DeadlockDetector:
@@ -97,14 +100,22 @@ class DeadlockDetector:
 
 
 def _sleeping(pid: int) -> float | None:
-    """The processor seconds that a process has used, `None` unless all of its threads sleep."""
+    """The processor seconds that a process has used, `None` when one of its threads runs, or is about to, for long."""
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
-                if file.read().rpartition(")")[2].split(maxsplit=1)[0] != "S":
-                    return None
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (OSError, IndexError):
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        awake = os.listdir(f"/proc/{pid}/task")
+        for glance in range(_GLANCES):
+            if glance:
+                time.sleep(_BETWEEN)
+            awake = [thread for thread in awake if _stat(f"{pid}/task/{thread}")[0] != "S"]
+            if not awake:
+                fields = _stat(str(pid))
+                return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):  # it has ended
+        pass
+    return None
+
+
+def _stat(task: str) -> list[str]:
+    """The fields of a process or thread from its state on; see proc_pid_stat(5)."""
+    with open(f"/proc/{task}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
