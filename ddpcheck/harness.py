@@ -13,6 +13,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import shutil
 import sys
@@ -116,9 +117,7 @@ class World:
         self._watch = watch
         self._owner = os.getpid()
         self._pending: RunFuture[Any] | None = None
-        self._closing = False
-        self._outputs: dict[int, str] = {}
-        self._attachments: dict[int, bytes] = {}
+        self._kept: dict[tuple[int, str], bytes] = {}  # files of the ranks, once the world is closed
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
         self._processes = RankProcesses(self.directory, one_machine=hosts is None or hosts.one_machine)
         self.closed = False
@@ -194,21 +193,16 @@ class World:
 
     def output(self, rank: int) -> str:
         """Return what a rank has printed so far, to stdout and stderr."""
-        self._check_rank(rank)
-        if self.closed:
-            return self._outputs.get(rank, "")
-        return self._processes.read(rank, "out")
+        return self._file(rank, "out").decode("utf-8", "replace")
 
     def attachment(self, rank: int) -> bytes:
         """Return what a rank has saved with `ddpcheck.rank.save_attachment`, `b""` when there is none."""
-        self._check_rank(rank)
-        if self.closed:
-            return self._attachments.get(rank, b"")
-        return self._processes.read_bytes(rank, "attachment")
+        return self._file(rank, "attachment")
 
-    def _check_rank(self, rank: int) -> None:
+    def _file(self, rank: int, kind: str) -> bytes:
         if not 0 <= rank < self.world_size:
             raise UsageError(f"There is no rank {rank} in a world of {self.world_size} ranks.")
+        return self._kept.get((rank, kind), b"") if self.closed else self._processes.read_bytes(rank, kind)
 
     def _begin(self, payloads: Sequence[bytes], timeout: float | None) -> RunFuture[Any]:
         timeout = self.timeout if timeout is None else timeout
@@ -232,7 +226,7 @@ class World:
         at_work = self._pending is not None and not self._pending.done()  # which may find that it has failed
         if self.failed:
             raise DdpcheckError("This world has failed in an earlier run and cannot run again; make a new World.")
-        if self.closed or self._closing:
+        if self.closed or self._processes.sent_off:
             raise DdpcheckError("This world is closed; make a new World.")
         if at_work:
             raise DdpcheckError("This world is still at work; wait for the result of its last start().")
@@ -304,7 +298,7 @@ class World:
     @property
     def usable(self) -> bool:
         """Whether nothing is known to stand in the way of a run; the ranks may still be starting."""
-        if self.closed or self.failed or self._closing or self._owner != os.getpid():
+        if self.closed or self.failed or self._processes.sent_off or self._owner != os.getpid():
             return False
         if self._pending is not None and not self._pending.succeeded:
             return False
@@ -322,9 +316,8 @@ class World:
 
     def begin_close(self) -> None:
         """Begin to end the ranks, without waiting; nothing runs here any more, and `close` must follow."""
-        if self.closed or self._closing or self._owner != os.getpid():
+        if self.closed or self._processes.sent_off or self._owner != os.getpid():
             return
-        self._closing = True
         if not self.failed:  # after a failure they are dead
             self._processes.request_exit(idle=self._pending is None or self._pending.succeeded)
 
@@ -347,9 +340,8 @@ class World:
             if ours:
                 if not self.failed:
                     self._processes.terminate(idle=self._pending is None or self._pending.succeeded)
-                ranks = range(self.world_size)
-                self._outputs = {number: self._processes.read(number, "out") for number in ranks}
-                self._attachments = {number: self._processes.read_bytes(number, "attachment") for number in ranks}
+                files = itertools.product(range(self.world_size), ("out", "attachment"))
+                self._kept = {file: self._processes.read_bytes(*file) for file in files}
         finally:
             self._processes.release(ours)
             if ours:

@@ -125,7 +125,7 @@ class Program:
     def __init__(self) -> None:
         self.session = RankGroup(require(), timeout=60)
         self.file = (FOLDER / f"rank{self.session.rank}").open("w", buffering=1)
-        self.write("pid", os.getpid(), str(self.session.directory))
+        self.write("pid", os.getpid(), str(self.session.placement.directory))
 
     def write(self, scenario: str, *said: Any) -> None:
         self.file.write(json.dumps([scenario, *said]) + "\n")
@@ -170,7 +170,7 @@ class Program:
         session.end(b"", timeout=20)
         session.begin("and one more")
         session.end(b"", timeout=20)
-        self.write("directories", sorted(os.listdir(session.directory)))
+        self.write("directories", sorted(os.listdir(session.placement.directory)))
         session.gather("both have looked", b"", timeout=20)
 
     def fails(self) -> None:
@@ -219,7 +219,7 @@ class Program:
     def leaves(self) -> None:
         if self.session.rank == 1:
             self.session.leave("stopped after 1 failure")
-            self.write("left", os.path.exists(self.session.directory))
+            self.write("left", os.path.exists(self.session.placement.directory))
         else:
             self.attempt("with one that left", all_reduced, 1.0)
 
@@ -240,4 +240,4 @@ if __name__ == "__main__":
         name, *arguments = scenario.split(",")
         getattr(program, name)(*arguments)
     program.session.leave()
-    program.write("over", os.path.exists(program.session.directory))
+    program.write("over", os.path.exists(program.session.placement.directory))

@@ -176,7 +176,7 @@ for pid in pids:
 
 @pytest.mark.slow
 def test_the_command_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    names = ["imported", "empty", "forked", "worlds", "fixture", "marker", "reused"]
+    names = ["imported", "worlds", "fixture", "reused"]
     done = subprocess.run(
         [
             sys.executable,

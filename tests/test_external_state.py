@@ -38,6 +38,17 @@ def closure() -> Any:
     return step
 
 
+ARRAY = np.zeros(2)
+
+
+def array() -> list[float]:
+    global ARRAY
+    ARRAY += 1
+    first = ARRAY.tolist()
+    ARRAY = ARRAY * 2
+    return first + ARRAY.tolist()
+
+
 class Criterion:
     calls = 0
 
@@ -84,6 +95,7 @@ def new_global() -> int:
 
 FUNCTIONS = {
     "globals": count,
+    "an array": array,
     "a closure": closure(),
     "an object": Criterion(),
     "a method": Criterion().method,

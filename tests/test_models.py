@@ -28,7 +28,9 @@ def one_thread() -> None:
 def test_what_is_said_of_an_architecture_is_what_an_oracle_finds_out(name: str) -> None:
     for needed in CATALOGUE[name].needs:
         pytest.importorskip(needed)
-    assert disagreements(name, report_on(name), find_truth(CATALOGUE[name])) == []
+    # What layers that are dropped by chance do takes more steps to show; `make models` takes three for all.
+    report = report_on(name, steps=3 if "DDP104" in CATALOGUE[name].expected else 2)
+    assert disagreements(name, report, find_truth(CATALOGUE[name])) == []
 
 
 @pytest.mark.slow

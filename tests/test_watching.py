@@ -559,6 +559,19 @@ def test_gradient_accumulation_under_no_sync_is_silent_and_right():
             optimizer.step()
 
 
+def test_what_only_micro_batches_under_no_sync_use_is_used():
+    with silent() as wrap:
+        model = wrap(Net(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(torch.randn(3, 4), "whole").square().mean().backward()
+            model(torch.randn(3, 4), "short").square().mean().backward()
+            optimizer.step()
+            the_same(model)
+
+
 def test_accumulation_that_ends_synchronised_is_silent():
     with silent() as wrap:
         accumulate(wrap(Net()), 4, synchronises=lambda i: i % 4 == 3)
@@ -1012,6 +1025,15 @@ def test_what_find_unused_parameters_allows_is_judged_when_a_short_run_is_closed
         train(model, 5, way=lambda step: "short")
         assert watch.findings == ()
     assert [(f.code, f.subjects) for f in watch.findings] == [("DDP101", SPARE)]
+
+
+def test_ranks_that_close_one_after_the_other_judge_together(rank):
+    """What a rank writes when it leaves must not stand in the place of what it reports when it closes."""
+    for _ in range(12):
+        model = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
+        with ddpcheck.watch(model, on_finding="warn") as watch:
+            train(model, 5, way=lambda step: "short" if rank else "whole")
+        assert watch.findings == ()
 
 
 def test_the_text_of_a_finding_has_all_its_names(rank):

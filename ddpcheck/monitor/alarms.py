@@ -125,6 +125,6 @@ class AlarmBoard:
     def leave(self, keys: Iterable[str], why: str) -> None:
         """Tell the others why this rank has left, under each key of a gathering where they may wait for it."""
         if self.open:
-            for key in keys:
+            for key in set(keys).difference(self._kept):  # another rank may not have read yet what is there
                 with contextlib.suppress(Exception):  # the process with the store is gone
                     self._exchange.put(key, pickle.dumps(Left(why)))

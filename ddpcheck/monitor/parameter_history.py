@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,15 +46,29 @@ class ParameterHistory:
         self._reported: set[str] = set()
         self._created_in_forward: set[str] = set()
         self._ends: dict[str, PathEnd] = {}
-        self._zero: set[str] | None = None
-        self._moving: dict[str, int] = {}  # fingerprint of a parameter with a gradient, when it was first taken
+        self._zeros = _ZeroGradients(parameters)
 
-    def step_ended(self, step: int, probe: StepProbe | None, unused: frozenset[str], awaited: frozenset[str]) -> None:
-        """Record a step that has ended: what the engine says was `unused`, and what of that DDP has waited for."""
+    def step_ended(
+        self,
+        step: int,
+        probe: StepProbe | None,
+        unused: frozenset[str],
+        awaited: frozenset[str],
+        accumulated: frozenset[str],
+    ) -> None:
+        """Record a step that has ended.
+
+        Args:
+            step: Its number.
+            probe: Of it, where there was one.
+            unused: The parameters that have no part in its last backward pass, as the engine says.
+            awaited: Those of them that DDP has waited for.
+            accumulated: Those that have had a part in backward passes under `no_sync` before.
+        """
         if probe is not None:
             if self._wrapper.static_graph and step == 0:  # DDP takes them for used, and will wait for them
                 awaited |= probe.unused - unused
-            self._never_used &= probe.unused
+            self._never_used &= probe.unused - accumulated
             self._sometimes_missing |= probe.unused
         if not awaited:
             return
@@ -120,7 +134,10 @@ class ParameterHistory:
     def _probed(self, step: int, probe: StepProbe) -> StepEvidence:
         self._created_in_forward |= probe.created_in_forward.keys()
         states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
-        states |= dict.fromkeys(self._always_zero(step, probe), "zero")
+        excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient has been replaced by zeros
+        zero = self._zeros.look(excused)
+        if step >= _ZERO_FROM:
+            states |= dict.fromkeys(self._ordered(zero), "zero")
         return StepEvidence(
             self._rank,
             step,
@@ -142,16 +159,23 @@ class ParameterHistory:
             return {}
         return snapshot.explain(self._module, parameters, self.around_replay)
 
-    def _always_zero(self, step: int, probe: StepProbe) -> tuple[str, ...]:
-        """The parameters whose gradient was zero in every probe, once parameters have moved in between."""
-        excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient has been replaced by zeros
+
+class _ZeroGradients:
+    """The parameters whose gradient has been zero at every look."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._zero = set(parameters)
+        self._moving: dict[str, int] = {}  # fingerprint of a parameter with a gradient, when it was first taken
+
+    def look(self, excused: Set[str]) -> set[str]:
+        """Those that are not `excused`, once parameters have moved; none as long as that is not known."""
         zero_or_missing = zero_gradients(self._parameters) | excused
-        zero = zero_or_missing - excused
-        self._zero = zero if self._zero is None else self._zero & zero
+        self._zero &= zero_or_missing - excused
         if not self._zero:
-            return ()
+            return set()
         moving = [name for name in self._parameters if name not in zero_or_missing][:1]
         now = {name: fingerprint(self._parameters[name]) for name in moving}
         self._moving = self._moving or now
         moved = any(self._moving.get(name) != value for name, value in now.items())
-        return self._ordered(self._zero) if step >= _ZERO_FROM and moved else ()
+        return self._zero if moved else set()

@@ -93,12 +93,14 @@ class StepTracker:
     Attributes:
         parameters: Those that the wrapper synchronises.
         unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
+        accumulated: The names of those in the step that has ended last, whose average has them.
         hooks_parameters: Whether backward passes are noticed at parameters too, which costs a hook on each of them.
     """
 
     def __init__(self, wrapper: nn.parallel.DistributedDataParallel, loop: LoopRecord, listener: StepListener) -> None:
         self.parameters = SyncedParameters(wrapper)
         self.unreduced: set[int] = set()
+        self.accumulated: frozenset[str] = frozenset()
         self.hooks_parameters = False
         self._loop = loop
         self._listener = listener
@@ -304,6 +306,7 @@ class StepTracker:
         step, unused = self._step, self._step.unused
         number, snapshot, awaited = step.number, step.snapshot, self.parameters.awaited(unused)
         self.parameters.step_ended(unused)
+        self.accumulated = self.parameters.names_of(self.unreduced)
         step.number, step.ready, step.unused, step.snapshot = number + 1, False, NONE, None
         self.unreduced.clear()
         names_of = self.parameters.names_of

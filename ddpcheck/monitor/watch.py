@@ -300,7 +300,7 @@ class Watch:
         if probe is not None:
             probe.close()
         if self._options.detect_anomalous_params:
-            self._history.step_ended(step, probe, unused, awaited)
+            self._history.step_ended(step, probe, unused, awaited, self._tracker.accumulated)
             if probe is None and self._alarms.is_checked(step) and self._history.notices_unfrozen():
                 self._alarms.post(step + 1)
         self._loop.step_ended(step)

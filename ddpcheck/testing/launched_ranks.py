@@ -68,11 +68,11 @@ class LaunchedWorld:
         self._session = session
         self._options = options
         self._capture = capture
-        self._directory = session.directory / session.name_world()  # the same for the ranks of one machine
+        self._directory = session.placement.directory / session.name_world()  # the same for the ranks of one machine
         self._context: this_rank.RankContext | None = None
         if session.rank < size:
             local_size = min(launch.local_world_size or size, size)
-            device, shared = choose_device(options.device, options.backend, session.local_rank, local_size)
+            device, shared = choose_device(options.device, options.backend, session.placement.local_rank, local_size)
             self._context = this_rank.RankContext(session.rank, size, options.backend, device, self._directory, shared)
         self._state: dict[str, Any] = {}
         self._attachments: dict[int, bytes] = {}

@@ -120,7 +120,7 @@ class InStep:
         digest = hashlib.sha256("\n".join([*tests, "", *self._uncollected]).encode()).hexdigest()
         base = silent_ranks.base_of_temporary_folders(self._config) if launched.rank == 0 else ""
         said = launched.gather("the first test", (digest, base), timeout=STARTUP)
-        if launched.one_machine:
+        if launched.placement.one_machine:
             silent_ranks.share_temporary_folders(self._config, said[0][1])
         if len({digest for digest, _ in said}) == 1:
             return ""
@@ -180,7 +180,7 @@ class InStep:
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
         """The exception of this phase on all ranks, given `own`, that of this rank."""
-        mine = _told(item, own, fell=launched.out_of_step is not None)
+        mine = _told(item, own, fell=launched.epoch.out_of_step is not None)
         try:
             told: list[_Told] = launched.end(mine, timeout=self._patience(item))
         except RankError as lost:

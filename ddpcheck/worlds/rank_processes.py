@@ -55,7 +55,7 @@ class RankProcesses:
         self._launches: list[starting.StartedRanks] = []  # one for each hash seed and way of starting
         self._launch_of: dict[int, starting.StartedRanks] = {}  # by rank
         self._selector = selectors.DefaultSelector()
-        self._sent_off = False
+        self.sent_off = False  # whether they have been told that it is over
 
     def start(
         self,
@@ -239,9 +239,9 @@ class RankProcesses:
 
     def request_exit(self, idle: bool) -> None:
         """Tell every rank that it is over, without waiting: those that are idle are asked to go, others are killed."""
-        if self._sent_off:
+        if self.sent_off:
             return
-        self._sent_off = True
+        self.sent_off = True
         self.poll(0)
         if idle and self.ready:
             self._post_all(wire.pack(("close",)))

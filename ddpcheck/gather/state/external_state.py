@@ -21,6 +21,7 @@ from ddpcheck.gather.state.reachable import (
     NUMBERS,
     PLAIN,
     function_variables,
+    is_small_array,
     is_user_function,
     is_user_namespace,
     is_user_object,
@@ -103,6 +104,14 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
     elif isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _remember(part, unbindable, depth + 1, seen)
+    elif is_small_array(value):
+        numbers = value.copy()
+
+        def undo_numbers() -> None:
+            put(value)
+            refill(value, numbers)
+
+        yield undo_numbers
     elif type(value) in _CONTAINERS:  # of a subclass, what it gives for a key need not be what it holds
         if len(value) > _MOST_ITEMS:
             return

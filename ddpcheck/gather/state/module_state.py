@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.gather.state.randomness import own_generator
-from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_user_object, refill
+from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_small_array, is_user_object, refill
 
 
 @dataclass(slots=True)
@@ -92,6 +92,8 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
             found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
         elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
             found[key] = copy.copy(value)
+        elif is_small_array(value):
+            found[key] = value.copy()
         elif (generator := own_generator(value)) is not None:
             found[key] = _Drawn(generator.read())
         elif is_user_object(value) and depth < _DEEPEST_PLAIN:

@@ -22,6 +22,8 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None))
 NUMBERS = (int, float, complex)
 """Types of counters: where one is new, a step has made it. A flag, for something that is made once, is none."""
 
+_MOST_NUMBERS = 1 << 16
+
 
 class Variable(NamedTuple):
     """A variable that code of the user's can reach by name."""
@@ -93,7 +95,19 @@ def is_user_object(value: Any) -> bool:
         return False
 
 
+def is_small_array(value: Any) -> bool:
+    """Whether `value` is an array of numpy's, of numbers, that is small enough to be state."""
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None and type(value) is numpy.ndarray and value.size <= _MOST_NUMBERS and not value.dtype.hasobject
+    )
+
+
 def refill(container: Any, items: Any) -> None:
-    """Put `items` into a list, deque, set or mapping in place of its own."""
+    """Put `items` into a list, deque, set, mapping or array in place of its own."""
+    if is_small_array(container):
+        if container.flags.writeable and container.shape == items.shape:
+            container[...] = items
+        return
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(items)

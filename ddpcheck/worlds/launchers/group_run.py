@@ -153,11 +153,11 @@ class Run:
         values = {
             "RANK": str(context.rank),
             "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(session.local_rank),
+            "LOCAL_RANK": str(session.placement.local_rank),
             "LOCAL_WORLD_SIZE": str(min(session.launch.local_world_size or size, size)),
         }
-        if session.interface:
-            values["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", session.interface)
+        if session.placement.interface:
+            values["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", session.placement.interface)
         return values
 
     def _begin_group(self, context: ranks.RankContext) -> None:

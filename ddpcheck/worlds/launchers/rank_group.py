@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,15 +36,44 @@ _PAUSE = 0.01
 _AFTERMATH = 0.5  # for the reason why the launcher ends us to show
 
 
+@dataclass(slots=True)
+class Epoch:
+    """What the ranks do from one `begin` or `end` to the next; `out_of_step` is why this rank gathers no more in it."""
+
+    number: int
+    label: str
+    steps: int = 0
+    worlds: int = 0
+    out_of_step: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this rank is among the others.
+
+    Attributes:
+        local_rank: Among those of its machine.
+        first_here: Whether it is the first of them, which removes their directory.
+        one_machine: Whether all ranks are on this machine.
+        interface: Of the network, that gloo must be told of; empty where it finds one by itself.
+        directory: That the ranks of this machine share.
+    """
+
+    local_rank: int
+    first_here: bool
+    one_machine: bool
+    interface: str
+    directory: Path
+
+
 class RankGroup:
     """This process as one of the ranks that a launcher has started; one a process.
 
     Attributes:
         launch: What the launcher said.
-        local_rank: Of this process among those of its machine.
-        interface: Of the network, that gloo must be told of; empty where it finds one by itself.
+        epoch: The one that this rank is in.
+        placement: Where this rank is among the others.
         watch: Of the other ranks.
-        out_of_step: Why this rank gathers nothing more in this epoch; `None` as long as it does.
         broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
     """
 
@@ -60,48 +90,49 @@ class RankGroup:
         self.world_size = launch.world_size
         self.broken: str | None = None
         self.watch = PeerWatch(launch)
+        self.epoch = Epoch(0, "the start")
         self._owner = os.getpid()
-        self._label = "the start"
-        self._epoch = 0
-        self._step = 0
-        self._worlds = 0
-        self.out_of_step: str | None = None
         self._clean_ups: list[list[Callable[[], None]]] = [[], []]
         self._busy = False
         self._left = self._announced = False
         self.store, met = open_store(launch, timeout)
         try:
-            own, master = route(*self.store.address)
-            offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
-            me = (Peer(this_machine(), os.getpid()), offered, master)
-            try:
-                found = self.gather("the start of the session", me, timeout=timeout)
-            except BaseException:
-                shutil.rmtree(offered, ignore_errors=True)
-                raise
+            self.placement, members = self._meet(timeout)
         finally:
             met()  # a rank that is not there yet has no time left
-        peers: dict[int, tuple[Peer, str, str]] = dict(enumerate(found))
-        here = [rank for rank, (peer, *_) in peers.items() if peer.machine == me[0].machine]
-        self.one_machine = len(here) == self.world_size
-        self.interface = gloo_interface(self.one_machine, own, [one[2] for one in peers.values()])
-        self._first_here = min(here) == self.rank
-        self.local_rank = here.index(self.rank) if launch.local_rank is None else launch.local_rank
-        if not self._first_here:
-            os.rmdir(offered)
-        self.directory = Path(peers[min(here)][1])
-        members = {rank: peer for rank, (peer, *_) in peers.items()}
-        self.watch.start(members, self.store, self.directory, on_bug=self.mark_broken)
+        self.watch.start(members, self.store, self.placement.directory, on_bug=self.mark_broken)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
         atexit.register(self._at_exit)
 
+    def _meet(self, timeout: float) -> tuple[Placement, dict[int, Peer]]:
+        own, master = route(*self.store.address)
+        offered = tempfile.mkdtemp(prefix="ddpcheck-launched-")
+        me = (Peer(this_machine(), os.getpid()), offered, master)
+        try:
+            peers: list[tuple[Peer, str, str]] = self.gather("the start of the session", me, timeout=timeout)
+        except BaseException:
+            shutil.rmtree(offered, ignore_errors=True)
+            raise
+        here = [rank for rank, (peer, *_) in enumerate(peers) if peer.machine == me[0].machine]
+        one_machine = len(here) == self.world_size
+        placement = Placement(
+            here.index(self.rank) if self.launch.local_rank is None else self.launch.local_rank,
+            here[0] == self.rank,
+            one_machine,
+            gloo_interface(one_machine, own, [theirs for *_, theirs in peers]),
+            Path(peers[here[0]][1]),
+        )
+        if not placement.first_here:
+            os.rmdir(offered)
+        return placement, {rank: peer for rank, (peer, *_) in enumerate(peers)}
+
     # --- Gathering --------------------------------------------------------------------------------------------------
 
     def begin(self, label: str) -> None:
         """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
-        self._next_epoch(label)
+        self.epoch = Epoch(self.epoch.number + 1, label)
         with contextlib.suppress(StoreGoneError):
             self.store.put(f"at/{self.rank}", label.encode())
 
@@ -115,13 +146,13 @@ class RankGroup:
             RankError: A rank has ended, has left, or is at another point.
         """
         self._check()
-        if self.out_of_step is not None:
-            raise RankError(self.out_of_step)
-        self._step += 1
+        if self.epoch.out_of_step is not None:
+            raise RankError(self.epoch.out_of_step)
+        self.epoch.steps += 1
         try:
-            return self._gather(f"{self._epoch}/{self._step}", what, value, timeout)
+            return self._gather(self.point, what, value, timeout)
         except (RankError, HangError) as error:
-            self.out_of_step = str(error)
+            self.epoch.out_of_step = str(error)
             raise
 
     def end(self, value: object, *, timeout: float) -> list[Any]:
@@ -130,30 +161,24 @@ class RankGroup:
         A rank that does not come in time is lost: the session is broken.
         """
         self._check()
-        self.out_of_step = None
+        self.epoch.out_of_step = None
         try:
-            found = self._gather(f"{self._epoch}/end", "the end", value, timeout)
+            found = self._gather(f"{self.epoch.number}/end", "the end", value, timeout)
         except HangError as error:
             self.mark_broken(str(error))
             raise
-        self._next_epoch(f"what follows {self._label}")
+        self.epoch = Epoch(self.epoch.number + 1, f"what follows {self.epoch.label}")
         return found
-
-    def _next_epoch(self, label: str) -> None:
-        self._epoch += 1
-        self._step = self._worlds = 0
-        self._label = label
-        self.out_of_step = None
 
     def name_world(self) -> str:
         """A name for one more world: the same on every rank as long as they are in step."""
-        self._worlds += 1
-        return f"world{self._epoch}-{self._worlds}"
+        self.epoch.worlds += 1
+        return f"world{self.epoch.number}-{self.epoch.worlds}"
 
     @property
     def point(self) -> str:
         """A name for where this rank is, the same for ranks in step, and never the same again."""
-        return f"{self._epoch}/{self._step}"
+        return f"{self.epoch.number}/{self.epoch.steps}"
 
     def _gather(self, name: str, what: str, value: object, timeout: float) -> list[Any]:
         names = {rank: f"gather/{name}/{rank}" for rank in range(self.world_size)}
@@ -179,7 +204,7 @@ class RankGroup:
         if len(set(points)) > 1:
             said = "; ".join(f"rank {rank} is at {point}" for rank, point in enumerate(points))
             raise RankError(
-                f"The ranks are not in step in {self._label}: {said}; "
+                f"The ranks are not in step in {self.epoch.label}: {said}; "
                 "every rank must do the same things in the same order."
             )
 
@@ -189,17 +214,17 @@ class RankGroup:
         def check(missing: list[int]) -> None:
             if missing and (reason := self._why_not(missing)):
                 raise RankError(reason)
-            ended = [rank for rank in missing if self.store.has(f"gather/{self._epoch}/end/{rank}")]
+            ended = [rank for rank in missing if self.store.has(f"gather/{self.epoch.number}/end/{rank}")]
             # A rank may have been here before it ended.
             if what != "the end" and (ended := [rank for rank in ended if not self.store.has(names[rank])]):
                 raise RankError(
-                    f"{format_ranks(ended).capitalize()} {agreeing('has', ended)} left {self._label} already, "
+                    f"{format_ranks(ended).capitalize()} {agreeing('has', ended)} left {self.epoch.label} already, "
                     f"while rank {self.rank} waits in {what}."
                 )
 
         if late := self.store.wait_for(names, time.monotonic() + timeout, check):
             who = format_ranks(late).capitalize()
-            raise HangError(f"{who} did not reach {what} of {self._label} within {timeout:g} s{self._last(late)}.")
+            raise HangError(f"{who} did not reach {what} of {self.epoch.label} within {timeout:g} s{self._last(late)}.")
 
     def _last(self, ranks: Sequence[int]) -> str:
         said = []
@@ -225,7 +250,7 @@ class RankGroup:
     def mark_broken(self, sentence: str) -> str:
         """Take note why the ranks cannot work together any more; return the first such reason, as `broken` has it."""
         if self.broken is None:
-            self.broken = f"The ranks cannot work together any more, since {self._label}: {sentence}"
+            self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
     def _why_not(self, ranks: Sequence[int]) -> str | None:
@@ -315,8 +340,8 @@ class RankGroup:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.pop(NO_LAUNCH, None)
         atexit.unregister(self._at_exit)
-        if self._first_here or self.broken:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.placement.first_here or self.broken:
+            shutil.rmtree(self.placement.directory, ignore_errors=True)
 
     def _at_exit(self) -> None:
         self.leave("its process ended", timeout=1.0)
