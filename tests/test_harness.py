@@ -360,7 +360,7 @@ def test_the_first_failure_by_time_comes_first() -> None:
 
         turn = (rank.current().rank + 1) % 3
         all_reduced(0.0)  # so that they start together
-        time.sleep(0.08 * turn)
+        time.sleep(0.12 * turn)
         raise RuntimeError(f"turn {turn}")
 
     error = fresh_failure(fail_in_turn, world_size=3)
@@ -425,6 +425,7 @@ def test_an_exit_behind_our_back_is_a_failure(code: int) -> None:
 def test_an_exit_is_noticed_where_no_other_rank_waits_for_it() -> None:
     def vanish() -> None:
         if rank_number() == 1:
+            time.sleep(0.7)  # the other one has finished, also where it waits for a core
             os._exit(0)
 
     start = time.monotonic()

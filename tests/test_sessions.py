@@ -26,7 +26,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Inner:
 # --- Options of pytest ---------------------------------------------------------------------------------------------
 
 OPTIONS = """
-import pytest
+import time, pytest
 import torch.distributed as dist
 
 def helper(values, expected):
@@ -36,6 +36,7 @@ def compare(rank):
     mine = f"local of {rank}"
     print("printed by", rank)
     if rank == 1:
+        time.sleep(0.7)  # rank 0 has finished, also where it waits for a core
         helper(list(range(30)), [*range(29), 99])
 
 def on_ranks():
