@@ -17,6 +17,7 @@ from ddpcheck.cli.output import complain
 from ddpcheck.cli.render import run_render
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.rules import run_explain, run_rules
+from ddpcheck.cli.run import run_script
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE
 from ddpcheck.render import FORMATS
 
@@ -73,6 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="write a script there that shows the first finding under plain torchrun, without ddpcheck; overwrites "
         "what ddpcheck wrote there before, and nothing else",
     )
+
+    script = commands.add_parser(
+        "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
+    )
+    script.add_argument("rest", nargs=argparse.REMAINDER)
+    script.set_defaults(command=run_script)
 
     graph = command(
         "graph",

@@ -51,13 +51,20 @@ class OutputFile:
 
 
 class ReportOutput(OutputFile):
-    """Where a report goes: a file, or standard output."""
+    """Where a report goes: a file, or standard output, or standard error after the output of a script."""
 
     def __init__(
-        self, arguments: argparse.Namespace, default: str | None, formats: Mapping[str, Format] = FORMATS
+        self,
+        arguments: argparse.Namespace,
+        default: str | None,
+        formats: Mapping[str, Format] = FORMATS,
+        *,
+        to_stderr: bool = False,
     ) -> None:
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
-        medium = Medium.of(sys.stdout) if self._path is None else Medium()
+        self._to_stderr = to_stderr
+        stream = sys.stderr if to_stderr else sys.stdout
+        medium = Medium.of(stream) if self._path is None else Medium()
         self._renderer = renderer_for(
             arguments.format, path=self._path, medium=medium, formats=formats, default=default
         )
@@ -65,7 +72,11 @@ class ReportOutput(OutputFile):
     def show(self, report: Report | Matrix) -> None:
         text = self._renderer.render(report)
         if self._path is None:
-            print_out(text.removesuffix("\n"))
+            if self._to_stderr:
+                encoding = sys.stderr.encoding or "ascii"
+                print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=sys.stderr)
+            else:
+                print_out(text.removesuffix("\n"))
             return
         self.write(text.encode("utf-8", "backslashreplace"))
         print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)

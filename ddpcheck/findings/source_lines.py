@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -181,6 +181,35 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
     return None if code is None else _assignment_in(code.co_filename, variable, "")
 
 
+def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
+    """As `making_of`, of a module in another process: by path of a submodule, the file and name of its classes."""
+    while name:
+        holder, _, attribute = name.rpartition(".")
+        for file, kind in classes.get(holder, ()):
+            if where := _assignment_in_file(file, kind, attribute):
+                return where
+        name = holder
+    return None
+
+
+def _assignment_in_file(file: str, kind: str, attribute: str) -> Location | None:
+    """The assignment of `self.attribute` in the class that has the qualified name `kind`."""
+    node: ast.AST | None = _parsed(file)
+    for part in kind.replace(".<locals>", "").split("."):
+        if node is not None:
+            definitions = (x for x in ast.walk(node) if isinstance(x, ast.ClassDef | ast.FunctionDef))
+            node = next((one for one in definitions if one is not node and one.name == part), None)
+    return None if node is None else _assigned(node, f"self.{attribute}", file, 0)
+
+
+@functools.cache
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return None
+
+
 def making_of(module: nn.Module, name: str) -> Location | None:
     """The line that assigns the parameter, buffer or layer `name`, else that of the nearest module around it."""
     while name:
@@ -203,12 +232,18 @@ def _assignment_in(source: type | str, name: str, owner: str) -> Location | None
         tree = ast.parse(text)
     except (OSError, TypeError, SyntaxError):  # built in, or its source is not there
         return None
-    wanted = f"{owner}.{name}" if owner else name
-    for node in ast.walk(tree) if owner else tree.body:
+    if owner:
+        return _assigned(tree, f"{owner}.{name}", path, first - 1)
+    return next(filter(None, (_assigned(node, name, path, first - 1, deep=False) for node in tree.body)), None)
+
+
+def _assigned(tree: ast.AST, wanted: str, path: str, before: int, *, deep: bool = True) -> Location | None:
+    """The line that assigns `wanted` in `tree`, which stands after so many lines of the file `path`."""
+    for node in ast.walk(tree) if deep else [tree]:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if wanted in map(ast.unparse, targets):
-                return Location(relative_path(path), node.lineno + first - 1)
+                return Location(relative_path(path), node.lineno + before)
     return None
 
 

@@ -41,12 +41,13 @@ class AlarmBoard:
         silent: Ranks that have left or have not answered in time; from then on this rank is on its own.
     """
 
+    _every = _THEN_EVERY
+
     def __init__(self, group: Any, timeout: float) -> None:
         self._exchange = StoreExchange.over(group, "watch", timeout)
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()
-        self._every = _THEN_EVERY
         self._began = time.monotonic()
         self._kept: list[str] = []  # keys of the last gatherings
 

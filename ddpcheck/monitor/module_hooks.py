@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
@@ -14,7 +14,13 @@ from ddpcheck.findings.errors import FindingsError
 
 
 class UnpickledHook:
-    """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile."""
+    """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile.
+
+    Attributes:
+        on_error: Takes an error of ddpcheck's in the place of the loop that the hook is called from, where it is set.
+    """
+
+    on_error: ClassVar[Callable[[Exception], object] | None] = None
 
     def __init__(self, method: Any) -> None:
         self.method = method
@@ -39,6 +45,10 @@ class UnpickledHook:
                 self.method(*args, **kwargs)
         except FindingsError as error:  # the frames of ddpcheck are of no use to a reader
             raise error.with_traceback(None) from None
+        except Exception as error:
+            if UnpickledHook.on_error is None:
+                raise
+            UnpickledHook.on_error(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)

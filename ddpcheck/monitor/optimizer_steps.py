@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_unaveraged_steps
 from ddpcheck.monitor.loop_record import STEP, LoopRecord
 from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
-from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_tracker import StepTracker
 
 _UNAVERAGED_STEPS = 3  # optimizer steps on gradients that have not been averaged, before that is reported
@@ -27,13 +28,13 @@ class OptimizerSteps:
         context: WatchContext,
         alarms: AlarmBoard,
         loop: LoopRecord,
-        reporter: FindingReporter,
+        report: Callable[[Iterable[Finding]], None],
     ) -> None:
         self._tracker = tracker
         self._context = context
         self._alarms = alarms
         self._loop = loop
-        self._reporter = reporter
+        self._report = report
         self._reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at the last step of each optimizer
         self._unaveraged_steps = 0
         self._handles: list[Any] = []
@@ -72,9 +73,7 @@ class OptimizerSteps:
             elif self._unaveraged_steps == _UNAVERAGED_STEPS:
                 rank = self._alarms.rank
                 if not parameters & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
-                    self._reporter.report(
-                        judge_unaveraged_steps(self._context, rank, number, forwards=no_sync_forwards)
-                    )
+                    self._report(judge_unaveraged_steps(self._context, rank, number, forwards=no_sync_forwards))
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
         """An optimizer has stepped; a closure that it was given has run the last passes of the step."""

@@ -18,6 +18,14 @@ def is_probed(step: int) -> bool:
     return step & (step - 1) == 0
 
 
+FIRST_SETTLED = 8
+
+
+def is_settled(step: int) -> bool:
+    """Whether enough steps have been seen to judge what find_unused_parameters and static_graph allow for."""
+    return step in (FIRST_SETTLED, 128)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward and backward, and the weight that its loss gives each target that it counts.

@@ -61,11 +61,12 @@ class ReplicaComparison:
         So many steps have ended, and `after_backward` another one just now, before the optimizer's step; the gradients
         that its `probe` has kept are compared with the average.
         """
-        state, digest_key, key = self._capture(step, after_backward=after_backward), self.next_key, self._count
-        self._count += 1
+        digest_key, key = self.next_key, self._count
+        state = self.capture(step, after_backward=after_backward)
         alike = len(set(self._alarms.gather(digest_key, digest_of(state)))) == 1
         wrapper = self._synced.wrapper
-        if self._alarms.open and probe is not None and probe.keeps and wrapper is not None:  # every rank is here
+        keeps = probe is not None and probe.keep is not None
+        if self._alarms.open and probe is not None and keeps and wrapper is not None:  # every rank is here
             differences = self._differences_from_average(probe.local, wrapper)
             state = replace(state, values=replace(state.values, against_local=differences))
             alike &= not any(self._alarms.gather(f"parity/{key}", any(difference.bad for difference in differences)))
@@ -74,7 +75,7 @@ class ReplicaComparison:
         states = self._alarms.gather(f"state/{key}", state)
         return judge_replica_states(states, self._context, step, after_backward=after_backward, first=not key)
 
-    def _capture(self, step: int, *, after_backward: bool) -> ReplicaState:
+    def capture(self, step: int, *, after_backward: bool) -> ReplicaState:
         """The replica on this rank: a description of the module, and fingerprints of its tensors."""
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
         values = DdpStepEvidence(
@@ -84,8 +85,9 @@ class ReplicaComparison:
             parameters=fingerprints(self._module.named_parameters()),
             buffers=fingerprints(self._module.named_buffers()),
         )
-        description = describe(self._module)
-        if step or after_backward or self._count:  # once it has run, tensors that are not registered (metrics, its
+        description, first = describe(self._module), not self._count
+        self._count += 1
+        if step or after_backward or not first:  # once it has run, tensors that are not registered (metrics, its
             description = replace(description, state=())  # last outputs) may differ by right
         if step:
             return ReplicaState(description, values)

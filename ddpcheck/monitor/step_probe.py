@@ -6,7 +6,7 @@ whose gradients are to be compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,17 @@ class StepProbe:
         unregistered: Leaves that receive gradient, that the module holds, and that are no parameters of it.
         created_in_forward: Parameters that the forward pass has made.
         reentrant: Whether a re-entrant checkpoint is in the graph.
-        keeps: Whether this rank's own gradients are kept.
-        local: This rank's own gradients: what `.grad` held before, and what arrived.
+        keep: What is kept of this rank's own gradients, a linear function of each; `None` where nothing is.
+        local: That of this rank's own gradients: what `.grad` held before, and what arrived.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], *, keeps: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        keep: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
         self.unregistered: tuple[UnregisteredTensor, ...] = ()
@@ -44,7 +50,7 @@ class StepProbe:
         self.local: Gradients = {}
         self._module = module
         self._parameters = parameters
-        self.keeps = keeps
+        self.keep = keep
         self._arrived_none: set[str] = set()
         self._before = {name for name, _ in module.named_parameters()}
         self._roots: list[Any] = []
@@ -71,22 +77,22 @@ class StepProbe:
                 self._arrived_none.add(name)
                 return
             self.arrivals[name] = self.arrivals.get(name, 0) + 1
-            if self.keeps:
-                came = dense(gradient)
+            if self.keep is not None:
                 self._keep_held(name)
-                self.local[name] = self.local[name] + came if name in self.local else came.clone()
+                came = self.keep(dense(gradient))
+                self.local[name] = self.local[name] + came if name in self.local else came
 
         return arrived
 
     def _keep_held(self, name: str) -> None:
         """Keep what `.grad` holds from backward passes that were not averaged: it goes into this average."""
         held = self._parameters[name].grad
-        if name not in self.local and held is not None:
-            self.local[name] = dense(held).clone()
+        if name not in self.local and held is not None and self.keep is not None:
+            self.local[name] = self.keep(dense(held))
 
     def backward_begins(self) -> None:
         """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
-        for name in self._parameters if self.keeps else ():
+        for name in self._parameters if self.keep is not None else ():
             self._keep_held(name)
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:

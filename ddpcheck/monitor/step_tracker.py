@@ -42,7 +42,7 @@ class StepListener(Protocol):
         """The first gradient of a backward pass of the step has arrived at what the forward pass returned."""
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """These parameters have no part in the step; zeros are about to be reduced in their place."""
+        """These parameters have no part in the step: DDP gets zeros in their place, or will wait for them."""
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Under `static_graph`, these take part although they had no part in the first step: DDP is about to raise."""
@@ -97,13 +97,22 @@ class StepTracker:
         hooks_parameters: Whether backward passes are noticed at parameters too, which costs a hook on each of them.
     """
 
-    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, loop: LoopRecord, listener: StepListener) -> None:
+    def __init__(
+        self,
+        wrapper: nn.parallel.DistributedDataParallel,
+        loop: LoopRecord,
+        listener: StepListener,
+        *,
+        completes: bool = True,
+    ) -> None:
+        """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
         self.parameters = SyncedParameters(wrapper)
         self.unreduced: set[int] = set()
         self.accumulated: frozenset[str] = frozenset()
         self.hooks_parameters = False
         self._loop = loop
         self._listener = listener
+        self._completes = completes
         self._step = _Step()
         self._backward = Backward.NONE
         self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
@@ -293,7 +302,8 @@ class StepTracker:
         """End the step, after so many callbacks, one in the other; where DDP waits for gradients, give it zeros."""
         if missing := sorted(self.parameters.awaited(self._step.unused)):
             self._listener.parameters_missing(self.number, [self.parameters.names[index] for index in missing])
-            self.parameters.add_zero_gradients(missing)
+            if self._completes:
+                self.parameters.add_zero_gradients(missing)
             callbacks = 0
         self._after_callbacks(callbacks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -30,13 +30,12 @@ from ddpcheck.monitor.module_hooks import hold, release
 from ddpcheck.monitor.optimizer_steps import OptimizerSteps
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.parameter_history import ParameterHistory
-from ddpcheck.monitor.rank_report import RankReport, is_probed
+from ddpcheck.monitor.rank_report import FIRST_SETTLED, RankReport, is_probed, is_settled
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.step_tracker import StepTracker
 
-_SETTLED = (8, 128)  # steps after which what find_unused_parameters and static_graph allow for is judged
 _PACED = 16  # the step after which the ranks agree on how often they look for alarms
 _LAST_WAIT = 10.0  # seconds that ranks wait for each other when the watch closes
 
@@ -95,7 +94,16 @@ def watch(
 
 
 class Watch:
-    """A watch on a wrapper, as `watch` returns it; attached until `close`."""
+    """A watch on a wrapper, as `watch` returns it; attached until `close`.
+
+    A subclass may gather other than from the ranks and judge other than at once: what it then differs in are
+    `_report`, `_judge` and `_exchange_reports`, and the board and the comparison that it is made with.
+    """
+
+    _completes = True  # gives zeros to DDP where it waits for gradients that do not come
+    _keep: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
+        torch.Tensor.clone
+    )  # what a comparison with the average needs of a rank's own gradient
 
     def __init__(
         self,
@@ -116,18 +124,18 @@ class Watch:
         wrapper = find_wrapper(wrapper)
         self._module: nn.Module = wrapper.module
         self._options = options
-        self._alarms = AlarmBoard(wrapper.process_group, options.timeout)
+        self._alarms = self._make_board(wrapper.process_group)
         first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
         self._loop = LoopRecord(self._alarms)
-        self._tracker = StepTracker(wrapper, self._loop, self)
+        self._tracker = StepTracker(wrapper, self._loop, self, completes=self._completes)
         synced = self._tracker.parameters
         self._parameters = dict(zip(synced.names, synced.tensors, strict=True))
         self._context = _context_of(wrapper, synced.names, began_alike=began_alike)
         self._probe: StepProbe | None = None
         self._micro_batches = MicroBatches(synced.tensors) if options.check_normalisation else None
         self._history = ParameterHistory(self._alarms.rank, self._module, self._parameters, self._context.wrapper)
-        self._optimizer_steps = OptimizerSteps(self._tracker, self._context, self._alarms, self._loop, self._reporter)
+        self._optimizer_steps = OptimizerSteps(self._tracker, self._context, self._alarms, self._loop, self._report)
         keeps_start = began_alike and bool(options.check_consistency_every)
         self._comparison = ReplicaComparison(self._module, synced, self._context, self._alarms, keeps_start=keeps_start)
         self._attached = True
@@ -176,7 +184,7 @@ class Watch:
 
     def _report_the_rest(self) -> None:
         tolerates_unused = self._context.wrapper.tolerates_unused and self._options.detect_anomalous_params
-        if tolerates_unused and 2 < self.step <= _SETTLED[0]:
+        if tolerates_unused and 2 < self.step <= FIRST_SETTLED:
             # Never used parameters are judged after more steps than there have been; the ranks meet once more for it.
             mine = self._history.report(self.step - 1, settled=True)
             self._judge(self._alarms.gather("close", mine, at_most=_LAST_WAIT), settled=True)
@@ -186,7 +194,13 @@ class Watch:
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
         """Report the findings on reports of ranks."""
-        self._reporter.report(judge_reports(reports, self._context, settled=settled))
+        self._report(judge_reports(reports, self._context, settled=settled))
+
+    def _report(self, findings: Iterable[Finding]) -> None:
+        self._reporter.report(findings)
+
+    def _make_board(self, group: Any) -> AlarmBoard:
+        return AlarmBoard(group, self._options.timeout)
 
     def _detach(self) -> None:
         self._tracker.detach()
@@ -249,7 +263,7 @@ class Watch:
             FindingsError: There is an error among them, and errors are to be raised.
         """
         found = self._comparison.compare(self.step, after_backward=False)
-        self._reporter.report(found)
+        self._report(found)
         return found
 
     # As the listener of the tracker
@@ -261,7 +275,7 @@ class Watch:
         if self._probe is not None:
             self._probe.attach()
         elif (self._options.detect_anomalous_params and self._exchanges(step)) or keeps:
-            self._probe = StepProbe(self._module, self._parameters, keeps=keeps)
+            self._probe = StepProbe(self._module, self._parameters, keep=self._keep if keeps else None)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Measure the micro-batch, and probe a forward pass of the step."""
@@ -306,12 +320,13 @@ class Watch:
         self._loop.step_ended(step)
         options, findings = self._options, list[Finding]()
         compares = self._is_due(options.check_parity_every, step) or self._is_due(options.check_consistency_every, step)
+        compares = compares and (self._completes or not awaited)  # else DDP has not averaged
         if compares or self._exchanges(step) or self._alarms.is_posted(step):
             findings += self._exchange_reports(step, probe, snapshot, thorough=compares)
         if compares:
             findings += self._comparison.compare(step, after_backward=True, probe=probe)
         if findings:
-            self._reporter.report(findings)
+            self._report(findings)
 
     # Reports of the ranks
 
@@ -332,19 +347,24 @@ class Watch:
         self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool
     ) -> list[Finding]:
         """Gather the reports of all ranks, and judge them: the findings are the same on every rank."""
-        settled = step in _SETTLED
+        mine = self._own_report(step, probe, snapshot, thorough=thorough)
+        reports: list[RankReport] = self._alarms.gather(f"report/{step}", mine)
+        self._history.note_reported(reports)
+        if step == _PACED:
+            self._alarms.set_pace(report.seconds for report in reports)
+        return judge_reports(reports, self._context, settled=is_settled(step))
+
+    def _own_report(
+        self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool
+    ) -> RankReport:
+        settled = is_settled(step)
         mine = RankReport(StepEvidence(self._alarms.rank, step, {}))
         if self._options.detect_anomalous_params:
             mine = self._history.report(step, probe=probe, snapshot=snapshot, settled=settled, thorough=thorough)
         measured = () if self._micro_batches is None else self._micro_batches.measured()
         seconds = self._alarms.seconds_a_step(step)
-        mine = replace(mine, events=self._loop.to_report, micro_batches=measured, seconds=seconds)
-        reports: list[RankReport] = self._alarms.gather(f"report/{step}", mine)
-        self._loop.to_report = ()
-        self._history.note_reported(reports)
-        if step == _PACED:
-            self._alarms.set_pace(report.seconds for report in reports)
-        return judge_reports(reports, self._context, settled=settled)
+        events, self._loop.to_report = self._loop.to_report, ()
+        return replace(mine, events=events, micro_batches=measured, seconds=seconds)
 
     def _locate(self, finding: Finding) -> Finding:
         """Add the line that makes the first subject."""

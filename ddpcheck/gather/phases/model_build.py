@@ -30,9 +30,9 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     constructor_options,
     facts_of,
     find_ddp,
-    spelled_option,
     wrapper_attributes,
 )
+from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
@@ -186,7 +186,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     return WrappedModule(
         facts=model.facts,
         options={**options, **wrapper_attributes(wrapper)},
-        optimizer=_optimizer_options(optimizer, state.module),
+        optimizer=optimizer_options(optimizer, {id(p): name for name, p in state.module.named_parameters()}),
         parameters=fingerprints(state.module.named_parameters()),
         buffers=fingerprints(state.module.named_buffers()),
         loss_location=_defined_at(recipe.loss),
@@ -245,17 +245,6 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParame
         yield options, seen
     finally:
         ddp.__init__ = original
-
-
-def _optimizer_options(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, str]:
-    names = {id(p): name for name, p in module.named_parameters()}
-    found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
-    for index, group in enumerate(optimizer.param_groups):
-        held = [names.get(id(p), "?") for p in group["params"]]
-        found[f"group {index} parameters"] = ", ".join(sorted(held))
-        found[f"group {index} order"] = ", ".join(held)
-        found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
-    return found
 
 
 def count_calls(model: TrainingModel) -> None:

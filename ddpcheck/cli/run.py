@@ -1,0 +1,78 @@
+"""`ddpcheck run`: torchrun's own agent on the user's script, and a report when it has ended.
+
+This module is light: it never imports torch before a script is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.cli.output import ReportOutput
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.severity import Severity
+from ddpcheck.monitor.script.environment import RunOptions, environment_for
+from ddpcheck.monitor.script.rank_log import read_logs
+from ddpcheck.monitor.script.script_report import report_on_script
+
+
+def run_script(arguments: argparse.Namespace) -> int:
+    """Run a script as torchrun does, and report on it; its own exit code, or 1 for findings where that is 0."""
+    from torch.distributed.run import get_args_parser, run
+
+    given = _with_own_options(get_args_parser()).parse_args(arguments.rest)
+    if given.check_every < 0:
+        raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
+    given.output, given.format = given.check_output, given.check_format
+    with (
+        tempfile.TemporaryDirectory(prefix="ddpcheck-run-") as folder,
+        ReportOutput(given, None, to_stderr=True) as output,
+    ):
+        options = RunOptions(folder, given.check_every)
+        os.environ.update(environment_for(options, os.environ))
+        code = _run(run, given)
+        script = shlex.join([given.training_script, *given.training_script_args])
+        ranks = read_logs(Path(folder))
+        report = report_on_script(script, code, ranks, select=given.check_select, ignore=given.check_ignore)
+        if report.status == "clean" and given.check_output is None and given.check_format is None:
+            print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)
+        else:
+            output.show(report)
+    fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
+    return code or report.exit_code(fail_on)
+
+
+def _run(run: Any, given: argparse.Namespace) -> int:
+    """The exit code of the script: of the rank that failed first; 128 and the signal, as in a shell."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run(given)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:
+        print(f"ddpcheck run: {error}", file=sys.stderr)
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _with_own_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    rules = "by code, prefix or name; may be repeated"
+    parser.prog = "ddpcheck run"
+    add = parser.add_argument_group("ddpcheck").add_argument
+    add("--check-every", type=int, default=10, metavar="N", help="compare the ranks every N steps (default 10)")
+    add("--check-select", action="append", default=[], metavar="RULES", help=f"report only these rules, {rules}")
+    add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
+    levels = ["error", "warning", "note", "never"]
+    add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
+    add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
+    add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
+    return parser

@@ -1,0 +1,20 @@
+"""The options of an optimizer in words, for a comparison with those of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ddpcheck.gather.ddp.ddp_wrapper import spelled_option
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
+    """Class, groups and options of an optimizer; `names` of its parameters by identity."""
+    found = {"class": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    for index, group in enumerate(optimizer.param_groups):
+        held = [names.get(id(p), "?") for p in group["params"]]
+        found[f"group {index} parameters"] = ", ".join(sorted(held))
+        found[f"group {index} order"] = ", ".join(held)
+        found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
+    return found

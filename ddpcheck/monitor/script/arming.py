@@ -1,0 +1,69 @@
+"""Waits in a process for a process group: who joins one is a rank, whatever has started it.
+
+Neither torch nor the rest of ddpcheck is imported before the script does so: a script sets variables such as
+CUDA_VISIBLE_DEVICES first, and workers of a data loader or a compiler, which inherit the environment, join no group.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_WITH_GROUPS = "torch.distributed.distributed_c10d"
+
+
+def wait_for_process_group() -> None:
+    """Have `rank_watch` begin once this process has joined a process group; that is seen as soon as torch is there."""
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds torch's module of process groups as Python would, with a loader that goes on to change it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _WITH_GROUPS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoaderThatArms(spec.loader)
+        return spec
+
+
+class _LoaderThatArms(Loader):
+    """Loads a module, then puts the real loader back, which `inspect` and others ask for the source."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        # Before `torch.distributed` copies the name, and before user code can take a reference.
+        joins: Any = module
+        joins.init_process_group = _announcing(joins.init_process_group)
+
+
+def _announcing(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_process_group(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        from ddpcheck.monitor.script import rank_watch
+
+        rank_watch.begin()
+
+    return init_process_group

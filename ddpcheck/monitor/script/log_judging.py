@@ -1,0 +1,203 @@
+"""Findings from the logs of all ranks of a script: what a watch would have found, had the ranks asked each other.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.source_lines import assignment_in_classes
+from ddpcheck.findings.wording import counted
+from ddpcheck.judge.rank_configuration import judge_options
+from ddpcheck.judge.root_causes import split_consequences
+from ddpcheck.monitor.judging import judge_replica_states, judge_reports
+from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.rank_report import RankReport, is_settled
+from ddpcheck.monitor.reporting import FindingReporter
+from ddpcheck.monitor.script.rank_log import (
+    OptimizerSteps,
+    RankFound,
+    ReplicaCaptured,
+    StepsReported,
+    WatchedRank,
+    WrapperMade,
+)
+
+_TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedWrapper:
+    """One wrapper on the ranks of its group, each of which constructed it as its `number`-th.
+
+    Attributes:
+        number: Counted from 0.
+        made: Its construction on the first of these ranks.
+        ranks: Those that have left a log.
+    """
+
+    number: int
+    made: WrapperMade
+    ranks: Sequence[WatchedRank]
+
+    @property
+    def steps(self) -> int:
+        """How many have ended on each rank."""
+        return min(rank.counts[self.number][1] for rank in self.ranks)
+
+    def entries(self, kind: type) -> Iterator[tuple[int, object]]:
+        """The entries of a kind, each with its rank."""
+        for rank in self.ranks:
+            for entry in rank.entries:
+                if isinstance(entry, kind) and getattr(entry, "wrapper", None) == self.number:
+                    yield rank.started.rank, entry
+
+
+def watched_wrappers(ranks: Sequence[WatchedRank]) -> list[WatchedWrapper]:
+    """The wrappers that the ranks have constructed, in their order."""
+    groups: dict[tuple[int, tuple[int, ...]], list[WatchedRank]] = {}
+    for rank in ranks:
+        for number, made in enumerate(rank.wrappers):
+            groups.setdefault((number, made.ranks), []).append(rank)
+    return [WatchedWrapper(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
+
+
+def judge_logs(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """The findings on all wrappers, those on one wrapper after those on the one before."""
+    wrappers = watched_wrappers(ranks)
+    found = []
+    for wrapper in wrappers:
+        findings = _judge_wrapper(wrapper)
+        if len(wrappers) > 1:
+            made = wrapper.made
+            where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"
+            findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
+        found += findings
+    return split_consequences([*_judge_optimizers(ranks), *found])[0]
+
+
+def _judge_optimizers(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """DDP223: the options of an optimizer are not the same on every rank, in the first step in which that is so."""
+    steps: dict[tuple[int, int], list[OptimizerSteps]] = {}
+    for rank in ranks:
+        for entry in rank.entries:
+            if isinstance(entry, OptimizerSteps):
+                steps.setdefault((entry.optimizer, entry.count), []).append(entry)
+    found: dict[int, list[Finding]] = {}
+    for (number, count), entries in sorted(steps.items()):
+        if number not in found and len(entries) == len(ranks):
+            alike = judge_options("DDP223", [entry.options for entry in entries], "The optimizer")
+            if alike:
+                found[number] = [replace(one, steps=(count,), location=entries[0].location) for one in alike]
+    return [finding for findings in found.values() for finding in findings]
+
+
+def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
+    made = wrapper.made
+
+    def locate(finding: Finding) -> Finding:
+        if finding.location or not finding.subjects:
+            return finding
+        return replace(finding, location=assignment_in_classes(made.classes, finding.subjects[0]) or made.location)
+
+    options = WatchOptions(on_finding=lambda _: None)
+    reporter = FindingReporter(options, shows_warnings=False, locate=locate)
+    reports: dict[int, dict[int, list[RankReport]]] = {}
+    closing: dict[int, RankReport] = {}
+    for rank, entry in wrapper.entries(StepsReported):
+        assert isinstance(entry, StepsReported)
+        if entry.closing:
+            closing[rank] = entry.report
+        else:
+            reports.setdefault(entry.report.step, {}).setdefault(rank, []).append(entry.report)
+    captured: dict[int, dict[int, ReplicaCaptured]] = {}
+    for rank, entry in wrapper.entries(ReplicaCaptured):
+        assert isinstance(entry, ReplicaCaptured)
+        captured.setdefault(entry.step, {})[rank] = entry
+    for step in sorted(reports.keys() | captured.keys()):
+        found = []
+        if step in reports:
+            found += _judge_step(wrapper, step, reports[step])
+        if len(captured.get(step, {})) == len(wrapper.ranks):
+            found += _judge_replicas(made, step, captured[step], first=step == min(captured))
+        reporter.report(found)
+    if len(closing) == len(wrapper.ranks):
+        reporter.report(judge_reports([closing[rank] for rank in sorted(closing)], made.context, settled=True))
+    for _, entry in wrapper.entries(RankFound):
+        assert isinstance(entry, RankFound)
+        reporter.report(entry.findings)
+    return reporter.findings
+
+
+def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
+    """Findings on the reports of one step; a rank that began its backward pass and reports nothing has all of it."""
+    found = []
+    for turn in range(max(map(len, reports.values()))):
+        theirs = []
+        for rank in wrapper.ranks:
+            number = rank.started.rank
+            if turn < len(reports.get(number, ())):
+                theirs.append(reports[number][turn])
+            elif rank.counts[wrapper.number][0] > step:
+                theirs.append(RankReport(StepEvidence(number, step, {})))
+        found += judge_reports(theirs, wrapper.made.context, settled=is_settled(step))
+    return found
+
+
+def _judge_replicas(
+    made: WrapperMade, step: int, captured: Mapping[int, ReplicaCaptured], *, first: bool
+) -> list[Finding]:
+    everyone = [captured[rank] for rank in sorted(captured)]
+    states = [one.state for one in everyone]
+    differences = [_differences(one, everyone) for one in everyone]
+    alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
+    if alike and not any(difference.bad for theirs in differences for difference in theirs):
+        return []
+    states = [
+        replace(state, values=replace(state.values, against_local=tuple(theirs)))
+        for state, theirs in zip(states, differences, strict=True)
+    ]
+    return judge_replica_states(states, made.context, step, after_backward=True, first=first)
+
+
+def _differences(one: ReplicaCaptured, everyone: Sequence[ReplicaCaptured]) -> list[Difference]:
+    """How far what the wrapper left on one rank is from the average of the ranks' own gradients, by their sketches."""
+    found = []
+    for name in dict.fromkeys(name for other in everyone for name in other.own):
+        own = [other.own.get(name) for other in everyone]
+        there = [sketch for sketch in own if sketch is not None]
+        want = [sum(numbers) / len(everyone) for numbers in zip(*there, strict=True)]
+        got = one.averaged.get(name, [0.0] * len(want))
+        scale = math.sqrt(sum(number * number for sketch in there for number in sketch) / len(everyone))
+        if not all(map(math.isfinite, (*want, *got))):
+            return []  # an overflow, which a gradient scaler skips
+        tolerance = max(_TOLERANCE, (8 + len(everyone)) * one.eps.get(name, 0.0))
+        delta = math.dist(got, want)
+        power = sum(number * number for number in want)
+        ratio = sum(g * w for g, w in zip(got, want, strict=True)) / power if power else 0.0
+        residual = math.dist(got, [ratio * number for number in want])
+        found.append(
+            Difference(
+                name,
+                delta / scale if scale else float(delta > 0.0),
+                tolerance,
+                ratio=ratio,
+                residual=residual / scale if scale else 0.0,
+                elements=len(want),
+                absolute_error=delta,
+                reference_norm=math.sqrt(power),
+            )
+        )
+    return found
+
+
+def describe_wrappers(wrappers: Sequence[WatchedWrapper]) -> str:
+    """The wrappers with their steps, in words."""
+    said = dict.fromkeys(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in wrappers)
+    return ", ".join(said)

@@ -1,0 +1,202 @@
+"""The log that a watched rank leaves: what a watch would have exchanged with the others, for a judge who comes later.
+
+Each entry is on disk before the script goes on, so that a rank that is killed leaves what it had to say.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.monitor.judging import WatchContext
+from ddpcheck.monitor.rank_report import RankReport, ReplicaState
+
+_MOST_WRAPPERS = 256
+_COUNTS = struct.Struct("<qq")  # of a wrapper: backward passes that have begun, steps that have ended
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarted:
+    """A process has joined its default process group, and so is a rank.
+
+    Attributes:
+        rank: In that group.
+        world_size: Of that group.
+        backend: Of that group.
+        restart: How often the launcher had restarted the ranks before.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    restart: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperMade:
+    """A `DistributedDataParallel` has been constructed.
+
+    Attributes:
+        module: The class of what it wraps.
+        ranks: Of its process group.
+        context: Of the watch on it.
+        location: The line of the script that constructs it.
+        classes: By path of a submodule ("" for the module itself), its classes of the user, each with file and name.
+    """
+
+    module: str
+    ranks: tuple[int, ...]
+    context: WatchContext
+    location: Location | None
+    classes: Mapping[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsReported:
+    """What a rank would report when the ranks exchange reports; `closing` where the watch ends with it."""
+
+    wrapper: int
+    report: RankReport
+    closing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCaptured:
+    """What a rank would compare with the others after the backward pass of a step.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        step: How many had ended before.
+        state: Of the replica.
+        own: Sketches of the rank's own gradients (see `gather.steps.gradient_sketch`); empty where they were not kept.
+        averaged: Sketches of what the wrapper left in `.grad`.
+        eps: The machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more.
+    """
+
+    wrapper: int
+    step: int
+    state: ReplicaState
+    own: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    averaged: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    eps: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSteps:
+    """An optimizer is about to step.
+
+    Attributes:
+        optimizer: Its number among those that have stepped on this rank.
+        count: How often it has stepped before.
+        options: Its class and what its groups have been given, but for their parameters (a sharded one has its own).
+        location: The line of the script.
+    """
+
+    optimizer: int
+    count: int
+    options: Mapping[str, str]
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFound:
+    """Findings that a rank has made by itself."""
+
+    wrapper: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchingFailed:
+    """An error of ddpcheck's own, after which this rank is not watched any more."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    """Python has come to the end of the program; no entry after a signal or `os._exit`."""
+
+
+Entry = (
+    RankStarted
+    | WrapperMade
+    | StepsReported
+    | ReplicaCaptured
+    | OptimizerSteps
+    | RankFound
+    | WatchingFailed
+    | ProgramEnded
+)
+
+
+class RankLog:
+    """The log that this process writes."""
+
+    def __init__(self, folder: Path, started: RankStarted) -> None:
+        name = f"{started.restart}-{started.rank}-{os.getpid()}"
+        self._file = (folder / f"{name}.log").open("ab", buffering=0)
+        with (folder / f"{name}.steps").open("w+b") as steps:
+            steps.truncate(_MOST_WRAPPERS * _COUNTS.size)
+            self._steps = mmap.mmap(steps.fileno(), 0)
+        self.add(started)
+
+    def add(self, entry: Entry) -> None:
+        """Write an entry; the folder may be gone, and with it who would read."""
+        with contextlib.suppress(OSError):
+            self._file.write(pickle.dumps(entry))
+
+    def count(self, wrapper: int, begun: int, ended: int) -> None:
+        """Write how many backward passes of a wrapper have begun, and how many steps have ended."""
+        if wrapper < _MOST_WRAPPERS:
+            _COUNTS.pack_into(self._steps, wrapper * _COUNTS.size, begun, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRank:
+    """What one rank has left.
+
+    Attributes:
+        started: Who it was.
+        entries: All others of its log.
+        counts: By wrapper, how many backward passes have begun and how many steps have ended.
+    """
+
+    started: RankStarted
+    entries: Sequence[Entry]
+    counts: Sequence[tuple[int, int]]
+
+    @property
+    def wrappers(self) -> list[WrapperMade]:
+        """In the order of construction."""
+        return [entry for entry in self.entries if isinstance(entry, WrapperMade)]
+
+
+def read_logs(folder: Path) -> list[WatchedRank]:
+    """The logs of the last start of the ranks, by rank."""
+    found = [one for path in sorted(folder.glob("*.log")) if (one := _read(path)) is not None]
+    last = max((one.started.restart for one in found), default=0)
+    return sorted((one for one in found if one.started.restart == last), key=lambda one: one.started.rank)
+
+
+def _read(path: Path) -> WatchedRank | None:
+    entries: list[Entry] = []
+    with path.open("rb") as file:
+        while True:
+            try:
+                entries.append(pickle.load(file))
+            except (EOFError, pickle.UnpicklingError):  # the rank was killed in the middle of a write
+                break
+    if not entries or not isinstance(entries[0], RankStarted):
+        return None
+    counts = path.with_suffix(".steps").read_bytes()
+    return WatchedRank(entries[0], entries[1:], list(_COUNTS.iter_unpack(counts)))

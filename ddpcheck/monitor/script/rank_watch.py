@@ -1,0 +1,100 @@
+"""Watches every wrapper that a rank of an unmodified script constructs.
+
+Nothing here raises into the script: what fails in ddpcheck ends the watching, and the report says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpcheck.findings.source_lines import user_location, whole_traceback
+from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.environment import RunOptions, options_of_run
+from ddpcheck.monitor.script.rank_log import OptimizerSteps, ProgramEnded, RankLog, RankStarted, WatchingFailed
+from ddpcheck.monitor.script.script_watch import ScriptWatch
+
+_DDP: Any = nn.parallel.DistributedDataParallel
+_rank: _WatchedRank | None = None
+
+
+def begin() -> None:
+    """Watch every wrapper that this process constructs from now on; it has just joined a process group."""
+    global _rank
+    options = options_of_run(os.environ)
+    if _rank is None and options is not None:
+        _rank = _WatchedRank(options)
+
+
+class _WatchedRank:
+    """The watches of this process, which is a rank; a process that is forked from it (a data loader's) is none."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._process = os.getpid()
+        self._count = 0
+        self._watches: WeakSet[ScriptWatch] = WeakSet()
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
+        self._log = RankLog(Path(options.folder), started)
+        self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
+        self._optimizer_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # number, steps so far
+        UnpickledHook.on_error = self._failed
+        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
+        _DDP.__init__ = self._then_watched(_DDP.__init__)
+        atexit.register(self._ended)
+
+    def _then_watched(self, construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def __init__(wrapper: nn.Module, *arguments: Any, **named: Any) -> None:
+            construct(wrapper, *arguments, **named)
+            if os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck."):
+                self._watch(wrapper)
+
+        return __init__
+
+    def _watch(self, wrapper: Any) -> None:
+        try:
+            self._watches.add(ScriptWatch(wrapper, self._options, self._log, self._count))
+            self._count += 1
+        except Exception as error:
+            self._failed(error)
+
+    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        number, steps = self._optimizer_steps.get(optimizer, (len(self._optimizer_steps), 0))
+        self._optimizer_steps[optimizer] = number, steps + 1
+        if is_probed(steps):
+            options = optimizer_options(optimizer, {})
+            kept = {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))}
+            self._log.add(OptimizerSteps(number, steps, kept, user_location()))
+
+    def _failed(self, error: Exception) -> None:
+        self._log.add(WatchingFailed(whole_traceback(error)))
+        self._process = -1  # no wrapper is watched any more
+        self._close(failing=True)
+
+    def _close(self, *, failing: bool) -> None:
+        for watch in list(self._watches):
+            try:
+                watch.close(failing=failing)
+            except Exception as error:
+                self._log.add(WatchingFailed(whole_traceback(error)))
+
+    def _ended(self) -> None:
+        if os.getpid() == self._process:
+            self._close(failing=getattr(sys, "last_value", None) is not None)
+            self._log.add(ProgramEnded())

@@ -1,0 +1,95 @@
+"""The report on a script: what its ranks have left, as one `Report`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ddpcheck import __version__
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, select_findings
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.monitor.script.log_judging import WatchedWrapper, describe_wrappers, judge_logs, watched_wrappers
+from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank, WatchingFailed
+
+_PARTS = {  # by name of the check: the families of rules, and what was compared
+    "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
+    "replicas": (("DDP2", "DDP301", "DDP306"), "modules, parameters, buffers and gradients of the ranks, {times}"),
+    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients against the average of the ranks' own, {times}"),
+    "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync, optimizer steps, normalisation, in {steps}"),
+}
+
+
+def report_on_script(
+    script: str, exit_code: int, ranks: Sequence[WatchedRank], *, select: Sequence[str], ignore: Sequence[str]
+) -> Report:
+    """The report on a script that has ended.
+
+    Args:
+        script: As the user spelled it, with its arguments.
+        exit_code: Of the script.
+        ranks: What the ranks of its last start have left.
+        select: Codes, prefixes or names of the rules to report; all where there are none.
+        ignore: Those that are not reported.
+    """
+    findings = judge_logs(ranks)
+    kept = select_findings(findings, select=select, ignore=ignore)
+    wrappers = watched_wrappers(ranks)
+    checks = [_entered(ranks, wrappers)]
+    if exit_code:
+        detail = f"it ended with exit code {exit_code}; what would have come after that is not known"
+        checks.insert(0, CheckResult("script", "error", detail=detail))
+    if any(wrapper.steps for wrapper in wrappers):
+        checks += _parts(kept, wrappers)
+    world = {
+        "world_size": max((rank.started.world_size for rank in ranks), default=0),
+        "steps": max((wrapper.steps for wrapper in wrappers), default=0),
+    }
+    return Report(
+        target=script,
+        tool={"name": "ddpcheck", "version": __version__},
+        world=world,
+        checks=tuple(checks),
+        findings=tuple(sorted(kept, key=Finding.sort_key)),
+        ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
+    )
+
+
+def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
+    """The check line on the ranks themselves: which were watched, and to the end."""
+    if not ranks:
+        why = "no process of the script joined a process group where ddpcheck could see it"
+        return CheckResult("ranks", "skipped", detail=f"not watched: {why}")
+    for rank in ranks:
+        if failed := [entry for entry in rank.entries if isinstance(entry, WatchingFailed)]:
+            last = failed[0].error.strip().splitlines()[-1]
+            return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
+    if wrappers and not any(wrapper.steps for wrapper in wrappers):
+        return CheckResult("ranks", "skipped", detail=f"no step of {describe_wrappers(wrappers)} was seen to end")
+    if not wrappers:
+        return CheckResult("ranks", "skipped", detail="no DistributedDataParallel was constructed: nothing to compare")
+    size = max(rank.started.world_size for rank in ranks)
+    here = {rank.started.rank for rank in ranks}
+    if missing := sorted(set(range(size)) - here):
+        why = f"{format_ranks(missing)} left no log here"
+        return CheckResult("ranks", "skipped", detail=f"{len(here)} of {counted(size, 'rank')}: {why}")
+    detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {describe_wrappers(wrappers)}"
+    return CheckResult("ranks", "passed", detail=detail)
+
+
+def _parts(findings: Sequence[Finding], wrappers: Sequence[WatchedWrapper]) -> Iterator[CheckResult]:
+    """The check line on each part of what a watch looks at."""
+    steps = max(wrapper.steps for wrapper in wrappers)
+    times = max(len({id(entry) for _, entry in w.entries(ReplicaCaptured)}) // len(w.ranks) for w in wrappers)
+    for name, (families, what) in _PARTS.items():
+        if own := [finding for finding in findings if finding.code.startswith(families)]:
+            worst = min(own, key=Finding.sort_key)
+            status: CheckStatus = "failed" if worst.severity is Severity.ERROR else "warned"
+            yield CheckResult(name, status, detail=f"{worst.code}: {worst.message}")
+        elif "{times}" in what and not times:
+            yield CheckResult(name, "skipped", detail="no step was compared")
+        else:
+            said = what.format(steps=counted(steps, "step"), times=f"compared {counted(times, 'time')}")
+            yield CheckResult(name, "passed", detail=said)
