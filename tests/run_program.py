@@ -1,0 +1,92 @@
+"""A healthy training script that ends in several ways; it prints a digest of its weights and random state."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import pickle
+import signal
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class Data(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator), torch.randn(1, generator=generator)
+
+
+class Settings:
+    rate = 0.1
+
+
+def late() -> None:
+    print(
+        "late", pickle.loads(pickle.dumps(Settings())).rate, sys.modules["__main__"].__name__, sys.argv[1:], flush=True
+    )
+
+
+def train(how: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 1)
+    net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(net.parameters(), Settings.rate)
+    sampler: DistributedSampler[tuple[torch.Tensor, torch.Tensor]] = DistributedSampler(Data(), world_size, rank)
+    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if how == "workers" else {}
+    loader = DataLoader(Data(), batch_size=4, sampler=sampler, **workers)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    weights = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
+    digest = hashlib.sha256(weights + torch.get_rng_state().numpy().tobytes()).hexdigest()
+    print("rank", rank, *net.state_dict(), digest, flush=True)
+
+
+def spawned(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo")
+    train("spawn")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    how = sys.argv[1]
+    atexit.register(late)
+    if how == "spawn":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):  # of the one that spawns
+            os.environ.pop(name, None)
+        torch.multiprocessing.spawn(spawned, (port,), 2)
+        return
+    dist.init_process_group("gloo")
+    train(how)
+    dist.barrier()
+    if how == "exit":
+        raise SystemExit(3)
+    if how == "raises":
+        raise ValueError("of the script")
+    if how == "hard":
+        os._exit(5)
+    if how == "terminated":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        os.kill(os.getpid(), signal.SIGTERM)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""`ddpcheck run`: the script runs as under torchrun, and what is wrong with it is found."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.monitor.script.rank_log import RankLog, RankStarted, read_logs
+from tests.tiers import share
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path.stem for path in (ROOT / "examples" / "scripts").glob("*.py"))
+PROGRAM = str(ROOT / "tests" / "run_program.py")
+ENDINGS = {"plain": 0, "workers": 0, "spawn": 0, "exit": 3, "raises": 1, "hard": 5, "terminated": 7}
+
+
+DDPCHECK, TORCHRUN = ("ddpcheck", "run"), ("torch.distributed.run",)
+
+
+def run(launcher: Sequence[str], *command: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    with_root = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, "--standalone", f"--nproc-per-node={ranks}", *command],
+        env={**os.environ, "PYTHONPATH": with_root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+# A healthy script
+
+
+@pytest.mark.parametrize("ending", share(ENDINGS, ["exit"]))
+def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> None:
+    ranks = 1 if ending == "spawn" else 2
+    watched = run(DDPCHECK, PROGRAM, ending, ranks=ranks)
+    plain = run(TORCHRUN, PROGRAM, ending, ranks=ranks)
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
+    assert watched.returncode == ENDINGS[ending]
+    if ending in ("plain", "workers", "spawn"):
+        assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
+    else:
+        assert f"it ended with exit code {ENDINGS[ending]}" in watched.stderr
+        assert "no findings" in watched.stderr and "clean" not in watched.stderr
+
+
+# Faults
+
+
+def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    file = tmp_path / "report.json"
+    ended = run(DDPCHECK, "--check-output", str(file), f"examples/scripts/{script}.py", *arguments)
+    return ended.returncode, json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("script", share(SCRIPTS, ["branch_by_rank", "learning_rate_by_rank"]))
+def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
+    tree = ast.parse((ROOT / "examples" / "scripts" / f"{script}.py").read_text())
+    (expected,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECT"
+    )
+    code, report = report_on(tmp_path, script)
+    (finding,) = report["findings"]
+    assert finding["code"] == expected["code"]
+    assert finding["subjects"] == expected.get("subjects", finding["subjects"])
+    assert finding["ranks"] == expected.get("ranks", [])
+    assert expected.get("cause", "") in finding["message"]
+    assert finding["location"]["path"] == f"examples/scripts/{script}.py"
+    assert code != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_fixed_twin_is_clean(tmp_path: Path, script: str) -> None:
+    code, report = report_on(tmp_path, script, "--fixed")
+    assert (code, report["findings"]) == (0, [])
+    assert all(check["status"] == "passed" for check in report["checks"]), report["checks"]
+
+
+# Sketches and logs
+
+
+@given(st.integers(0, 3000), st.integers(0, 99))
+def test_a_sketch_is_linear_and_has_the_size_of_the_gradient(elements: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    one, other = torch.randn(2, elements, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(sketch(one) * 0.25 + sketch(other) * 0.75, sketch(one * 0.25 + other * 0.75))
+    if elements >= 64:
+        assert 0.5 < sketch(one).norm() / one.norm() < 2.0
+
+
+def test_a_sketch_leaves_the_generator_of_the_script_alone() -> None:
+    before = torch.get_rng_state()
+    sketch(torch.ones(100))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_log_of_a_rank_that_was_killed_in_the_middle_of_a_write_is_read(tmp_path: Path) -> None:
+    log = RankLog(tmp_path, RankStarted(1, 2, "gloo"))
+    log.count(0, 3, 2)
+    (file,) = tmp_path.glob("*.log")
+    with file.open("ab") as more:
+        more.write(b"\x80\x05\x95")
+    (rank,) = read_logs(tmp_path)
+    assert (rank.started.rank, rank.entries, rank.counts[0]) == (1, [], (3, 2))
+
+
+def test_the_last_start_counts(tmp_path: Path) -> None:
+    for restart in (0, 1):
+        for rank in (0, 1):
+            RankLog(tmp_path, RankStarted(rank, 2, "gloo", restart))
+    assert [(one.started.rank, one.started.restart) for one in read_logs(tmp_path)] == [(0, 1), (1, 1)]
+
+
+def test_what_cannot_be_is_one_sentence() -> None:
+    ended = run(DDPCHECK, "--check-every", "-1", PROGRAM)
+    assert ended.returncode == 2
+    assert ended.stderr == "ddpcheck: error: --check-every is a number of steps, or 0 for never, not -1\n"
