@@ -13,6 +13,7 @@ ELSEWHERE = (
     "accelerate",
     "lightning",
     "mmengine",
+    "scripts",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck.gather.steps.gradient_sketch import sketch
@@ -97,6 +97,7 @@ def test_its_fixed_twin_is_clean(tmp_path: Path, script: str) -> None:
 # Sketches and logs
 
 
+@settings(deadline=None)  # the first call starts torch
 @given(st.integers(0, 3000), st.integers(0, 99))
 def test_a_sketch_is_linear_and_has_the_size_of_the_gradient(elements: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

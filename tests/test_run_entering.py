@@ -72,22 +72,12 @@ def test_the_sitecustomize_of_the_user_is_run(tmp_path: Path, fails: bool) -> No
     assert ("of the user" in ended.stderr) == fails  # as Python says it of a sitecustomize that fails
 
 
-def test_a_python_without_ddpcheck_runs_on(tmp_path: Path) -> None:
+def test_the_ddpcheck_that_watches_is_the_one_that_reports(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("print('ran')")
-    watched = environment_for(RunOptions(str(tmp_path)), {**os.environ, "PYTHONPATH": ""})
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-S",
-            "-c",
-            f"import sys; sys.path.insert(0, {watched['PYTHONPATH'].split(os.pathsep)[0]!r}); "
-            "import builtins, runpy\ntry:\n import sitecustomize\nexcept ModuleNotFoundError: pass\nprint('ran')",
-        ],
-        env={**os.environ, "PYTHONPATH": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == "ran\n"
+    script.write_text("import ddpcheck; print(ddpcheck.__file__)")
+    other = tmp_path / "site" / "ddpcheck"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('another one')")
+    watched = environment_for(RunOptions(str(tmp_path)), environ(PYTHONPATH=str(other.parent)))
+    ended = subprocess.run([sys.executable, str(script)], env=watched, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str(Path(__file__).parents[1] / "ddpcheck" / "__init__.py")

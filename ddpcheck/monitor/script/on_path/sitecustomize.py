@@ -12,12 +12,16 @@ from importlib.machinery import PathFinder
 _folder = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _folder]
 
+_root = os.path.abspath(os.path.join(_folder, *[os.pardir] * 4))  # of the ddpcheck that the ranks report to
+sys.path.insert(0, _root)
 try:
     from ddpcheck.monitor.script import arming
-except ImportError:  # another Python, in which ddpcheck is not installed: the report says that it was not watched
+except ImportError:  # a Python that is too old for ddpcheck: the report says that it was not watched
     pass
 else:
     arming.wait_for_process_group()
+finally:
+    sys.path.remove(_root)
 
 _hidden = PathFinder.find_spec("sitecustomize")
 if _hidden is not None and _hidden.loader is not None:
