@@ -16,8 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.gather.steps.gradient_sketch import sketch
-from ddpcheck.monitor.script.rank_log import RankLog, RankStarted, read_logs
+from ddpcheck.monitor.script.ending import Ending, judge_ending
+from ddpcheck.monitor.script.hang_watch import Hang
+from ddpcheck.monitor.script.rank_log import RankLog, RankRaised, RankStarted, read_logs
+from ddpcheck.worlds.failures import described
 from tests.tiers import share
 
 ROOT = Path(__file__).parents[1]
@@ -64,11 +68,13 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
 
 def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[str, Any]]:
     file = tmp_path / "report.json"
-    ended = run(DDPCHECK, "--check-output", str(file), f"examples/scripts/{script}.py", *arguments)
+    options = [one for one in arguments if one != "--fixed"]
+    script = f"examples/scripts/{script}.py"
+    ended = run(DDPCHECK, "--check-output", str(file), *options, script, *arguments[len(options) :])
     return ended.returncode, json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("script", share(SCRIPTS, ["branch_by_rank", "learning_rate_by_rank"]))
+@pytest.mark.parametrize("script", share(SCRIPTS, ["branch_by_rank", "uneven_batches"]))
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
     tree = ast.parse((ROOT / "examples" / "scripts" / f"{script}.py").read_text())
     (expected,) = (
@@ -76,13 +82,15 @@ def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECT"
     )
-    code, report = report_on(tmp_path, script)
+    code, report = report_on(tmp_path, script, "--check-timeout", "3")
     (finding,) = report["findings"]
     assert finding["code"] == expected["code"]
     assert finding["subjects"] == expected.get("subjects", finding["subjects"])
     assert finding["ranks"] == expected.get("ranks", [])
     assert expected.get("cause", "") in finding["message"]
-    assert finding["location"]["path"] == f"examples/scripts/{script}.py"
+    path, line = finding["location"]["path"], finding["location"]["line"]
+    assert path == f"examples/scripts/{script}.py"
+    assert expected.get("line", "") in (ROOT / path).read_text().splitlines()[line - 1]
     assert code != 0
 
 
@@ -130,7 +138,67 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
     assert [(one.started.rank, one.started.restart) for one in read_logs(tmp_path)] == [(0, 1), (1, 1)]
 
 
-def test_what_cannot_be_is_one_sentence() -> None:
-    ended = run(DDPCHECK, "--check-every", "-1", PROGRAM)
-    assert ended.returncode == 2
-    assert ended.stderr == "ddpcheck: error: --check-every is a number of steps, or 0 for never, not -1\n"
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--check-every", "-1", "is a number of steps, or 0 for never, not -1"),
+        ("--check-timeout", "0", "is a number of seconds above 0, not 0"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(option: str, value: str, words: str) -> None:
+    ended = run(DDPCHECK, option, value, PROGRAM)
+    assert (ended.returncode, ended.stderr) == (2, f"ddpcheck: error: {option} {words}\n")
+
+
+# Endings, from logs
+
+
+def rank_log(tmp_path: Path, rank: int, *calls: str) -> RankLog:
+    log = RankLog(tmp_path, RankStarted(rank, 2, "gloo"))
+    for operation in calls:
+        log.add_call(Call(operation, "0", (0, 1), location=f"train.py:{len(operation)}"))
+    return log
+
+
+def stuck(tmp_path: Path, *stacks: str) -> list[str]:
+    ending = Ending(4, hang=Hang(60.0, dict(enumerate(stacks))))
+    return [finding.code for finding in judge_ending(read_logs(tmp_path), ending, [])]
+
+
+IN_BARRIER = """Current thread 0x1 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/me/train.py", line 41 in main
+"""
+
+
+def test_the_collectives_in_which_ranks_part_are_the_cause_of_a_hang(tmp_path: Path) -> None:
+    many = ["all_reduce"] * 3000  # more than a ring keeps
+    rank_log(tmp_path, 0, *many, "barrier")
+    rank_log(tmp_path, 1, *many, "broadcast")
+    assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
+
+
+def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        rank_log(tmp_path, rank, "all_reduce", "barrier")
+    assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP402"]
+
+
+def test_the_exception_that_came_first_is_the_cause_and_the_lost_connection_is_not(tmp_path: Path) -> None:
+    for rank, error in enumerate([RuntimeError("Connection closed by peer"), ValueError("of the script")]):
+        rank_log(tmp_path, rank, "all_reduce").add(RankRaised(described(error, "", "")))
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: 1}), [])
+    assert (finding.code, finding.ranks) == ("DDP401", (1,)) and "ValueError: of the script" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("codes", "found"), [({0: 5, 1: 5}, []), ({1: -9}, ["DDP404"]), ({0: -15, 1: -11}, ["DDP404"])]
+)
+def test_a_rank_that_dies_is_a_finding_and_one_that_ends_itself_is_none(
+    tmp_path: Path, codes: dict[int, int], found: list[str]
+) -> None:
+    for rank in (0, 1):
+        rank_log(tmp_path, rank, "all_reduce")
+    findings = judge_ending(read_logs(tmp_path), Ending(1, codes), [])
+    assert [finding.code for finding in findings] == found
+    assert all(finding.ranks == (1,) for finding in findings)

@@ -27,16 +27,17 @@ class Frame:
 def own_stack(dump: str) -> tuple[Frame, ...]:
     """Return the user's part of the stack in what `faulthandler` wrote, most recent call first.
 
-    It is the thread that ddpcheck's own loop runs in, without the frames of that loop.
+    It is the thread that ddpcheck's own loop runs in, else the one that wrote it, without frames of ddpcheck.
     """
     best: tuple[Frame, ...] = ()
     for block in _threads(dump):
         frames = _frames(block)
         if (index := _loop_at(frames)) is not None:
-            return tuple(frame for frame in frames[:index] if not frame.file.startswith(_PACKAGE))
+            best = frames[:index]
+            break
         if block.lstrip().startswith("Current thread"):
             best = frames
-    return best
+    return tuple(frame for frame in best if not frame.file.startswith(_PACKAGE))
 
 
 def has_other_threads(dump: str) -> bool:

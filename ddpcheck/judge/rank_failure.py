@@ -191,13 +191,19 @@ def _is_of_communication(message: str) -> bool:
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
+def follows_from_another_rank(failure: RankFailure) -> bool:
+    """Whether a failure may only show what has gone wrong before: ranks wait, lose each other, or DDP complains."""
+    text = f"{failure.message}\n{failure.traceback}"
+    return failure.kind == "stuck" or _is_of_communication(text) or any(sentence in text for sentence in _SENTENCES)
+
+
 def _describe(failure: RankFailure) -> str:
     if failure.kind != "stuck":
         return phrase(failure)
-    where = failure.place or "at work"
     if failure.collective:
-        return f"waits in {failure.collective}, in {where}"
-    return f"still in {where}{f', at {failure.location}' if failure.location else ''}"
+        return f"waits in {failure.collective}{f', in {failure.place}' if failure.place else ''}"
+    where = f"in {failure.place}" if failure.place else "at work"
+    return f"still {where}{f', at {failure.location}' if failure.location else ''}"
 
 
 def _stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:

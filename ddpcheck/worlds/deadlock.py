@@ -84,7 +84,7 @@ class DeadlockDetector:
         """What each rank has used so far; `None` when one is at work, or about to be, at this moment."""
         used = []
         for rank in self._processes.ranks:
-            if rank.pid is None or rank.ended is not None or (seconds := _sleeping(rank.pid)) is None:
+            if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:
                 return None
             used.append(seconds)
         return used
@@ -99,7 +99,7 @@ class DeadlockDetector:
         return {} if any(map(has_other_threads, dumps.values())) else stacks
 
 
-def _sleeping(pid: int) -> float | None:
+def processor_seconds(pid: int) -> float | None:
     """The processor seconds that a process has used, `None` when one of its threads runs, or is about to, for long."""
     try:
         awake = os.listdir(f"/proc/{pid}/task")

@@ -103,19 +103,25 @@ def unlogged() -> Iterator[None]:
 
 def record_collectives(directory: Path, rank: int) -> None:
     """From now on, log the collectives of this process; to be called before the user's code is imported."""
+    file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    record_calls(lambda call: os.write(file, (json.dumps(asdict(call)) + "\n").encode()))
+
+
+def record_calls(sink: Callable[[Call], object]) -> None:
+    """From now on, give `sink` each collective of this process, before it is made."""
     import torch
     from torch.distributed import distributed_c10d
 
-    global _log
-    _log = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    replace_functions(COLLECTIVES, _logged)
-    replace_functions(_POINT_TO_POINT, functools.partial(_logged, matched=False))
+    global _sink
+    _sink = sink
+    replace_functions(COLLECTIVES, logged)
+    replace_functions(_POINT_TO_POINT, functools.partial(logged, matched=False))
     with contextlib.suppress(ImportError):  # private to torch
         from torch.distributed import _functional_collectives as functional
 
         for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
             if (original := getattr(functional, name, None)) is not None:
-                setattr(functional, name, _logged(name, original, functional=True))
+                setattr(functional, name, logged(name, original, functional=True))
     _record_operators(torch)
     work: Any = distributed_c10d.Work
     with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
@@ -138,18 +144,18 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
     return stack
 
 
-_log: int | None = None
+_sink: Callable[[Call], object] | None = None
 
 
-def note_collective(operation: str, payload: str) -> None:
-    """Log what DDP is about to make in C++, as a collective that all ranks have to join."""
+def note_collective(operation: str, payload: str, group: Any = None) -> None:
+    """Log what DDP is about to make in C++, as a collective that all ranks of its group have to join."""
     if not _thread.depth:
-        _write(replace(_describe_call(operation, {}, backward=False), payload=payload))
+        _write(replace(_describe_call(operation, {"group": group}, backward=False), payload=payload))
 
 
 def _write(call: Call) -> None:
-    if _log is not None:
-        os.write(_log, (json.dumps(asdict(call)) + "\n").encode())
+    if _sink is not None:
+        _sink(call)
 
 
 _kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go
@@ -174,7 +180,7 @@ def _record_operators(torch: Any) -> None:
                 kernel = _waiting(original)
             else:
                 parameters = tuple(argument.name for argument in operator.default._schema.arguments)
-                kernel = _logged(name, original, functional=True, parameters=parameters)
+                kernel = logged(name, original, functional=True, parameters=parameters)
             for device in ("CPU", "CUDA"):
                 library.impl(name, kernel, device)
         _kernels.append(library)
@@ -197,7 +203,7 @@ def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _logged(
+def logged(
     name: str,
     original: Callable[..., Any],
     *,
@@ -205,6 +211,7 @@ def _logged(
     functional: bool = False,
     parameters: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
+    """`original`, the function `name` of `torch.distributed`, with a line in the log before each call."""
     import torch
 
     operation = name.removesuffix("_").removesuffix("_autograd") if functional else name
@@ -212,7 +219,7 @@ def _logged(
 
     @functools.wraps(original)
     @passes_on
-    def logged(*args: Any, **kwargs: Any) -> Any:
+    def call_logged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.depth:
             return original(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -231,7 +238,7 @@ def _logged(
         finally:
             this_rank.set_collective("")
 
-    return logged
+    return call_logged
 
 
 _KERNELS = {"all_gather_tensor": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor"}

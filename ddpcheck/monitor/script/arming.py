@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
+_COLLECTIVES = (  # those that programs import by name
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "barrier"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_gather_object"),
+    *("gather_object", "broadcast_object_list", "scatter_object_list"),
+)
+
+replacements: dict[str, Callable[..., Any]] = {}
+"""What is called in the place of a collective of torch, by its name; empty until this process is watched."""
 
 
 def wait_for_process_group() -> None:
@@ -53,9 +61,20 @@ class _LoaderThatArms(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        # Before `torch.distributed` copies the name, and before user code can take a reference.
-        joins: Any = module
-        joins.init_process_group = _announcing(joins.init_process_group)
+        # Before `torch.distributed` copies the names, and before user code can take a reference.
+        functions = vars(module)
+        functions["init_process_group"] = _announcing(functions["init_process_group"])
+        for name in _COLLECTIVES:
+            if name in functions:
+                functions[name] = _replaceable(name, functions[name])
+
+
+def _replaceable(name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def collective(*arguments: Any, **named: Any) -> Any:
+        return replacements.get(name, original)(*arguments, **named)
+
+    return collective
 
 
 def _announcing(original: Any) -> Any:

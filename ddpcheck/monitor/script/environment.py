@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _VARIABLE = "_DDPCHECK_RUN"
+STACK_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Has a rank write its stack: no signal that a script or a scheduler would use."""
+
 _ON_PATH = str(Path(__file__).with_name("on_path"))
 
 

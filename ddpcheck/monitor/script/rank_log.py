@@ -15,10 +15,13 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import RankReport, ReplicaState
+from ddpcheck.monitor.script.collective_ring import CallRing, read_calls
 
 _MOST_WRAPPERS = 256
 _COUNTS = struct.Struct("<qq")  # of a wrapper: backward passes that have begun, steps that have ended
@@ -116,6 +119,21 @@ class RankFound:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupUsed:
+    """A process group has been used for the first time; its name, and the ranks in it."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRaised:
+    """The script has ended in an exception on this rank; `reply` is as `worlds.failures.described` makes it."""
+
+    reply: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class WatchingFailed:
     """An error of ddpcheck's own, after which this rank is not watched any more."""
 
@@ -134,6 +152,8 @@ Entry = (
     | ReplicaCaptured
     | OptimizerSteps
     | RankFound
+    | GroupUsed
+    | RankRaised
     | WatchingFailed
     | ProgramEnded
 )
@@ -143,17 +163,27 @@ class RankLog:
     """The log that this process writes."""
 
     def __init__(self, folder: Path, started: RankStarted) -> None:
-        name = f"{started.restart}-{started.rank}-{os.getpid()}"
-        self._file = (folder / f"{name}.log").open("ab", buffering=0)
-        with (folder / f"{name}.steps").open("w+b") as steps:
+        name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
+        self.path = folder / f"{name}.log"
+        with self.path.with_suffix(".steps").open("w+b") as steps:
             steps.truncate(_MOST_WRAPPERS * _COUNTS.size)
             self._steps = mmap.mmap(steps.fileno(), 0)
+        self._calls = CallRing(self.path.with_suffix(".calls"))
+        self._groups: set[str] = set()
+        self._file = self.path.open("ab", buffering=0)
         self.add(started)
 
     def add(self, entry: Entry) -> None:
         """Write an entry; the folder may be gone, and with it who would read."""
         with contextlib.suppress(OSError):
             self._file.write(pickle.dumps(entry))
+
+    def add_call(self, call: Call) -> None:
+        """Write a collective that is about to be made."""
+        if call.group not in self._groups:
+            self._groups.add(call.group)
+            self.add(GroupUsed(call.group, call.members))
+        self._calls.add(call)
 
     def count(self, wrapper: int, begun: int, ended: int) -> None:
         """Write how many backward passes of a wrapper have begun, and how many steps have ended."""
@@ -169,11 +199,17 @@ class WatchedRank:
         started: Who it was.
         entries: All others of its log.
         counts: By wrapper, how many backward passes have begun and how many steps have ended.
+        first_call: The number of the first collective of those that are known.
+        calls: The last collectives.
+        stack: What `faulthandler` has written last; may be empty.
     """
 
     started: RankStarted
     entries: Sequence[Entry]
     counts: Sequence[tuple[int, int]]
+    first_call: int = 0
+    calls: Sequence[Call] = ()
+    stack: str = ""
 
     @property
     def wrappers(self) -> list[WrapperMade]:
@@ -199,4 +235,8 @@ def _read(path: Path) -> WatchedRank | None:
     if not entries or not isinstance(entries[0], RankStarted):
         return None
     counts = path.with_suffix(".steps").read_bytes()
-    return WatchedRank(entries[0], entries[1:], list(_COUNTS.iter_unpack(counts)))
+    members = {entry.name: entry.members for entry in entries if isinstance(entry, GroupUsed)}
+    first, calls = read_calls(path.with_suffix(".calls"), members)
+    stack = path.with_suffix(".stack")
+    text = stack.read_text("utf-8", "replace") if stack.exists() else ""
+    return WatchedRank(entries[0], entries[1:], list(_COUNTS.iter_unpack(counts)), first, calls, text)

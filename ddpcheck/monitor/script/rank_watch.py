@@ -6,11 +6,13 @@ Nothing here raises into the script: what fails in ddpcheck ends the watching, a
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,13 +21,23 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.findings.source_lines import user_location, whole_traceback
+from ddpcheck.gather.collectives.collective_log import COLLECTIVES, logged, record_calls
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import is_probed
-from ddpcheck.monitor.script.environment import RunOptions, options_of_run
-from ddpcheck.monitor.script.rank_log import OptimizerSteps, ProgramEnded, RankLog, RankStarted, WatchingFailed
+from ddpcheck.monitor.script import arming
+from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
+from ddpcheck.monitor.script.rank_log import (
+    OptimizerSteps,
+    ProgramEnded,
+    RankLog,
+    RankRaised,
+    RankStarted,
+    WatchingFailed,
+)
 from ddpcheck.monitor.script.script_watch import ScriptWatch
+from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 _rank: _WatchedRank | None = None
@@ -52,6 +64,8 @@ class _WatchedRank:
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
         self._optimizer_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # number, steps so far
         UnpickledHook.on_error = self._failed
+        self._record_calls()
+        self._record_end()
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
         atexit.register(self._ended)
@@ -64,6 +78,25 @@ class _WatchedRank:
                 self._watch(wrapper)
 
         return __init__
+
+    def _record_calls(self) -> None:
+        record_calls(self._log.add_call)
+        for name, function in vars(dist.distributed_c10d).items():
+            if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
+                arming.replacements[name] = logged(name, getattr(original, "__wrapped__", original))
+
+    def _record_end(self) -> None:
+        """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
+        self._stacks = self._log.path.with_suffix(".stack").open("ab")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        then = sys.excepthook
+
+        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if os.getpid() == self._process:
+                self._log.add(RankRaised(described(error, "", "")))
+            then(kind, error, trace)
+
+        sys.excepthook = excepthook
 
     def _watch(self, wrapper: Any) -> None:
         try:

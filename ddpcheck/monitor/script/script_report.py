@@ -11,6 +11,7 @@ from ddpcheck import __version__
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.monitor.script.ending import Ending, judge_ending
 from ddpcheck.monitor.script.log_judging import WatchedWrapper, describe_wrappers, judge_logs, watched_wrappers
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank, WatchingFailed
 
@@ -23,23 +24,27 @@ _PARTS = {  # by name of the check: the families of rules, and what was compared
 
 
 def report_on_script(
-    script: str, exit_code: int, ranks: Sequence[WatchedRank], *, select: Sequence[str], ignore: Sequence[str]
+    script: str, ending: Ending, ranks: Sequence[WatchedRank], *, select: Sequence[str], ignore: Sequence[str]
 ) -> Report:
     """The report on a script that has ended.
 
     Args:
         script: As the user spelled it, with its arguments.
-        exit_code: Of the script.
+        ending: How it has ended.
         ranks: What the ranks of its last start have left.
         select: Codes, prefixes or names of the rules to report; all where there are none.
         ignore: Those that are not reported.
     """
     findings = judge_logs(ranks)
+    findings += judge_ending(ranks, ending, [one for one in findings if one.severity is Severity.ERROR])
     kept = select_findings(findings, select=select, ignore=ignore)
     wrappers = watched_wrappers(ranks)
     checks = [_entered(ranks, wrappers)]
-    if exit_code:
-        detail = f"it ended with exit code {exit_code}; what would have come after that is not known"
+    if ending.hang is not None:
+        detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
+        checks.insert(0, CheckResult("script", "error", detail=detail))
+    elif ending.exit_code:
+        detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
         checks.insert(0, CheckResult("script", "error", detail=detail))
     if any(wrapper.steps for wrapper in wrappers):
         checks += _parts(kept, wrappers)

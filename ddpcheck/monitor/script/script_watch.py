@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.source_lines import is_user_file, user_location
+from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
@@ -75,6 +76,9 @@ class ScriptWatch(Watch):
 
     def backward_begins(self) -> None:
         super().backward_begins()
+        wrapper = self._tracker.wrapper
+        if wrapper is not None:
+            note_collective("DistributedDataParallel.backward", "", wrapper.process_group)
         self._log.count(self._number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
