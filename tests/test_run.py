@@ -60,7 +60,11 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
         assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
     else:
         assert f"it ended with exit code {ENDINGS[ending]}" in watched.stderr
-        assert "no findings" in watched.stderr and "clean" not in watched.stderr
+        assert "clean" not in watched.stderr
+        assert ("DDP401" if ending == "raises" else "no findings") in watched.stderr
+    if ending == "raises":  # torchrun's page says <N/A>
+        assert "error_file: <N/A>" in plain.stderr and "error_file: <N/A>" not in watched.stderr
+        assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
 
 
 # Faults

@@ -6,10 +6,13 @@ Nothing here raises into the script: what fails in ddpcheck ends the watching, a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -93,7 +96,9 @@ class _WatchedRank:
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if os.getpid() == self._process:
-                self._log.add(RankRaised(described(error, "", "")))
+                reply = described(error, "", "")
+                self._log.add(RankRaised(reply))
+                _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
             then(kind, error, trace)
 
         sys.excepthook = excepthook
@@ -131,3 +136,12 @@ class _WatchedRank:
         if os.getpid() == self._process:
             self._close(failing=getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
+
+
+def _tell_torchrun(message: str, traceback: str) -> None:
+    """Write the error file of this rank, which torchrun shows on its page; `torch.distributed.elastic` says how."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if path and not os.path.exists(path):
+        details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
