@@ -96,7 +96,7 @@ class _WatchedRank:
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if os.getpid() == self._process:
-                reply = described(error, "", "")
+                reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
                 self._log.add(RankRaised(reply))
                 _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
             then(kind, error, trace)
