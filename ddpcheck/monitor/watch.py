@@ -101,9 +101,8 @@ class Watch:
     """
 
     _completes = True  # gives zeros to DDP where it waits for gradients that do not come
-    _keep: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
-        torch.Tensor.clone
-    )  # what a comparison with the average needs of a rank's own gradient
+    # What a comparison with the average needs of a rank's own gradient.
+    _keep: Callable[[torch.Tensor], torch.Tensor] = staticmethod(torch.Tensor.clone)
 
     def __init__(
         self,
