@@ -41,6 +41,7 @@ ELSEWHERE = (
     "accelerate/",
     "lightning/",
     "mmengine/",
+    "scripts/",
 )
 
 

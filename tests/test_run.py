@@ -78,7 +78,7 @@ def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[s
     return ended.returncode, json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("script", share(SCRIPTS, ["branch_by_rank", "uneven_batches"]))
+@pytest.mark.parametrize("script", share(SCRIPTS, ["uneven_batches"]))
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
     tree = ast.parse((ROOT / "examples" / "scripts" / f"{script}.py").read_text())
     (expected,) = (

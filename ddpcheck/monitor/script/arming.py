@@ -83,6 +83,6 @@ def _announcing(original: Any) -> Any:
         original(*arguments, **named)
         from ddpcheck.monitor.script import rank_watch
 
-        rank_watch.begin()
+        rank_watch.begin(replacements)
 
     return init_process_group

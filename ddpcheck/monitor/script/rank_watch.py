@@ -29,7 +29,6 @@ from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import is_probed
-from ddpcheck.monitor.script import arming
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.rank_log import (
     OptimizerSteps,
@@ -46,18 +45,21 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 _rank: _WatchedRank | None = None
 
 
-def begin() -> None:
-    """Watch every wrapper that this process constructs from now on; it has just joined a process group."""
+def begin(replacements: dict[str, Callable[..., Any]]) -> None:
+    """Watch every wrapper that this process constructs from now on; it has just joined a process group.
+
+    `replacements` is what is called in the place of collectives that the script may have imported by name.
+    """
     global _rank
     options = options_of_run(os.environ)
     if _rank is None and options is not None:
-        _rank = _WatchedRank(options)
+        _rank = _WatchedRank(options, replacements)
 
 
 class _WatchedRank:
     """The watches of this process, which is a rank; a process that is forked from it (a data loader's) is none."""
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._count = 0
         self._watches: WeakSet[ScriptWatch] = WeakSet()
@@ -67,7 +69,7 @@ class _WatchedRank:
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
         self._optimizer_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # number, steps so far
         UnpickledHook.on_error = self._failed
-        self._record_calls()
+        self._record_calls(replacements)
         self._record_end()
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
@@ -82,11 +84,11 @@ class _WatchedRank:
 
         return __init__
 
-    def _record_calls(self) -> None:
+    def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
         record_calls(self._log.add_call)
         for name, function in vars(dist.distributed_c10d).items():
             if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
-                arming.replacements[name] = logged(name, getattr(original, "__wrapped__", original))
+                replacements[name] = logged(name, getattr(original, "__wrapped__", original))
 
     def _record_end(self) -> None:
         """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
