@@ -35,7 +35,7 @@ def split_consequences(findings: Sequence[Finding]) -> tuple[list[Finding], list
             kept[first] = replace(
                 cause,
                 evidence=(*cause.evidence, f"with it comes {found.code}: {found.message}"),
-                severity=worst if cause.code == "DDP215" else cause.severity,
+                severity=worst if cause.code in ("DDP215", "DDP518") else cause.severity,
                 tags=(*cause.tags, found.code),
             )
 
@@ -67,7 +67,8 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
     ((*_BY_RANK, "DDP214", "DDP215", "DDP216"), ("DDP516",), lambda _cause, found: found.subjects == ("loss",)),
     (("DDP304",), ("DDP214", "DDP215"), _are_statistics),
     (("DDP208",), (*_GRADIENTS, "DDP306"), _always),
-    (("DDP223",), ("DDP306",), _always),
+    (("DDP518",), ("DDP223", "DDP507", "DDP306"), _always),
+    (("DDP223", "DDP301", "DDP501", "DDP507", "DDP508"), ("DDP306",), _always),
     (("DDP505", "DDP519"), ("DDP303", "DDP304", "DDP312", "DDP305"), _always),
     (("DDP502", "DDP509"), ("DDP301", "DDP302"), _always),
     (("DDP515",), ("DDP208", *_GRADIENTS, "DDP306"), _always),

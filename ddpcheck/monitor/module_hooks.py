@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.errors import FindingsError
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 class UnpickledHook:
@@ -52,6 +55,22 @@ class UnpickledHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)
+
+
+def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
+    """`function`, of which an error goes to `UnpickledHook.on_error`, where that is set, and not to the caller."""
+
+    @functools.wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if UnpickledHook.on_error is None:
+                raise
+            UnpickledHook.on_error(error)
+            return None
+
+    return call
 
 
 @functools.cache

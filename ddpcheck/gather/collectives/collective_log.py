@@ -34,6 +34,7 @@ _MATCHED_BY_NAME = (
 COLLECTIVES = (*_MATCHED_BY_PAYLOAD, *_MATCHED_BY_NAME)
 """Functions of `torch.distributed` that all ranks of a group have to call."""
 
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # on their argument `tensor`
 _POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # pair up by peer: waited in, not matched
 _FUNCTIONAL = (  # of torch.distributed._functional_collectives
     *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor", "permute_tensor"),
@@ -145,12 +146,20 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 
 
 _sink: Callable[[Call], object] | None = None
+_on_overwritten: Callable[[Call, Any], object] | None = None
 
 
-def note_collective(operation: str, payload: str, group: Any = None) -> None:
+def record_overwritten(sink: Callable[[Call, Any], object]) -> None:
+    """From now on, give `sink` each tensor of an autograd graph that a collective is about to overwrite."""
+    global _on_overwritten
+    _on_overwritten = sink
+
+
+def note_collective(operation: str, payload: str, group: Any = None, *, place: str = "") -> None:
     """Log what DDP is about to make in C++, as a collective that all ranks of its group have to join."""
     if not _thread.depth:
-        _write(replace(_describe_call(operation, {"group": group}, backward=False), payload=payload))
+        call = _describe_call(operation, {"group": group}, backward=False)
+        _write(replace(call, payload=payload, place=place or call.place))
 
 
 def _write(call: Call) -> None:
@@ -231,6 +240,8 @@ def logged(
             return _thread.standing(operation, given, call)
         if matched:
             _write(call)
+        if _on_overwritten is not None and call.carries_gradient and not call.differentiable and name in _IN_PLACE:
+            _on_overwritten(call, given["tensor"])
         this_rank.set_collective(str(call))
         try:
             with unlogged():

@@ -258,11 +258,12 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
         return ()
     total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:
-        total = (total ^ (total >> 29)) * _ODD + _row_sums(tensor.cpu())
+        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.cpu())
     return tuple(total.tolist())
 
 
-def _row_sums(tensor: torch.Tensor) -> torch.Tensor:
+def row_fingerprints(tensor: torch.Tensor) -> torch.Tensor:
+    """A fingerprint of the bits of each row (element of the first dimension) of a dense tensor on the CPU."""
     rows = tensor.resolve_conj().resolve_neg().contiguous().reshape(len(tensor), -1).view(torch.uint8)
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).contiguous().view(torch.int64)
     index = torch.arange(1, padded.shape[1] + 1, dtype=torch.int64)

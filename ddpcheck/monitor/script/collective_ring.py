@@ -29,7 +29,7 @@ class CallRing:
 
     def add(self, call: Call) -> None:
         """Write a call that is about to be made."""
-        words = _SEPARATOR.join((call.operation, call.group, call.payload, call.location))
+        words = _SEPARATOR.join((call.operation, call.group, call.payload, call.location, call.place))
         start = _HEAD.size + self._count % _KEPT * _WIDTH
         self._memory[start : start + _WIDTH] = words.encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
         self._count += 1
@@ -52,6 +52,6 @@ def read_calls(path: Path, members: Mapping[str, tuple[int, ...]]) -> tuple[int,
     for number in range(first, count):
         start = _HEAD.size + number % _KEPT * _WIDTH
         words = data[start : start + _WIDTH].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
-        operation, group, payload, location = (*words, "", "", "", "")[:4]
-        calls.append(Call(operation, group, members.get(group, ()), payload, location=location))
+        operation, group, payload, location, place = (*words, "", "", "", "", "")[:5]
+        calls.append(Call(operation, group, members.get(group, ()), payload, place, location))
     return first, calls

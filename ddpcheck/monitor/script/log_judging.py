@@ -14,14 +14,13 @@ from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.source_lines import assignment_in_classes
 from ddpcheck.findings.wording import counted
-from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_settled
 from ddpcheck.monitor.reporting import FindingReporter
+from ddpcheck.monitor.script.program_judging import judge_program
 from ddpcheck.monitor.script.rank_log import (
-    OptimizerSteps,
     RankFound,
     ReplicaCaptured,
     StepsReported,
@@ -68,8 +67,8 @@ def watched_wrappers(ranks: Sequence[WatchedRank]) -> list[WatchedWrapper]:
     return [WatchedWrapper(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
 
 
-def judge_logs(ranks: Sequence[WatchedRank]) -> list[Finding]:
-    """The findings on all wrappers, those on one wrapper after those on the one before."""
+def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
+    """The findings on the script and on all wrappers, causes only; `ended`: every rank came to its end."""
     wrappers = watched_wrappers(ranks)
     found = []
     for wrapper in wrappers:
@@ -79,23 +78,10 @@ def judge_logs(ranks: Sequence[WatchedRank]) -> list[Finding]:
             where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"
             findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
         found += findings
-    return split_consequences([*_judge_optimizers(ranks), *found])[0]
-
-
-def _judge_optimizers(ranks: Sequence[WatchedRank]) -> list[Finding]:
-    """DDP223: the options of an optimizer are not the same on every rank, in the first step in which that is so."""
-    steps: dict[tuple[int, int], list[OptimizerSteps]] = {}
-    for rank in ranks:
-        for entry in rank.entries:
-            if isinstance(entry, OptimizerSteps):
-                steps.setdefault((entry.optimizer, entry.count), []).append(entry)
-    found: dict[int, list[Finding]] = {}
-    for (number, count), entries in sorted(steps.items()):
-        if number not in found and len(entries) == len(ranks):
-            alike = judge_options("DDP223", [entry.options for entry in entries], "The optimizer")
-            if alike:
-                found[number] = [replace(one, steps=(count,), location=entries[0].location) for one in alike]
-    return [finding for findings in found.values() for finding in findings]
+    around = judge_program(ranks, ended=ended)
+    if any(finding.code == "DDP306" for finding in around):  # of the optimizers' state, which the parameters follow
+        found = [finding for finding in found if finding.code != "DDP306"]
+    return split_consequences([*around, *found])[0]
 
 
 def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:

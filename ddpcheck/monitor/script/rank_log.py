@@ -17,6 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    FileUsed,
+    GradientsZeroed,
+    Inputs,
+    LoaderPass,
+    MetricUsed,
+    OptimizerEnd,
+    OptimizerStep,
+    ReducedInPlace,
+)
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.monitor.judging import WatchContext
@@ -94,23 +105,6 @@ class ReplicaCaptured:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerSteps:
-    """An optimizer is about to step.
-
-    Attributes:
-        optimizer: Its number among those that have stepped on this rank.
-        count: How often it has stepped before.
-        options: Its class and what its groups have been given, but for their parameters (a sharded one has its own).
-        location: The line of the script.
-    """
-
-    optimizer: int
-    count: int
-    options: Mapping[str, str]
-    location: Location | None
-
-
-@dataclass(frozen=True, slots=True)
 class RankFound:
     """Findings that a rank has made by itself."""
 
@@ -150,7 +144,15 @@ Entry = (
     | WrapperMade
     | StepsReported
     | ReplicaCaptured
-    | OptimizerSteps
+    | Inputs
+    | LoaderPass
+    | DerivedTable
+    | OptimizerStep
+    | OptimizerEnd
+    | MetricUsed
+    | GradientsZeroed
+    | ReducedInPlace
+    | FileUsed
     | RankFound
     | GroupUsed
     | RankRaised
@@ -160,7 +162,11 @@ Entry = (
 
 
 class RankLog:
-    """The log that this process writes."""
+    """The log that this process writes; a process that is forked from it writes nothing.
+
+    Attributes:
+        collectives: How many of all ranks have been made, or are.
+    """
 
     def __init__(self, folder: Path, started: RankStarted) -> None:
         name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
@@ -170,16 +176,24 @@ class RankLog:
             self._steps = mmap.mmap(steps.fileno(), 0)
         self._calls = CallRing(self.path.with_suffix(".calls"))
         self._groups: set[str] = set()
+        self._process = os.getpid()
+        self._world_size = started.world_size
+        self.collectives = 0
         self._file = self.path.open("ab", buffering=0)
         self.add(started)
 
     def add(self, entry: Entry) -> None:
         """Write an entry; the folder may be gone, and with it who would read."""
+        if os.getpid() != self._process:
+            return
         with contextlib.suppress(OSError):
             self._file.write(pickle.dumps(entry))
 
     def add_call(self, call: Call) -> None:
         """Write a collective that is about to be made."""
+        if os.getpid() != self._process:
+            return
+        self.collectives += len(call.members) == self._world_size
         if call.group not in self._groups:
             self._groups.add(call.group)
             self.add(GroupUsed(call.group, call.members))

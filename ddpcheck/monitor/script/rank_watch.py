@@ -17,21 +17,24 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpcheck.findings.source_lines import user_location, whole_traceback
-from ddpcheck.gather.collectives.collective_log import COLLECTIVES, logged, record_calls
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options
-from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.findings.evidence.script import ReducedInPlace
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import whole_traceback
+from ddpcheck.gather.collectives.collective_log import COLLECTIVES, logged, record_calls, record_overwritten
+from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
+from ddpcheck.monitor.script.file_recorder import FileRecorder
+from ddpcheck.monitor.script.loader_recorder import LoaderRecorder
+from ddpcheck.monitor.script.optimizer_recorder import OptimizerRecorder
 from ddpcheck.monitor.script.rank_log import (
-    OptimizerSteps,
     ProgramEnded,
     RankLog,
     RankRaised,
@@ -42,6 +45,7 @@ from ddpcheck.monitor.script.script_watch import ScriptWatch
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
+_MOST_OVERWRITINGS = 64
 _rank: _WatchedRank | None = None
 
 
@@ -62,16 +66,20 @@ class _WatchedRank:
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._count = 0
+        self._overwritings = 0
         self._watches: WeakSet[ScriptWatch] = WeakSet()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
-        self._optimizer_steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # number, steps so far
         UnpickledHook.on_error = self._failed
         self._record_calls(replacements)
         self._record_end()
-        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
+        log = self._log
+        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every)
+        self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps)
+        FileRecorder(log.add, lambda: log.collectives)
+        record_overwritten(guarded(self._overwritten))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
         atexit.register(self._ended)
 
@@ -112,15 +120,17 @@ class _WatchedRank:
         except Exception as error:
             self._failed(error)
 
-    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
-        if os.getpid() != self._process:
-            return
-        number, steps = self._optimizer_steps.get(optimizer, (len(self._optimizer_steps), 0))
-        self._optimizer_steps[optimizer] = number, steps + 1
-        if is_probed(steps):
-            options = optimizer_options(optimizer, {})
-            kept = {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))}
-            self._log.add(OptimizerSteps(number, steps, kept, user_location()))
+    def _overwritten(self, call: Call, tensor: Any) -> None:
+        """Notice a backward pass that comes through what a collective has overwritten."""
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            factor = float(gradient) if gradient.numel() == 1 else None
+            self._log.add(ReducedInPlace(call.operation, Location.parse(call.location), gradient.numel(), factor))
+            handle.remove()
+
+        if self._overwritings < _MOST_OVERWRITINGS:
+            self._overwritings += 1
+            handle = tensor.register_hook(UnpickledHook(on_gradient))
 
     def _failed(self, error: Exception) -> None:
         self._log.add(WatchingFailed(whole_traceback(error)))
@@ -136,6 +146,8 @@ class _WatchedRank:
 
     def _ended(self) -> None:
         if os.getpid() == self._process:
+            self._loaders.close()
+            self._optimizers.close()
             self._close(failing=getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
 

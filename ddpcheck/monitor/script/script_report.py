@@ -13,7 +13,8 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.monitor.script.ending import Ending, judge_ending
 from ddpcheck.monitor.script.log_judging import WatchedWrapper, describe_wrappers, judge_logs, watched_wrappers
-from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank, WatchingFailed
+from ddpcheck.monitor.script.program_judging import optimizer_steps
+from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
 
 _PARTS = {  # by name of the check: the families of rules, and what was compared
     "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),
@@ -35,7 +36,8 @@ def report_on_script(
         select: Codes, prefixes or names of the rules to report; all where there are none.
         ignore: Those that are not reported.
     """
-    findings = judge_logs(ranks)
+    ended = not ending.exit_code and all(any(isinstance(e, ProgramEnded) for e in rank.entries) for rank in ranks)
+    findings = judge_logs(ranks, ended=ended)
     findings += judge_ending(ranks, ending, [one for one in findings if one.severity is Severity.ERROR])
     kept = select_findings(findings, select=select, ignore=ignore)
     wrappers = watched_wrappers(ranks)
@@ -73,14 +75,17 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
             return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
     if wrappers and not any(wrapper.steps for wrapper in wrappers):
         return CheckResult("ranks", "skipped", detail=f"no step of {describe_wrappers(wrappers)} was seen to end")
-    if not wrappers:
-        return CheckResult("ranks", "skipped", detail="no DistributedDataParallel was constructed: nothing to compare")
+    steps = optimizer_steps(ranks)
+    if not wrappers and not steps:
+        why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
+        return CheckResult("ranks", "skipped", detail=why)
     size = max(rank.started.world_size for rank in ranks)
     here = {rank.started.rank for rank in ranks}
     if missing := sorted(set(range(size)) - here):
         why = f"{format_ranks(missing)} left no log here"
         return CheckResult("ranks", "skipped", detail=f"{len(here)} of {counted(size, 'rank')}: {why}")
-    detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {describe_wrappers(wrappers)}"
+    watched = describe_wrappers(wrappers) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
+    detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
     return CheckResult("ranks", "passed", detail=detail)
 
 

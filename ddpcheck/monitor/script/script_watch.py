@@ -7,6 +7,7 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,22 +18,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
+from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import WatchContext
+from ddpcheck.monitor.judging import WatchContext, judge_events
 from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.rank_report import RankReport
+from ddpcheck.monitor.rank_report import RankReport, is_probed
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.script.rank_log import RankFound, RankLog, ReplicaCaptured, StepsReported, WrapperMade
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
 from ddpcheck.monitor.watch import Watch
+
+_DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
 class ScriptWatch(Watch):
@@ -45,9 +52,13 @@ class ScriptWatch(Watch):
         self, wrapper: nn.parallel.DistributedDataParallel, options: WatchOptions, log: RankLog, number: int
     ) -> None:
         self._log = log
-        self._number = number
+        self.number = number
+        self._forwards = 0  # that may train
+        self._forward_line: Location | None = None
+        self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
+        self._discarded = 0  # optimizer steps before which all of these were thrown away
         super().__init__(wrapper, options)
-        self._comparison = _ReplicaRecorder(
+        self._comparison: _ReplicaRecorder = _ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
         )
         log.add(
@@ -56,34 +67,77 @@ class ScriptWatch(Watch):
             )
         )
 
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Those that the wrapper synchronises, by name."""
+        return self._parameters
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a parameter has what backward passes have added since the last reduction."""
+        return bool(self._tracker.unreduced)
+
+    def optimizer_steps(self) -> None:
+        """An optimizer with parameters of the wrapper is about to step."""
+        self._comparison.write()
+        fresh, self._fresh = self._fresh, {}
+        if not fresh:
+            return
+        thrown_away = all(p.grad is None or not bool(dense(p.grad).count_nonzero()) for p in fresh.values())
+        self._discarded = self._discarded + 1 if thrown_away else 0
+        if self._discarded == _DISCARDED_STEPS:
+            event = LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh))
+            self._report(judge_events([event]))
+
+    def close(self, *, failing: bool = False) -> None:
+        """As of `Watch`."""
+        self._comparison.write()
+        super().close(failing=failing)
+
     def _make_board(self, group: Any) -> AlarmBoard:
         return _SilentBoard(group)
 
     def _report(self, findings: Iterable[Finding]) -> None:
         if found := tuple(findings):
-            self._log.add(RankFound(self._number, tuple(map(self._locate, found))))
+            self._log.add(RankFound(self.number, tuple(map(self._locate, found))))
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
-        self._log.add(StepsReported(self._number, reports[0], closing=settled))
+        self._log.add(StepsReported(self.number, reports[0], closing=settled))
 
     def _exchange_reports(
         self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool
     ) -> list[Finding]:
         mine = self._own_report(step, probe, snapshot, thorough=thorough)
         self._history.note_reported([mine])
-        self._log.add(StepsReported(self._number, mine))
+        self._log.add(StepsReported(self.number, mine))
         return []
+
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        super().forward_returned(step, output, tensors, synced=synced)
+        self._forwards += 1
+        if self._is_sampled(step):
+            self._forward_line = user_location()
+
+    def _is_sampled(self, step: int) -> bool:
+        return is_probed(step) or self._is_due(self._options.check_consistency_every, step)
 
     def backward_begins(self) -> None:
         super().backward_begins()
         wrapper = self._tracker.wrapper
         if wrapper is not None:
-            note_collective("DistributedDataParallel.backward", "", wrapper.process_group)
-        self._log.count(self._number, self.step + 1, self.step)
+            place = f"forward pass {self._forwards}"
+            note_collective("DistributedDataParallel.backward", "", wrapper.process_group, place=place)
+        self._log.count(self.number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         super().step_ended(step, unused, awaited, snapshot)
-        self._log.count(self._number, step + 1, step + 1)
+        if self._is_sampled(step):
+            gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
+            self._fresh = {n: p for n, p in gradients.items() if 0 < float(dense(p.grad).abs().sum()) < math.inf}
+            given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
+            if given is not None and (samples := sample_fingerprints(given) or batch_fingerprint(given)):
+                self._log.add(Inputs(self.number, step, samples, self._forward_line))
+        self._log.count(self.number, step + 1, step + 1)
 
 
 class _SilentBoard(AlarmBoard):
@@ -123,6 +177,21 @@ class _ReplicaRecorder(ReplicaComparison):
         super().__init__(module, synced, context, alarms, keeps_start=False)
         self._log = log
         self._number = number
+        self._captured: ReplicaCaptured | None = None
+
+    def forward_begins(self) -> None:
+        self.write()
+        super().forward_begins()
+
+    def write(self) -> None:
+        """Write what was captured, with the parameters of now.
+
+        An optimizer is about to step: some have moved parameters between forward and backward, and put them back.
+        """
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            values = replace(captured.state.values, parameters=fingerprints(self._module.named_parameters()))
+            self._log.add(replace(captured, state=replace(captured.state, values=values)))
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         state = self.capture(step, after_backward=after_backward)
@@ -138,7 +207,8 @@ class _ReplicaRecorder(ReplicaComparison):
             left = {name: sketch(dense(p.grad)) for name, p in tensors.items() if p.grad is not None}
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
             captured = replace(captured, own=_plain(probe.local), averaged=_plain(left), eps=eps)
-        self._log.add(captured)
+        self.write()
+        self._captured = captured
         return []
 
 

@@ -1,0 +1,195 @@
+"""Evidence on an unmodified script: its data, its optimizers and its files, as each rank saw them.
+
+Judged in `judge.script_data`, `judge.script_optimizers` and `judge.script_files`; gathered in `monitor.script`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpcheck.findings.report import Location
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPass:
+    """One pass of a loop over a `DataLoader`, as far as the rank came.
+
+    Attributes:
+        loader: The number of the loader, in the order in which this rank first used them.
+        number: Of the pass over this loader, counted from 0.
+        location: The line of the script that begins it.
+        dataset: The class of the dataset.
+        size: How many samples it has; negative where it does not say.
+        digest: Of what the dataset holds, by attribute; empty where it holds nothing plain.
+        expected: How many batches the loader says that it has; negative where it does not say.
+        batch_size: Samples of a batch.
+        sampler: The class of the sampler.
+        shuffles: Whether the sampler says that it gives another order in each pass.
+        replaces: Whether the sampler says that it draws with replacement.
+        has_epoch: Whether the sampler has `set_epoch`.
+        batches: How many batches the script took.
+        exhausted: Whether it took all of them.
+        trains: Whether an optimizer stepped meanwhile.
+        order: A digest of all indices in their order; 0 where the sampler gives none.
+        indices: The first indices, in the dataset beneath all of torch's `Subset`.
+        subset: The indices of a `Subset`; empty for another dataset.
+        contents: By place in a batch, digests of the first samples by index.
+        draws: Digests of the state of the random generators before and after a batch was made, where it changed.
+    """
+
+    loader: int
+    number: int
+    location: Location | None
+    dataset: str = ""
+    size: int = -1
+    digest: Mapping[str, int] = field(default_factory=dict)
+    expected: int = -1
+    batch_size: int = 1
+    sampler: str = ""
+    shuffles: bool = False
+    replaces: bool = False
+    has_epoch: bool = False
+    batches: int = 0
+    exhausted: bool = False
+    trains: bool = False
+    order: int = 0
+    indices: Sequence[int] = ()
+    subset: Sequence[int] = ()
+    contents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    draws: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a wrapper's forward was given in a step.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        step: How many averaged backward passes had ended before.
+        samples: A fingerprint of each sample, or one of all tensors where they do not agree on the number of samples.
+        location: The line of the script that calls forward.
+    """
+
+    wrapper: int
+    step: int
+    samples: tuple[int, ...]
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedTable:
+    """A dictionary of plain values that the script holds when an optimizer first steps."""
+
+    name: str
+    values: Mapping[str, str]
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """An optimizer is about to step.
+
+    Attributes:
+        optimizer: Its number among those that have stepped on this rank.
+        count: How often it has stepped before.
+        options: Its class and what its groups have been given, but for their parameters (a sharded one has its own).
+        location: The line of the script.
+        held: The parameters of wrappers that it holds, by number of the wrapper and name ("0/head.weight").
+        reductions: Averaged backward passes so far of the wrappers whose parameters it holds; negative where it
+            holds none of any wrapper.
+        averaged: Whether there was one since it last stepped, and none that was not averaged.
+        norms: The norm of the gradient of each parameter in a wrapper, by name.
+        states: The norms of its state, by name of the parameter and key.
+        alone: The values of parameters in no wrapper, as fingerprints, by name.
+        gradients: Sketches of their gradients; empty for one that has none.
+        marks: Fingerprints of one of them, at each step since the last entry.
+        unknown: Of them, those that no module has.
+    """
+
+    optimizer: int
+    count: int
+    options: Mapping[str, str]
+    location: Location | None
+    held: tuple[str, ...] = ()
+    reductions: int = -1
+    averaged: bool = False
+    norms: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, float] = field(default_factory=dict)
+    alone: Mapping[str, int] = field(default_factory=dict)
+    gradients: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    marks: tuple[int, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerEnd:
+    """How often an optimizer has stepped when the script ends, and `marks` as above."""
+
+    optimizer: int
+    count: int
+    reductions: int
+    marks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricUsed:
+    """A learning rate schedule has been given a metric; `count` by its number in the order of first use."""
+
+    schedule: int
+    count: int
+    value: float
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsZeroed:
+    """Gradients that were not zero were zeroed at a line, so many times before each of several optimizer steps."""
+
+    optimizer: int
+    times: int
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedInPlace:
+    """Backward has come through a tensor that a collective had overwritten.
+
+    Attributes:
+        operation: The collective.
+        location: The line of the script that calls it.
+        elements: Of the tensor.
+        factor: The gradient that came, where there is one element.
+    """
+
+    operation: str
+    location: Location | None
+    elements: int
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileUsed:
+    """The script has written or read a file of `torch.save`.
+
+    Attributes:
+        path: Of the file.
+        writes: Whether it was written.
+        began: How many collectives of all ranks this rank had come to when it began.
+        ended: And when it was done.
+        location: The line of the script.
+        devices: Of the tensors that were read, and whether a `map_location` was given.
+        device: The current one of this rank.
+        mapped: Whether `map_location` was given.
+    """
+
+    path: str
+    writes: bool
+    began: int
+    ended: int
+    location: Location | None
+    devices: tuple[str, ...] = ()
+    device: str = ""
+    mapped: bool = False

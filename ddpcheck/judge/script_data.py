@@ -1,0 +1,255 @@
+"""DDP405, 505, 506, 510, 516 and 519: the data of a script, by what each rank's loaders and wrappers were given.
+
+Pure functions from `findings.evidence.script` (gathered by `monitor.script`) to findings. The passes of all ranks over
+one loader come in lists by rank; a loader that not every rank has is not judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.script import DerivedTable, Inputs, LoaderPass
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
+
+_SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
+_LEFT_OUT = 0.05  # of the samples, likewise
+_FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
+_FEWEST_DRAWS = 2  # batches that were made with the same random numbers
+
+
+def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """Findings on every loader; `passes` by rank, in the order in which they began."""
+    loaders = sorted(set.intersection(*({one.loader for one in of_rank} for of_rank in passes)) if passes else ())
+    found = []
+    for loader in loaders:
+        everyone = [[one for one in of_rank if one.loader == loader and one.trains] for of_rank in passes]
+        if all(everyone) and len({(of_rank[0].dataset, of_rank[0].location) for of_rank in everyone}) == 1:
+            found += judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone)
+            found += judge_epoch_order(everyone) + judge_shared_draws(everyone)
+    return found
+
+
+def judge_expected_batches(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP405: loaders that have more batches on some ranks than on others, for ranks that hang or fail."""
+    for of_ranks in zip(*passes, strict=False):
+        expected = [one.expected for one in of_ranks]
+        if len({one.location for one in of_ranks}) > 1 or min(expected) < 0 or len(set(expected)) < 2:
+            continue
+        if any(one.trains for one in of_ranks) or all(one.batches == 0 or not one.exhausted for one in of_ranks):
+            return _one(
+                "DDP405",
+                of_ranks[0],
+                f"The loader has {min(expected)} batches on some ranks and {max(expected)} on others: those with more "
+                "wait for the others in backward.",
+                ranks=[rank for rank, count in enumerate(expected) if count == min(expected)],
+                evidence=[f"batches: {one}" for one in group_by_value(expected)],
+            )
+    return []
+
+
+def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: a random split that each rank has drawn for itself, so that they neither agree nor are apart."""
+    subsets = [set(of_rank[0].subset) for of_rank in passes]
+    sizes = {len(of_rank[0].subset) for of_rank in passes}
+    if not all(subsets) or len(sizes) > 1 or not _are_of_same_data([of_rank[0] for of_rank in passes]):
+        return []
+    common = set.intersection(*subsets)
+    if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
+        return []
+    lone = len(subsets[0]) - len(common)
+    return _one(
+        "DDP516",
+        passes[0][0],
+        f"The ranks have split the dataset differently: {lone} of the {counted(len(subsets[0]), 'sample')} of rank 0's "
+        "part are not in every other rank's, so that what one rank trains on, another one holds back.",
+        ranks=minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
+        evidence=[
+            f"rank {rank} begins with samples {_first(of_rank[0].subset)}" for rank, of_rank in enumerate(passes)
+        ],
+        fix="Draw the split from a generator with the same seed on every rank: "
+        "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)).",
+    )
+
+
+def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP505: samples that several ranks train on, in the same step or in the same epoch."""
+    first = [of_rank[0] for of_rank in passes]
+    if len(first) < 2 or not all(one.indices for one in first) or not _are_of_same_data(first):
+        return []
+    size = min(len(one.indices) for one in first)
+    lists = [tuple(one.indices[:size]) for one in first]
+    alike = [rank for rank, indices in enumerate(lists) if lists.count(indices) > 1]
+    if alike and len(set(lists[alike[0]])) > 1:
+        return _one(
+            "DDP505",
+            first[0],
+            f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
+            "they do the work of one.",
+            ranks=alike if len(alike) < len(lists) else (),
+            evidence=[
+                f"the first samples on each of them: {_first(lists[alike[0]])}",
+                _taken(first[0]),
+            ],
+        )
+    if any(one.replaces or not one.exhausted or len(set(one.indices)) < len(one.indices) for one in first):
+        return []
+    sets = [set(indices) for indices in lists]
+    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
+    allowed = max(one.batch_size for one in first) * len(first)  # what a sampler may repeat at the end
+    if shared <= allowed or shared < _SHARED * size:
+        return []
+    return _one(
+        "DDP505",
+        first[0],
+        f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
+        "in an order of its own.",
+        severity=Severity.WARNING,
+        evidence=[f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])]
+        + [_taken(first[0])],
+    )
+
+
+def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP519: samples that no rank takes in any epoch."""
+    epochs = [of_ranks for of_ranks in zip(*passes, strict=False) if all(one.indices for one in of_ranks)]
+    first = [of_rank[0] for of_rank in passes]
+    size = first[0].size
+    if len(epochs) < 2 or size < 1 or any(one.subset for one in first) or not _are_of_same_data(first):
+        return []
+    if any(not one.exhausted or one.replaces for of_ranks in epochs for one in of_ranks):
+        return []
+    if any(one.size != size for one in first):
+        return []
+    seen = {frozenset(index for one in of_ranks for index in one.indices) for of_ranks in epochs}
+    missing = size - len(next(iter(seen)))
+    if len(seen) > 1 or missing <= max(_LEFT_OUT * size, max(one.batch_size for one in first) * len(first)):
+        return []
+    return _one(
+        "DDP519",
+        first[0],
+        f"{missing} of the {size} samples of the dataset are on no rank in any of {len(epochs)} epochs.",
+        evidence=[f"each rank takes {len(one.indices)} samples, by {one.sampler}" for one in first[:1]],
+        fix="Give the sampler the world size and the rank of the process group, and split the data once only: by "
+        "the sampler, or by the framework.",
+    )
+
+
+def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: a sampler that shuffles, and gives the same order in every epoch."""
+    for of_rank in passes:
+        orders = [one.order for one in of_rank if one.exhausted]
+        one = of_rank[0]
+        indices = list(one.indices)
+        if not one.shuffles or len(orders) < 2 or not orders[0] or len(set(orders)) > 1 or indices == sorted(indices):
+            return []
+    one = passes[0][0]
+    epochs = min(sum(each.exhausted for each in of_rank) for of_rank in passes)
+    return _one(
+        "DDP506",
+        one,
+        f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
+        evidence=[f"every epoch begins with samples {_first(one.indices)} on rank 0"],
+        fix="" if one.has_epoch else "Do not seed the generator of the loader again before each epoch.",
+    )
+
+
+def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP510: batches of other samples that every rank has made with the same random numbers."""
+    draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
+    shared = set.intersection(*(set(of_rank.items()) for of_rank in draws))
+    orders = {tuple(of_rank[0].indices) for of_rank in passes}
+    if len(passes) < 2 or len(shared) < _FEWEST_DRAWS or len(orders) < 2:
+        return []
+    return _one(
+        "DDP510",
+        passes[0][0],
+        f"The dataset draws random numbers for its samples, and every rank draws the same ones, in "
+        f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
+        evidence=["the states of the global random generators before and after these batches are equal on all ranks"],
+        fix="Seed with seed + rank before the loop over the data, after the model has been constructed.",
+    )
+
+
+def judge_inputs(inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
+    """DDP505: a wrapper that is given the same samples on every rank in each step, and others in the next.
+
+    Args:
+        inputs: By rank of the wrapper's group, of the same steps.
+    """
+    steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
+    varying = len({of_ranks[0].samples for of_ranks in steps}) > 1
+    same = [of_ranks for of_ranks in steps if len({tuple(sorted(one.samples)) for one in of_ranks}) == 1]
+    if len(inputs) < 2 or len(same) < _FEWEST_INPUTS or len(same) < len(steps) or not varying:
+        return []
+    return one_finding(
+        "DDP505",
+        ("forward",),
+        f"Every rank's forward pass is given the same samples, in all {len(same)} steps that were compared; "
+        "so together the ranks do the work of one.",
+        location=same[0][0].location,
+        evidence=["their bits are equal on all ranks, and others in other steps"],
+        fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
+        "that is seeded with seed + rank.",
+    )
+
+
+def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
+    """DDP516: a dictionary that has the same keys and the same values on every rank, put together differently."""
+    by_name = [{one.name: one for one in of_rank} for of_rank in tables]
+    names = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
+    found = []
+    for name in names:
+        values = [of_rank[name].values for of_rank in by_name]
+        if _is_permuted(values):
+            key = next(key for key in sorted(values[0]) if len({of_rank[key] for of_rank in values}) > 1)
+            spelled = [tuple(of_rank[key] for key in sorted(of_rank)) for of_rank in values]
+            found += one_finding(
+                "DDP516",
+                (name,),
+                f"{name} has the same {len(values[0])} keys on every rank, and gives them other values.",
+                ranks=minority_ranks(spelled) if len(values) > 2 else (),
+                location=by_name[0][name].location,
+                evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],
+            )
+    return found
+
+
+def _is_permuted(values: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the same keys have the same values in another assignment."""
+    keys = sorted(values[0])
+    if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
+        return False
+    counts = [Counter(of_rank.values()) for of_rank in values]
+    return len(keys) > 1 and all(count == counts[0] for count in counts)
+
+
+def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
+    """Whether the same index is the same sample on every rank, by what the datasets hold or by what they gave."""
+    one, *others = passes
+    return all(_is_of_same_data(one, other) for other in others)
+
+
+def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
+    if one.digest and one.digest == other.digest:
+        return True
+    for place, rows in one.contents.items():
+        common = rows.keys() & other.contents.get(place, {}).keys()
+        if len({rows[index] for index in common}) > 1:
+            return all(rows[index] == other.contents[place][index] for index in common)
+    return False
+
+
+def _one(code: str, one: LoaderPass, message: str, **more: object) -> list[Finding]:
+    location: Location | None = one.location
+    return one_finding(code, (one.dataset,), message, location=location, **more)  # type: ignore[arg-type]
+
+
+def _taken(one: LoaderPass) -> str:
+    return f"{counted(one.size, 'sample')}, of which each takes {len(one.indices)}, by {one.sampler}"
+
+
+def _first(indices: Sequence[int]) -> str:
+    return f"{', '.join(map(str, indices[:6]))}{' ...' if len(indices) > 6 else ''}"

@@ -1,0 +1,80 @@
+"""DDP512: files that several ranks write, or that one reads while another one writes.
+
+Pure functions from `findings.evidence.script` (gathered by `monitor.script.file_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import format_ranks, one_finding
+
+
+def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """At most one finding a file; `uses` by rank, in order of time.
+
+    Two uses are apart if a collective of all ranks is between them: the rank that came to it first has waited in it
+    for the other. Uses that none is between may happen at the same time, whatever the clock said in this run.
+    """
+    found: dict[str, list[Finding]] = {}
+    for rank, use, other_rank, other in _pairs(uses):
+        if use.path in found or not use.writes or other.path != use.path:
+            continue
+        if use.began > other.ended or other.began > use.ended:
+            continue
+        name = PurePath(use.path).name
+        if other.writes:
+            ranks = sorted(
+                {r for r, of_rank in enumerate(uses) if any(u.path == use.path and u.writes for u in of_rank)}
+            )
+            found[use.path] = one_finding(
+                "DDP512",
+                (name,),
+                f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective keeps them apart.",
+                ranks=() if len(ranks) == len(uses) else ranks,
+                location=use.location,
+                evidence=[f"the file is {use.path}"],
+                fix="Write it on rank 0 only, and let the others wait in a barrier before they read it.",
+            )
+        else:
+            found[use.path] = one_finding(
+                "DDP512",
+                (name,),
+                f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective comes between.",
+                ranks=(other_rank,),
+                location=other.location,
+                evidence=[f"rank {rank} writes it at {use.location}", f"the file is {use.path}"],
+                fix="Call dist.barrier() on every rank after the one has written it and before the others read it.",
+            )
+    return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
+
+
+def _pairs(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
+    for rank, of_rank in enumerate(uses):
+        for other_rank, of_other in enumerate(uses):
+            if rank != other_rank:
+                yield from ((rank, use, other_rank, other) for use in of_rank for other in of_other)
+
+
+def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """Tensors that several ranks have loaded onto one GPU, which is not their own."""
+    for rank, of_rank in enumerate(uses):
+        for use in of_rank:
+            elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
+            if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
+                name = PurePath(use.path).name
+                return one_finding(
+                    "DDP512",
+                    (name,),
+                    f"Rank {rank} loads {name} onto {elsewhere[0]}, which belongs to another rank: there is no "
+                    "map_location.",
+                    ranks=(rank,),
+                    location=use.location,
+                    evidence=[f"the rank's own device is {use.device}"],
+                    severity=Severity.WARNING,
+                )
+    return []

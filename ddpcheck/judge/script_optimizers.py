@@ -1,0 +1,348 @@
+"""DDP208, 223, 301, 306, 309, 501, 504, 507, 508, 517 and 518: the optimizers of a script, and what they are given.
+
+Pure functions from `findings.evidence.script` (gathered by `monitor.script`) to findings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ddpcheck.findings.evidence.script import (
+    GradientsZeroed,
+    MetricUsed,
+    OptimizerEnd,
+    OptimizerStep,
+    ReducedInPlace,
+)
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import (
+    format_ranks,
+    group_by_value,
+    join_names,
+    minority_ranks,
+    one_finding,
+    plural_verb,
+    told_by_rank,
+)
+from ddpcheck.judge.rank_configuration import judge_options
+
+_TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
+
+Steps = Sequence[OptimizerStep]
+"""One optimizer before one of its steps, by rank."""
+
+
+def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP223 or 507: options that are not the same on every rank, in the first step in which that is so."""
+    for number, of_ranks in enumerate(steps):
+        found = judge_options("DDP223", [one.options for one in of_ranks], "The optimizer")
+        if not found:
+            continue
+        finding, first = found[0], of_ranks[0]
+        if number and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
+            names = finding.subjects
+            finding = replace(
+                one_finding(
+                    "DDP507",
+                    names,
+                    f"The learning rate was the same on every rank, and is not any more in step {first.count} of the "
+                    "optimizer.",
+                    ranks=finding.ranks,
+                )[0],
+                evidence=finding.evidence,
+            )
+        return [replace(finding, steps=(first.count,), location=first.location)]
+    return []
+
+
+def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
+    """DDP508: a rank that has made fewer or more optimizer steps than the others between averaged backward passes."""
+    for of_ranks in steps:
+        reductions = [one.reductions for one in of_ranks]
+        if min(reductions) >= 0 and len(set(reductions)) > 1:
+            return _pace(of_ranks, reductions)
+    counts = [end.count for end in ends]
+    if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
+        if len({end.reductions for end in ends}) == 1:
+            return _skipped(steps[-1], counts)
+    return []
+
+
+def _pace(of_ranks: Steps, reductions: Sequence[int]) -> list[Finding]:
+    ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('skips', 'skip', ranks)} optimizer steps that the others "
+        "make.",
+        ranks=ranks,
+        location=of_ranks[0].location,
+        evidence=[f"averaged backward passes until step {of_ranks[0].count}: {n}" for n in group_by_value(reductions)],
+    )
+
+
+def _skipped(of_ranks: Steps, counts: Sequence[int]) -> list[Finding]:
+    ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} made fewer optimizer steps than the "
+        "others from the same averaged backward passes.",
+        ranks=ranks,
+        location=of_ranks[0].location,
+        evidence=[f"optimizer steps: {one}" for one in group_by_value(counts)],
+    )
+
+
+def judge_step_gradients(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP301: averaged gradients that are not the same on every rank when the optimizer uses them."""
+    for of_ranks in steps:
+        if not all(one.averaged for one in of_ranks) or len({one.reductions for one in of_ranks}) > 1:
+            continue
+        names = _differing([one.norms for one in of_ranks])
+        if names:
+            values = {name: [one.norms.get(name) for one in of_ranks] for name in names}
+            ranks = _minority([one.norms for one in of_ranks], names)
+            return one_finding(
+                "DDP301",
+                [_short(name) for name in names],
+                f"The averaged {plural_verb('gradient', 'gradients', names)} of "
+                f"{join_names([_short(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
+                "backward, not alike on every rank.",
+                ranks=ranks,
+                steps=(of_ranks[0].count,),
+                location=of_ranks[0].location,
+                evidence=[
+                    f"norm before the optimizer's step: {told}"
+                    for told in told_by_rank({_short(n): [_spelled(v) for v in values[n]] for n in names[:3]})
+                ],
+                fix="Clip, scale, mask and add noise in the same way on every rank; what is decided from local data "
+                "has to be shared first.",
+            )
+    return []
+
+
+def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
+    for of_ranks in steps:
+        states = [one.states for one in of_ranks]
+        if any(set(one) != set(states[0]) for one in states) and all(one for one in states):
+            continue  # sharded
+        names = _differing(states)
+        if not names or _differing([one.norms for one in of_ranks]):
+            continue
+        keys = sorted({name.rpartition(": ")[2] for name in names})
+        ranks = _minority(states, names)
+        return one_finding(
+            "DDP306",
+            keys,
+            f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
+            f"{of_ranks[0].count}, so that equal gradients move the parameters apart.",
+            ranks=ranks,
+            steps=(of_ranks[0].count,),
+            location=of_ranks[0].location,
+            evidence=[
+                f"norm of {told}"
+                for told in told_by_rank({_short(n): [_spelled(one.get(n)) for one in states] for n in names[:3]})
+            ],
+            fix="Load the optimizer's state on every rank, from the same file.",
+        )
+    return []
+
+
+def judge_alone(steps: Sequence[Steps], ends: Sequence[OptimizerEnd], *, wrapped: bool) -> list[Finding]:
+    """DDP501 or 208: parameters in no wrapper that ranks train apart from each other.
+
+    Args:
+        steps: Of one optimizer.
+        ends: Of this optimizer, by rank; as many as have come to their end.
+        wrapped: Whether the script has a wrapper at all.
+    """
+    of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
+    if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
+        return []
+    marks = [tuple(itertools.chain.from_iterable(one[rank].marks for one in of_ranks)) for rank in range(len(steps[0]))]
+    if len(ends) == len(marks):
+        marks = [of_rank + end.marks for of_rank, end in zip(marks, ends, strict=True)]
+    together = [len(set(at)) == 1 for at in zip(*marks, strict=False)]
+    if any(later and not before for before, later in itertools.pairwise(together)):
+        return []  # averaged now and then
+    names = list(of_ranks[0][0].alone)
+
+    def alike(one: Steps, name: str) -> bool:
+        return len({each.alone[name] for each in one}) == 1
+
+    began = [name for name in names if alike(of_ranks[0], name)]
+    apart = [name for name in began if not any(alike(one, name) for one in of_ranks[-1:])]
+    local = [name for name in apart if any(_gradients_differ(one, name) for one in of_ranks)]
+    if local and _few_agree(of_ranks):
+        where = "is in no DistributedDataParallel" if wrapped else "is averaged by nothing in this script"
+        return _alone(
+            "DDP501",
+            local,
+            f"{join_names(local)} {where if len(local) == 1 else where.replace('is ', 'are ', 1)}: every rank trains "
+            f"{plural_verb('it', 'them', local)} on its own gradients.",
+            of_ranks,
+            "the values were the same on all ranks in the first step of the optimizer, and are not in the last",
+            "Put it into the module that is wrapped, or wrap it too."
+            if wrapped
+            else "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
+        )
+    other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
+    averaged = [name for name in other if all(_are_same_gradients(one, name) for one in of_ranks)]
+    if averaged:
+        return _alone(
+            "DDP208",
+            averaged,
+            f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
+            "and the gradients are averaged: they belong to no model.",
+            of_ranks,
+            "the gradients are the same on all ranks in every step that was compared, and the values in none",
+            "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
+        )
+    return []
+
+
+def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:
+    """DDP504: an optimizer of tensors that no module has, and parameters of a wrapper that no optimizer moves.
+
+    Args:
+        steps: Of one optimizer.
+        moved: By name of a parameter of a wrapper, whether it has changed in the steps that were compared.
+        held: The names of those that an optimizer holds.
+    """
+    unknown = steps[-1][0].unknown if steps else ()
+    left = [name for name, yes in moved.items() if not yes and name not in held]
+    if not unknown or not left:
+        return []
+    return one_finding(
+        "DDP504",
+        [_short(name) for name in left],
+        f"{join_names([_short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
+        f"{plural_verb('moves', 'move', left)}, and the optimizer holds {len(unknown)} tensors that no module has.",
+        location=steps[0][0].location,
+    )
+
+
+def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
+    """DDP518: a schedule that each rank gives a value of its own; `metrics` by rank, in order."""
+    for of_ranks in zip(*metrics, strict=False):
+        values = [one.value for one in of_ranks]
+        if len({(one.schedule, one.count) for one in of_ranks}) > 1:
+            return []
+        if not all(math.isclose(value, values[0], rel_tol=1e-6, abs_tol=1e-12) for value in values):
+            return one_finding(
+                "DDP518",
+                ("ReduceLROnPlateau",),
+                "Each rank gives the learning rate schedule the metric of its own samples; the ranks lower the rate at "
+                "different times.",
+                location=of_ranks[0].location,
+                evidence=[f"rank {rank}: {value:.6g}" for rank, value in enumerate(values[:4])],
+            )
+    return []
+
+
+def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
+    """DDP517: gradients that are zeroed again and again between two steps of an optimizer; of one rank."""
+    return [
+        finding
+        for one in zeroed[:1]
+        for finding in one_finding(
+            "DDP517",
+            ("zero_grad",),
+            f"zero_grad throws away gradients that no step has used: it is called {one.times} times before each "
+            "optimizer step.",
+            location=one.location,
+            evidence=["each time the gradients were not zero"],
+        )
+    ]
+
+
+def judge_reduced_in_place(uses: Sequence[ReducedInPlace], *, world_size: int, accumulates: bool) -> list[Finding]:
+    """DDP309: backward through what a collective has overwritten; of one rank.
+
+    One number that is only logged is harmless: its gradient is what it would have been. Divided by the world size, it
+    is not; `accumulates` says that the script may divide by its micro-batches.
+    """
+    for one in uses:
+        scaled = one.factor is not None and math.isclose(one.factor * world_size, 1.0, rel_tol=1e-5)
+        if one.elements > 1 or (scaled and not accumulates):
+            what = (
+                f"The loss is reduced by {one.operation} and divided by the world size before backward: autograd sees "
+                "the division only, and DDP averages once more."
+                if scaled
+                else f"Backward comes through a tensor that {one.operation} has overwritten: what came from the other "
+                "ranks is a constant for autograd."
+            )
+            evidence = [f"the gradient of it is {one.factor:.6g}"] if scaled else [f"{one.elements} elements"]
+            fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)." if scaled else ""
+            return one_finding("DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix)
+    return []
+
+
+def _alone(
+    code: str, names: Sequence[str], message: str, steps: Sequence[Steps], evidence: str, fix: str
+) -> list[Finding]:
+    location = steps[0][0].location
+    return one_finding(code, names, message, location=location, evidence=[evidence], fix=fix)
+
+
+def _differing(values: Sequence[Mapping[str, float]]) -> list[str]:
+    """The names under which not all ranks have the same number, but for rounding."""
+    names = list(dict.fromkeys(name for of_rank in values for name in of_rank))
+    return [name for name in names if not _are_close([of_rank.get(name) for of_rank in values])]
+
+
+def _are_close(values: Sequence[float | None]) -> bool:
+    known = [value for value in values if value is not None]
+    if any(not math.isfinite(value) for value in known):
+        return True  # an overflow, which a gradient scaler skips
+    if len(known) < len(values):
+        return not known or max(known) == 0.0
+    return max(known) - min(known) <= _TOLERANCE * max(known)
+
+
+def _minority(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
+    """The ranks that are not like most; none of two, of which either may be right."""
+    if len(values) < 3:
+        return ()
+    return minority_ranks([tuple(_rounded(of_rank.get(name)) for name in names) for of_rank in values])
+
+
+def _rounded(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _spelled(value: float | None) -> str:
+    return "no gradient" if value is None else f"{value:.6g}"
+
+
+def _gradients_differ(steps: Steps, name: str) -> bool:
+    there = [one.gradients[name] for one in steps if name in one.gradients]
+    return len(there) == len(steps) and not _are_near(there)
+
+
+def _are_same_gradients(steps: Steps, name: str) -> bool:
+    there = [one.gradients[name] for one in steps if name in one.gradients]
+    return len(there) == len(steps) and _are_near(there) and any(there[0])
+
+
+def _are_near(sketches: Sequence[Sequence[float]]) -> bool:
+    first, *others = sketches
+    scale = max(math.hypot(*sketch) for sketch in sketches)
+    return all(math.dist(first, other) <= _TOLERANCE * scale for other in others)
+
+
+def _few_agree(steps: Sequence[Steps]) -> bool:
+    """Whether gradients differ in most of the steps, and not in one that a script makes on purpose."""
+    names = steps[0][0].alone
+    apart = [any(_gradients_differ(one, name) for name in names) for one in steps]
+    return sum(apart) * 2 > len(steps)
+
+
+def _short(name: str) -> str:
+    """A name without the number of its wrapper."""
+    return name.partition("/")[2] or name

@@ -1,0 +1,251 @@
+"""The passes of a script over its data loaders: which samples, in which order, from which random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import random
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.state.module_description import digest_of, fingerprint
+from ddpcheck.gather.steps.training_step import row_fingerprints
+from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.recipe.pytree import tree_tensors
+
+_MOST_INDICES = 1 << 16  # of a pass
+_MOST_PASSES = 3  # whose indices are kept; of later ones the digest of their order
+_MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
+_MOST_ROWS = 16  # of a batch
+_MOST_PLAIN = 256  # items of an attribute of a dataset
+
+
+@dataclass(slots=True)
+class _Pass:
+    entry: LoaderPass
+    steps: int  # of all optimizers, when it began
+    map_style: bool
+    order: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
+    batches: list[array[int]] = field(default_factory=list)
+    kept: int = 0
+    dataset: Any = None
+
+
+class LoaderRecorder:
+    """Follows every `DataLoader` of this process; hands what it has seen of each pass to `sink`."""
+
+    def __init__(self, sink: Callable[[LoaderPass], object], steps: Callable[[], int]) -> None:
+        """Begin; `steps` says how often optimizers have stepped."""
+        self._sink = sink
+        self._steps = steps
+        self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
+        self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._open: dict[int, _Pass] = {}  # by number of the loader
+        self._opening: _Pass | None = None
+        _Iterator: Any = _BaseDataLoaderIter
+        _Loader: Any = DataLoader
+        _Loader.__iter__ = self._opened_by(_Loader.__iter__)
+        _Iterator._next_index = self._counted_by(_Iterator._next_index)  # private to torch; without it, no indices
+        _Iterator.__next__ = self._taken_by(_Iterator.__next__)
+
+    def close(self) -> None:
+        """The script has ended: what is open has come to its end, too."""
+        for one in list(self._open.values()):
+            self._end(one, exhausted=False)
+
+    def _opened_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        begin = guarded(self._begin)
+
+        @functools.wraps(original)
+        def __iter__(loader: Any) -> Any:
+            outer = self._opening
+            self._opening = made = begin(loader)
+            try:
+                iterator = original(loader)
+            finally:
+                self._opening = outer
+            if made is not None:
+                with contextlib.suppress(TypeError):  # of another class, which a subclass returns
+                    self._passes[iterator] = made
+            return iterator
+
+        return __iter__
+
+    def _counted_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note_index = guarded(_note_index)
+
+        @functools.wraps(original)
+        def _next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            one = self._opening or self._passes.get(iterator)
+            if one is not None and one.map_style:
+                note_index(one, index)
+            return index
+
+        return _next_index
+
+    def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        note_batch, end, states = guarded(_note_batch), guarded(self._end), guarded(_random_states)
+
+        @functools.wraps(original)
+        def __next__(iterator: Any) -> Any:
+            one = self._passes.get(iterator)
+            if one is None:
+                return original(iterator)
+            looks = one.entry.batches < _MOST_BATCHES and one.entry.number < _MOST_PASSES
+            before = states() if looks else None
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                end(one, exhausted=True)
+                raise
+            if before is not None:
+                note_batch(one, batch, before)
+            one.entry = replace(one.entry, batches=one.entry.batches + 1)
+            return batch
+
+        return __next__
+
+    def _begin(self, loader: Any) -> _Pass:
+        location = user_location()
+        map_style = not isinstance(loader.dataset, IterableDataset)
+        size = _length(loader.dataset) if map_style else -1
+        key = (location, type(loader.dataset), size)
+        counts = self._numbers.setdefault(key, [len(self._numbers), 0])
+        number, counts[1] = counts[1], counts[1] + 1
+        if (before := self._open.pop(counts[0], None)) is not None:
+            self._end(before, exhausted=False)
+        sampler = _innermost_sampler(loader)
+        subset = loader.dataset.indices if type(loader.dataset) is Subset and not number else ()
+        entry = LoaderPass(
+            loader=counts[0],
+            number=number,
+            location=location,
+            dataset=type(_beneath(loader.dataset)[0]).__qualname__,
+            size=size,
+            digest=_digest(_beneath(loader.dataset)[0]) if not number else {},
+            expected=_length(loader) if map_style else -1,
+            batch_size=int(getattr(loader, "batch_size", None) or 1),
+            sampler=type(sampler).__name__,
+            shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+            replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
+            has_epoch=hasattr(sampler, "set_epoch"),
+            subset=array("q", map(int, subset[:_MOST_INDICES])) if len(subset) else (),
+        )
+        self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset)
+        self._sink(entry)
+        return one
+
+    def _end(self, one: _Pass, *, exhausted: bool) -> None:
+        if self._open.get(one.entry.loader) is one:
+            del self._open[one.entry.loader]
+        taken = one.batches[: one.entry.batches]
+        indices = array("q", (index for batch in taken for index in batch))
+        for index in range(len(indices)):
+            indices[index] = _base_index(one.dataset, indices[index])
+        order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
+        trains = self._steps() > one.steps
+        self._sink(replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices))
+        one.batches, one.dataset = [], None
+
+
+def _note_index(one: _Pass, index: Any) -> None:
+    """Keep the indices of a batch, or of a sample where the loader makes no batches."""
+    batch = index if isinstance(index, list | tuple) else [index]
+    if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
+        one.map_style = False  # keys of another kind
+        return
+    numbers = array("q", map(int, batch))
+    one.order.update(numbers.tobytes())
+    if one.kept < _MOST_INDICES and one.entry.number < _MOST_PASSES:
+        one.kept += len(numbers)
+        one.batches.append(numbers)
+
+
+def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
+    """Fingerprints of the first samples of a batch, and of the random states around it, where they have changed."""
+    if one.entry.batches:  # the first one may have seeded what the loader itself draws from
+        changed = {old: new for old, new in zip(before, _random_states(), strict=False) if old != new}
+        one.entry = replace(one.entry, draws={**one.entry.draws, **changed})
+    taken = one.entry.batches
+    if taken >= len(one.batches):
+        return
+    indices = one.batches[taken]
+    contents: dict[str, Mapping[int, int]] = dict(one.entry.contents)
+    for place, tensor in enumerate(tree_tensors(batch)):
+        if tensor.dim() and len(tensor) == len(indices) and tensor.layout == torch.strided:
+            rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
+            known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
+            contents[str(place)] = {**contents.get(str(place), {}), **known}
+    one.entry = replace(one.entry, contents=contents)
+
+
+def _random_states() -> list[int]:
+    """Digests of the global generators of torch, Python and numpy, as augmentations draw from them."""
+    states: list[Any] = [bytes(torch.default_generator.get_state().numpy().data), random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, keys, place, *_ = numpy.random.get_state()
+        states.append((keys.tobytes(), place))
+    return [int(digest_of(state)[:15], 16) for state in states]
+
+
+def _innermost_sampler(loader: Any) -> Any:
+    """What chooses the samples, beneath the batch samplers of frameworks."""
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    for _ in range(4):
+        inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
+
+
+def _length(sized: Any) -> int:
+    with contextlib.suppress(Exception):  # of the user's
+        return len(sized)
+    return -1
+
+
+def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
+    """The dataset beneath all of torch's `Subset`, and their indices."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, subsets
+
+
+def _base_index(dataset: Any, index: int) -> int:
+    for indices in _beneath(dataset)[1]:
+        index = int(indices[index])
+    return index
+
+
+def _digest(dataset: Any) -> dict[str, int]:
+    """A digest of each tensor and list of plain values that a dataset holds."""
+    found = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
+            found[name] = fingerprint(value[:_MOST_PLAIN].cpu())
+        elif hasattr(value, "tobytes") and hasattr(value, "shape") and len(getattr(value, "shape", ())):
+            found[name] = int(digest_of(value[:_MOST_PLAIN].tobytes())[:15], 16)
+        elif isinstance(value, list | tuple) and value and all(_is_plain(item) for item in value[:_MOST_PLAIN]):
+            found[name] = int(digest_of((len(value), value[:_MOST_PLAIN]))[:15], 16)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(item, str | int | float) for item in value)
+    return isinstance(value, str | int | float)

@@ -1,0 +1,281 @@
+"""The optimizer steps of a script: options, pace, state, gradients, and parameters that no wrapper synchronises."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    GradientsZeroed,
+    MetricUsed,
+    OptimizerEnd,
+    OptimizerStep,
+)
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location
+from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.state.module_description import fingerprint
+from ddpcheck.gather.steps.gradient_distance import dense
+from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.script_watch import ScriptWatch
+
+_MOST_MARKS = 4096
+_MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
+_FEWEST_ZEROINGS = 3  # steps, one after the other, between which it is called as often
+_MOST_ITEMS = 4096  # of a dictionary
+_FEWEST_ITEMS = 2
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    number: int
+    steps: int = 0
+    reductions: int = 0
+    alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
+    marks: list[int] = field(default_factory=list)
+    marked: Callable[[], Any] = lambda: None  # a small parameter that is in no wrapper
+    zeroed: dict[Location | None, int] = field(default_factory=dict)  # how often since the last step, by line
+    zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
+    zeroings: int = 0  # steps, one after the other, in which that was the same
+    inside: bool = False  # of `step`
+
+
+class OptimizerRecorder:
+    """Follows every optimizer of this process; hands what it sees to `sink`.
+
+    Attributes:
+        steps: How often any of them has stepped.
+    """
+
+    def __init__(self, sink: Callable[[Any], object], watches: Iterable[ScriptWatch], every: int) -> None:
+        """Begin; `watches` are those on the wrappers of this process."""
+        self.steps = 0
+        self._sink = sink
+        self._watches = watches
+        self._every = every
+        self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
+        self._numbers, self._schedule_numbers = itertools.count(), itertools.count()
+        self._schedules: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
+        register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
+        register_optimizer_step_post_hook(UnpickledHook(self._after_step))
+        _Optim, _Module, _Plateau = torch.optim.Optimizer, nn.Module, torch.optim.lr_scheduler.ReduceLROnPlateau
+        self._follow(_Optim, "zero_grad", self._before_zero_grad)
+        self._follow(_Module, "zero_grad", self._before_module_zero_grad)
+        self._follow(_Plateau, "step", self._before_plateau)
+
+    @staticmethod
+    def _follow(kind: Any, name: str, before: Callable[..., None]) -> None:
+        original, note = getattr(kind, name), guarded(before)
+
+        @functools.wraps(original)
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            note(self, *arguments, **named)
+            return original(self, *arguments, **named)
+
+        setattr(kind, name, method)
+
+    def close(self) -> None:
+        """The script has ended."""
+        for optimizer, known in list(self._known.items()):
+            watches = self._watches_of(optimizer)
+            reductions = sum(watch.step for watch in watches) if watches else -1
+            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks)))
+
+    # Steps
+
+    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        self.steps += 1
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = _Optimizer(next(self._numbers))
+            self._look_at(optimizer, known)
+        known.inside = True
+        watches = self._watches_of(optimizer)
+        for watch in watches:
+            watch.optimizer_steps()
+        self._judge_zeroing(known)
+        if (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
+            known.marks.append(fingerprint(marked))
+        if is_probed(known.steps) or (self._every and known.steps % self._every == 0):
+            self._sink(self._described(optimizer, known, watches))
+            known.marks = []
+        known.reductions = sum(watch.step for watch in watches)
+        known.steps += 1
+
+    def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
+        if (known := self._known.get(optimizer)) is not None:
+            known.inside = False
+
+    def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
+        held = _parameters_of(optimizer)
+        wrapped = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.parameters.items()}
+        inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
+        alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
+        reductions = sum(watch.step for watch in watches)
+        options = optimizer_options(optimizer, {})
+        names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
+        return OptimizerStep(
+            known.number,
+            known.steps,
+            {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
+            user_location(),
+            held=tuple(inside),
+            reductions=reductions if watches else -1,
+            averaged=reductions > known.reductions and not any(watch.has_unreduced for watch in watches),
+            norms=_norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
+            states=_norms(
+                {
+                    f"{names[id(p)]}: {key}": value
+                    for p, state in optimizer.state.items()
+                    if id(p) in names and isinstance(state, dict)
+                    for key, value in state.items()
+                    if isinstance(value, torch.Tensor) and value.shape == p.shape
+                }
+            ),
+            alone={name: fingerprint(p) for name, p in alone.items()},
+            gradients={name: sketch(dense(p.grad)).tolist() for name, p in alone.items() if p.grad is not None},
+            marks=tuple(known.marks),
+            unknown=tuple(name for name in alone if name.startswith("?")),
+        )
+
+    def _watches_of(self, optimizer: Any) -> list[ScriptWatch]:
+        held = {id(p) for p in _parameters_of(optimizer)}
+        return [watch for watch in self._watches if any(id(p) in held for p in watch.parameters.values())]
+
+    def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
+        """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
+        if not known.number:
+            for table in _derived_tables():
+                self._sink(table)
+        wrapped = {id(p) for watch in self._watches for p in watch.parameters.values()}
+        loose = [p for p in _parameters_of(optimizer) if id(p) not in wrapped and _is_whole(p)]
+        if loose:
+            names = _names_of({id(p) for p in loose})
+            for index, p in enumerate(loose):
+                known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
+            known.marked = ref(min(loose, key=torch.Tensor.numel))
+
+    # Gradients that are zeroed
+
+    def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+        known = self._known.get(optimizer)
+        if known is None or known.inside or known.steps >= _MOST_LOOKED_AT:
+            return
+        gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
+        if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:8])):
+            where = user_location()
+            known.zeroed[where] = known.zeroed.get(where, 0) + 1
+
+    def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
+        theirs = {id(p) for p in module.parameters()}
+        for optimizer in list(self._known):
+            held = {id(p) for p in _parameters_of(optimizer)}
+            if held <= theirs:
+                self._before_zero_grad(optimizer, *arguments, **named)
+
+    def _judge_zeroing(self, known: _Optimizer) -> None:
+        """Note it where it was so, at the same line and as often, before several steps, one after the other."""
+        if known.zeroed == known.zeroed_before and any(times > 1 for times in known.zeroed.values()):
+            known.zeroings += 1
+            if known.zeroings == _FEWEST_ZEROINGS:
+                where = max(known.zeroed, key=lambda line: known.zeroed[line])
+                self._sink(GradientsZeroed(known.number, known.zeroed[where], where))
+        else:
+            known.zeroings = 0
+        known.zeroed, known.zeroed_before = {}, known.zeroed
+
+    # Schedules
+
+    def _before_plateau(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:
+        count = self._schedules.setdefault(schedule, [])
+        if not count:
+            count += [next(self._schedule_numbers), 0]
+        self._sink(MetricUsed(count[0], count[1], float(metrics), user_location()))
+        count[1] += 1
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor)."""
+    return type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
+
+
+def _norms(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The norm of each tensor, with one transfer from each device."""
+    plain = {name: dense(tensor).detach() for name, tensor in tensors.items()}
+    norms = {name: torch.linalg.vector_norm(tensor, dtype=_wide(tensor)) for name, tensor in plain.items()}
+    found: dict[str, float] = {}
+    for device in {tensor.device for tensor in norms.values()}:
+        there = {name: value for name, value in norms.items() if value.device == device}
+        found.update(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+    return found
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _names_of(wanted: set[int]) -> dict[int, str]:
+    """The names of parameters in the modules of this process, with the class of the outermost one."""
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    found: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in children and "_parameters" in vars(module):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in wanted:
+                    found.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+    return found
+
+
+def _derived_tables() -> list[DerivedTable]:
+    """The dictionaries of plain values in the user's functions that run now, and in their modules."""
+    found: dict[str, DerivedTable] = {}
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+            for variables in (frame.f_locals, frame.f_globals):
+                for name, value in list(variables.items()):
+                    for path, table in _tables_in(name, value):
+                        found.setdefault(path, DerivedTable(path, table, where))
+        frame = frame.f_back
+    return list(found.values())
+
+
+def _tables_in(name: str, value: Any) -> list[tuple[str, dict[str, str]]]:
+    if isinstance(value, dict):
+        table = _table(value)
+        return [(name, table)] if table else []
+    kind = type(value)
+    module = sys.modules.get(kind.__module__)
+    if is_user_file(getattr(module, "__file__", None) or "") and not isinstance(value, nn.Module | type):
+        inner = getattr(value, "__dict__", {})
+        return [(f"{name}.{key}", table) for key, item in list(inner.items()) if (table := _table(item))]
+    return []
+
+
+def _table(value: Any) -> dict[str, str] | None:
+    """A dictionary of plain keys to plain values, spelled; `None` for anything else."""
+    if type(value) is not dict or not _FEWEST_ITEMS <= len(value) <= _MOST_ITEMS or value is os.environ:
+        return None
+    if not all(isinstance(key, str | int) and isinstance(item, str | int) for key, item in value.items()):
+        return None
+    return {repr(key): repr(item) for key, item in value.items()}

@@ -1,0 +1,148 @@
+"""Findings on what a script does around its wrappers: data, optimizers, files; from the logs of all ranks.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    FileUsed,
+    GradientsZeroed,
+    Inputs,
+    LoaderPass,
+    MetricUsed,
+    OptimizerEnd,
+    OptimizerStep,
+    ReducedInPlace,
+)
+from ddpcheck.findings.report import Finding
+from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_optimizers import (
+    judge_alone,
+    judge_metrics,
+    judge_optimizer_options,
+    judge_optimizer_state,
+    judge_pace,
+    judge_reduced_in_place,
+    judge_stale,
+    judge_step_gradients,
+    judge_zeroed,
+)
+from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
+
+_Kind = TypeVar("_Kind")
+
+
+def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
+    """The findings on the script as a whole; `ended`: every rank came to its end."""
+    if len(ranks) < 2 or len(ranks) < ranks[0].started.world_size:
+        return []  # of ranks on other machines there is no log here
+    data = _judge_data(ranks)
+    if not ended:
+        data += judge_expected_batches([_passes(rank) for rank in ranks])
+    return [*_judge_optimizers(ranks), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
+
+
+def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:
+    """How many steps all optimizers of a rank have made, as far as they were written down."""
+    last = {one.optimizer: one.count + 1 for one in _of(ranks[0], OptimizerStep)}
+    return sum((last | {one.optimizer: one.count for one in _of(ranks[0], OptimizerEnd)}).values())
+
+
+def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    found = judge_loaders([_passes(rank) for rank in ranks])
+    if not any(finding.code == "DDP505" for finding in found):
+        wrappers = {(number, made.ranks) for rank in ranks for number, made in enumerate(rank.wrappers)}
+        for number, members in sorted(wrappers):
+            theirs = [rank for rank in ranks if rank.started.rank in members]
+            found += judge_inputs([[one for one in _of(rank, Inputs) if one.wrapper == number] for rank in theirs])
+    return found + judge_tables([_of(rank, DerivedTable) for rank in ranks])
+
+
+def _passes(rank: WatchedRank) -> list[LoaderPass]:
+    """The passes of a rank, each as it was last written."""
+    return list({(one.loader, one.number): one for one in _of(rank, LoaderPass)}.values())
+
+
+def _judge_optimizers(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    found = judge_metrics([_of(rank, MetricUsed) for rank in ranks])
+    wrapped = any(rank.wrappers for rank in ranks)
+    moved = _moved(ranks[0])
+    held = {name for one in _of(ranks[0], OptimizerStep) for name in one.held}
+    for steps, ends in _optimizers(ranks):
+        of_one = judge_optimizer_options(steps) + judge_pace(steps, ends)
+        of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
+        if not of_one:
+            of_one += judge_alone(steps, ends, wrapped=wrapped)
+        found += of_one + judge_stale(steps, moved, held)
+    if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
+        for first in zip(*map(_firsts, ranks), strict=True):
+            found += judge_optimizer_options([first])
+    for rank in ranks:
+        accumulates = any(one.reductions > one.count + 1 for one in _of(rank, OptimizerStep))
+        reduced = _of(rank, ReducedInPlace)
+        of_rank = judge_zeroed(_of(rank, GradientsZeroed))
+        of_rank += judge_reduced_in_place(reduced, world_size=rank.started.world_size, accumulates=accumulates)
+        if of_rank:
+            return found + of_rank
+    return found
+
+
+def _firsts(rank: WatchedRank) -> list[OptimizerStep]:
+    """The first step of each optimizer."""
+    return [one for one in _of(rank, OptimizerStep) if not one.count]
+
+
+def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[tuple[list[list[OptimizerStep]], list[OptimizerEnd]]]:
+    """Each optimizer of the ranks that train with it together: its steps, each on all of these ranks, and its end.
+
+    It is the same one where it first steps at the same line, with the same parameters.
+    """
+    known: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
+    for rank in ranks:
+        for first in _firsts(rank):
+            numbers = {int(name.partition("/")[0]) for name in first.held}
+            groups = {rank.wrappers[number].ranks for number in numbers}
+            members = next(iter(groups)) if len(groups) == 1 else tuple(range(len(ranks)))
+            same = [one for one in _of(rank, OptimizerStep) if one.optimizer == first.optimizer]
+            key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
+            known.setdefault(key, {})[rank.started.rank] = same
+    for (members, *_), theirs in known.items():
+        if len(theirs) == len(members):
+            ends = [
+                end
+                for number, same in theirs.items()
+                for end in _of(ranks[number], OptimizerEnd)
+                if end.optimizer == same[0].optimizer
+            ]
+            yield _in_step(list(theirs.values())), ends
+
+
+def _in_step(by_rank: Sequence[Sequence[OptimizerStep]]) -> list[list[OptimizerStep]]:
+    """The steps that every rank has written down, each on all ranks."""
+    counts = [{one.count: one for one in of_rank} for of_rank in by_rank]
+    common = set.intersection(*(set(of_rank) for of_rank in counts))
+    return [[of_rank[count] for of_rank in counts] for count in sorted(common)]
+
+
+def _moved(rank: WatchedRank) -> Mapping[str, bool]:
+    """By name of a parameter that got gradients, whether its values have changed in the steps that were compared."""
+    values: dict[str, set[int]] = {}
+    times: dict[str, int] = {}
+    for one in _of(rank, ReplicaCaptured):
+        evidence = one.state.values
+        for name, gradient in evidence.gradients.items():
+            if gradient:
+                key = f"{one.wrapper}/{name}"
+                values.setdefault(key, set()).add(evidence.parameters.get(name, 0))
+                times[key] = times.get(key, 0) + 1
+    return {name: len(seen) > 1 for name, seen in values.items() if times[name] > 1}
+
+
+def _of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
+    return [entry for entry in rank.entries if isinstance(entry, kind)]

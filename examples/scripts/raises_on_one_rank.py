@@ -1,0 +1,48 @@
+"""Rank 1 raises on a sample that is broken; rank 0 only sees a lost connection.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/raises_on_one_rank.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/raises_on_one_rank.py [--fixed]
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+EXPECT = {"code": "DDP401", "ranks": [1], "cause": "ValueError: sample 7 is broken"}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    for step in range(24):
+        x = torch.randn(4, 8)
+        if step == 7 and rank == 1 and not FIXED:
+            raise ValueError(f"sample {step} is broken")
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""What `ddpcheck run` finds around the wrappers, judged on evidence: a fault and its healthy twin each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    FileUsed,
+    GradientsZeroed,
+    Inputs,
+    LoaderPass,
+    MetricUsed,
+    OptimizerEnd,
+    OptimizerStep,
+    ReducedInPlace,
+)
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_optimizers import (
+    judge_alone,
+    judge_metrics,
+    judge_optimizer_options,
+    judge_optimizer_state,
+    judge_pace,
+    judge_reduced_in_place,
+    judge_stale,
+    judge_step_gradients,
+    judge_zeroed,
+)
+
+LINE = Location("train.py", 30)
+
+
+def codes(findings: Sequence[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+# Data
+
+
+def epoch(indices: Sequence[int], *, number: int = 0, order: int = 1, **more: Any) -> LoaderPass:
+    plain = LoaderPass(0, number, LINE, "Photos", 64, {"x": 7}, 8, 4, "DistributedSampler", batches=8, exhausted=True)
+    return replace(plain, **{"trains": True, "order": order, "indices": tuple(indices), **more})
+
+
+EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
+BACK = tuple(reversed(ALL))
+OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
+SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        ([[epoch(EVEN)], [epoch(ODD)]], []),
+        ([[epoch(EVEN)], [epoch(EVEN)]], ["DDP505"]),
+        ([[epoch(ALL)], [epoch(BACK)]], ["DDP505"]),
+        ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
+        ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
+        ([[epoch(ALL, exhausted=False)], [epoch(BACK, exhausted=False)]], []),
+        ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], []),  # a file of each rank's own
+        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], []),
+        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **SAME_ROWS)]], ["DDP505"]),
+        ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], []),  # padded
+    ],
+)
+def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
+    assert codes(judge_loaders(passes)) == found
+
+
+@pytest.mark.parametrize(
+    ("orders", "shuffles", "found"), [((1, 1, 1), True, ["DDP506"]), ((1, 2, 3), True, []), ((1, 1, 1), False, [])]
+)
+def test_the_order_of_epochs(orders: tuple[int, ...], shuffles: bool, found: list[str]) -> None:
+    ranks = [
+        [epoch(tuple(reversed(part)), number=n, order=order, shuffles=shuffles) for n, order in enumerate(orders)]
+        for part in (EVEN, ODD)
+    ]
+    assert codes(judge_loaders(ranks)) == found
+
+
+def test_samples_that_no_rank_takes_in_any_epoch() -> None:
+    def two(first: Sequence[int], second: Sequence[int]) -> list[LoaderPass]:
+        return [epoch(first), epoch(second, number=1, order=2)]
+
+    (finding,) = judge_loaders([two(range(16), range(16)), two(range(16, 32), range(16, 32))])
+    assert finding.code == "DDP519" and "32 of the 64 samples" in finding.message
+    assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
+
+
+def test_a_split_that_ranks_have_drawn_for_themselves() -> None:
+    parts = [range(48), range(16, 64)]
+    (finding,) = judge_loaders([[epoch(EVEN, subset=tuple(part))] for part in parts])
+    assert finding.code == "DDP516"
+    assert not judge_loaders([[epoch(part, subset=tuple(range(48)))] for part in (EVEN, ODD)])
+    assert not judge_loaders([[epoch(part, subset=tuple(part))] for part in (EVEN, ODD)])  # a shard each
+
+
+def test_augmentation_that_draws_the_same_numbers() -> None:
+    shared, own = {1: 2, 2: 3}, {7: 8, 8: 9}
+    assert codes(judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=shared)]])) == ["DDP510"]
+    assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
+
+
+def test_loaders_of_unequal_length_explain_a_hang() -> None:
+    def opened(expected: int) -> list[LoaderPass]:
+        return [epoch((), batches=0, exhausted=False, expected=expected)]
+
+    (finding,) = judge_expected_batches([opened(9), opened(8)])
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), LINE)
+    assert not judge_expected_batches([opened(8), opened(8)])
+
+
+def test_the_inputs_of_a_wrapper() -> None:
+    def given(*samples: tuple[int, ...]) -> list[Inputs]:
+        return [Inputs(0, step, one, LINE) for step, one in enumerate(samples)]
+
+    mine, theirs = ((1, 2), (3, 4), (5, 6)), ((2, 1), (4, 3), (6, 5))
+    assert codes(judge_inputs([given(*mine), given(*theirs)])) == ["DDP505"]
+    assert not judge_inputs([given(*mine), given((1, 2), (3, 4), (5, 7))])
+    assert not judge_inputs([given((1,), (1,), (1,)), given((1,), (1,), (1,))])  # a grid that is always the same
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"'a'": "1", "'b'": "0"}, ["DDP516"]),
+        ({"'a'": "0", "'b'": "1"}, []),
+        ({"'a'": "0", "'c'": "1"}, []),  # the files of each rank
+        ({"'a'": "0", "'b'": "5"}, []),  # measured
+    ],
+)
+def test_tables_that_ranks_derive(values: dict[str, str], found: list[str]) -> None:
+    mine = DerivedTable("numbers", {"'a'": "0", "'b'": "1"}, LINE)
+    assert codes(judge_tables([[mine], [DerivedTable("numbers", values, LINE)]])) == found
+
+
+# Optimizers
+
+
+def step(count: int = 0, **more: Any) -> OptimizerStep:
+    plain = OptimizerStep(0, count, {"class": "SGD", "group 0 lr": "0.1"}, LINE, ("0/w",), count + 1, averaged=True)
+    return replace(plain, **more)
+
+
+def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
+    lower = {"class": "SGD", "group 0 lr": "0.01"}
+    assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
+    assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
+    assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
+
+
+def test_a_rank_that_skips_a_step() -> None:
+    (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
+    assert (finding.code, finding.ranks) == ("DDP508", (1,))
+    ends = [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)]
+    (finding,) = judge_pace([[step(4), step(4)]], ends)
+    assert (finding.code, finding.ranks) == ("DDP508", (0,))
+    assert not judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 10, 10)] * 2)
+
+
+def test_gradients_that_a_rank_changes_before_the_step() -> None:
+    here, there = step(norms={"0/w": 1.0}), step(norms={"0/w": 0.1})
+    assert codes(judge_step_gradients([[here, there]])) == ["DDP301"]
+    assert not judge_step_gradients([[here, step(norms={"0/w": 1.0 + 1e-6})]])
+    assert not judge_step_gradients([[here, replace(there, averaged=False)]])  # the rank's own, under no_sync
+    assert not judge_step_gradients([[here, replace(there, reductions=3)]])  # DDP508
+    assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
+
+
+def test_optimizer_state_that_differs() -> None:
+    here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
+    assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
+    assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
+    assert not judge_optimizer_state([[here, here]])
+    sharded = step(states={"0/v: momentum_buffer": 2.0})
+    assert not judge_optimizer_state([[here, sharded]])
+
+
+def alone(count: int, value: int, gradient: float) -> OptimizerStep:
+    return step(
+        count, held=(), reductions=-1, alone={"Head.w": value}, gradients={"Head.w": [gradient]}, marks=(value,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]], ["DDP501"]),
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 2.0), (1, 2, 3.0)]], []),  # averaged by hand
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 2.0), (1, 8, 3.0)]], ["DDP208"]),
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 4.0), (1, 8, 7.0)]], []),  # a model of each rank's own
+        (
+            [
+                [(0, 1, 2.0), (1, 2, 3.0), (2, 4, 1.0), (3, 5, 1.0)],
+                [(0, 1, 5.0), (1, 3, 6.0), (2, 4, 2.0), (3, 6, 2.0)],
+            ],
+            [],
+        ),
+    ],
+)
+def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], found: list[str]) -> None:
+    steps = [[alone(*one) for one in at] for at in zip(*ranks, strict=True)]
+    assert codes(judge_alone(steps, [], wrapped=False)) == found
+
+
+def test_an_optimizer_of_tensors_that_no_module_has() -> None:
+    steps = [[step(unknown=("? 0 (4,)",)), step()]]
+    assert codes(judge_stale(steps, {"0/w": False}, set())) == ["DDP504"]
+    assert not judge_stale(steps, {"0/w": True}, set())  # master copies, written back
+    assert not judge_stale([[step(), step()]], {"0/w": False}, set())
+
+
+def test_metrics_zeroing_and_reductions() -> None:
+    assert codes(judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.6, LINE)]])) == ["DDP518"]
+    assert not judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.5, LINE)]])
+    assert codes(judge_zeroed([GradientsZeroed(0, 3, LINE)])) == ["DDP517"]
+    assert not judge_zeroed([])
+
+
+@pytest.mark.parametrize(
+    ("use", "accumulates", "found"),
+    [
+        (ReducedInPlace("all_reduce", LINE, 1, 0.5), False, ["DDP309"]),
+        (ReducedInPlace("all_reduce", LINE, 1, 0.5), True, []),  # it may be divided by its micro-batches
+        (ReducedInPlace("all_reduce", LINE, 1, 1.0), False, []),  # logged before backward
+        (ReducedInPlace("all_reduce", LINE, 16), True, ["DDP309"]),  # activations
+    ],
+)
+def test_backward_through_what_a_collective_has_overwritten(
+    use: ReducedInPlace, accumulates: bool, found: list[str]
+) -> None:
+    assert codes(judge_reduced_in_place([use], world_size=2, accumulates=accumulates)) == found
+
+
+# Files
+
+
+def write(began: int, ended: int) -> FileUsed:
+    return FileUsed("/data/last.pt", True, began, ended, LINE)
+
+
+def read(began: int, **more: Any) -> FileUsed:
+    return replace(FileUsed("/data/last.pt", False, began, began, LINE, mapped=True), **more)
+
+
+@pytest.mark.parametrize(
+    ("uses", "found"),
+    [
+        ([[write(5, 5)], [write(5, 5)]], ["DDP512"]),
+        ([[write(5, 5)], [write(6, 6)]], []),  # a collective is between
+        ([[write(5, 5)], [read(5)]], ["DDP512"]),
+        ([[write(5, 5)], [read(6)]], []),
+        ([[read(0), write(5, 5)], [read(0)]], []),  # what was left by the last run
+        ([[write(5, 5)], [replace(read(5), path="/data/other.pt")]], []),
+        ([[write(5, 5), read(6)], []], []),
+    ],
+)
+def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:
+    assert codes(judge_files(uses)) == found
+
+
+def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
+    own: dict[str, Any] = {"devices": ("cuda:1",), "device": "cuda:1"}
+    other = {**own, "devices": ("cuda:0",)}
+    assert codes(judge_files([[], [read(6, mapped=False, **other)]])) == ["DDP512"]
+    assert not judge_files([[], [read(6, **other)]])
+    assert not judge_files([[], [read(6, mapped=False, **own)]])
