@@ -68,7 +68,7 @@ def _run(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
         if watch.hang is not None:
             return Ending(EXIT_HANG, hang=watch.hang)
         print(f"ddpcheck run: {error}", file=sys.stderr)
-        return Ending(128 + int(error.sigval))
+        return Ending(128 + int(error.sigval), interrupted=True)
     finally:
         watch.stop()
     return Ending()

@@ -54,7 +54,7 @@ class TerminalRenderer(TextRenderer):
         table.add_column(overflow="fold")
         for check in report.checks:
             mark, plain, style = MARKS[check.status]
-            seconds = "" if check.status == "skipped" else f"{check.seconds:.2f} s"
+            seconds = "" if check.status == "skipped" or not check.seconds else f"{check.seconds:.2f} s"
             table.add_row(
                 styled((mark if self.unicode else plain, style)),
                 styled(check.name),

@@ -12,7 +12,7 @@ from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.report import Finding
 from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
 from ddpcheck.monitor.script.hang_watch import Hang
-from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank
+from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
 
 
@@ -24,16 +24,18 @@ class Ending:
         exit_code: Of the whole.
         exit_codes: Of the ranks that failed, by rank; negative for a signal.
         hang: What was seen when the ranks waited for each other, if they did.
+        interrupted: Whether a user or a scheduler has ended it by a signal.
     """
 
     exit_code: int = 0
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     hang: Hang | None = None
+    interrupted: bool = False
 
 
 def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
     """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
-    found = _failures(ranks, ending)
+    found = failures_of(ranks, ending)
     if not found or any(rank.started.rank != number for number, rank in enumerate(ranks)):
         return []  # of ranks on other machines there is no log here
     ordered = failures.in_order(found)
@@ -41,18 +43,20 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         return []
     error = RankError("", ordered)
     error.results = {rank.started.rank: None for rank in ranks if rank.started.rank not in {one.rank for one in found}}
-    first = max(rank.first_call for rank in ranks)  # before that, not all of them are known
-    logs = [rank.calls[first - rank.first_call :] for rank in ranks]
-    return judge_failure(error, logs, len(ranks))
+    judged = judge_failure(error, comparable_logs(ranks), len(ranks))
+    return [one for one in judged if one.code == "DDP403"] if ending.interrupted else judged
 
 
-def _failures(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
+def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
+    """How ranks have failed, but for those that torchrun has ended."""
     found = []
     for rank in ranks:
         number = rank.started.rank
         raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
         code = ending.exit_codes.get(number)
-        if raised:
+        if ending.interrupted:
+            found.append(failures.stuck(number, 0.0, rank.stack, "", ""))
+        elif raised:
             found.append(failures.raised(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
             found.append(failures.stuck(number, 0.0, ending.hang.stacks[number], "", ""))

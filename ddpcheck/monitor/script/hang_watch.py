@@ -10,17 +10,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.findings.stacks import own_stack, waits_for_others
+from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
+from ddpcheck.monitor.script.rank_log import comparable_logs, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 
 _INTERVAL = 0.5  # seconds between two looks
 _SHARE = 0.02  # of a core that a rank may use while it waits
 _FOR_STACKS = 1.0  # seconds
+_MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class HangWatch:
                 seen = self._progress()
                 if not ranks or seen != before:
                     since, used = now, {pid: processor_seconds(pid) or 0.0 for pid in ranks.values()}
-                elif now - since >= self._timeout:
+                elif now - since >= self._timeout or (now - since >= _MISMATCH and self._do_not_match(ranks)):
                     if self._are_idle(ranks, used, now - since) and (stacks := self._stacks(ranks)):
                         self.hang = Hang(now - since, stacks)
                         self._end()
@@ -78,6 +81,10 @@ class HangWatch:
         if len(ranks) < max((world_size for _, _, world_size, _ in names), default=1):
             return {}  # one has not begun, or is on another machine, where it may be at work
         return {rank: pid for rank, pid in ranks if os.path.exists(f"/proc/{pid}")}
+
+    def _do_not_match(self, living: Collection[int]) -> bool:
+        """Whether ranks have come to collectives that do not match: waiting longer would not help."""
+        return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
 
     def _progress(self) -> tuple[bytes, ...]:
         """What grows as long as a rank gets on: steps, collectives, entries of the log."""

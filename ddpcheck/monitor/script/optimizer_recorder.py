@@ -25,6 +25,7 @@ from ddpcheck.findings.evidence.script import (
 )
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
@@ -161,7 +162,7 @@ class OptimizerRecorder:
         if not known.number:
             for table in _derived_tables():
                 self._sink(table)
-        wrapped = {id(p) for watch in self._watches for p in watch.parameters.values()}
+        wrapped = parameters_in_wrappers()
         loose = [p for p in _parameters_of(optimizer) if id(p) not in wrapped and _is_whole(p)]
         if loose:
             names = _names_of({id(p) for p in loose})

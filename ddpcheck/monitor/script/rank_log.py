@@ -238,6 +238,12 @@ def read_logs(folder: Path) -> list[WatchedRank]:
     return sorted((one for one in found if one.started.restart == last), key=lambda one: one.started.rank)
 
 
+def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
+    """The last collectives of each rank, from the first that is known of all of them."""
+    first = max((rank.first_call for rank in ranks), default=0)
+    return [rank.calls[first - rank.first_call :] for rank in ranks]
+
+
 def _read(path: Path) -> WatchedRank | None:
     entries: list[Entry] = []
     with path.open("rb") as file:

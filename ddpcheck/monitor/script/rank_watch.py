@@ -11,6 +11,7 @@ import faulthandler
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITINGS = 64
+_ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
 _rank: _WatchedRank | None = None
 
 
@@ -102,6 +104,9 @@ class _WatchedRank:
         """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
         self._stacks = self._log.path.with_suffix(".stack").open("ab")
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        for number in _ENDING:
+            faulthandler.register(number, file=self._stacks, all_threads=True, chain=True)
+        os.register_at_fork(after_in_child=_keep_no_stack)
         then = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -150,6 +155,11 @@ class _WatchedRank:
             self._optimizers.close()
             self._close(failing=getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
+
+
+def _keep_no_stack() -> None:
+    for number in (STACK_SIGNAL, *_ENDING):
+        faulthandler.unregister(number)
 
 
 def _tell_torchrun(message: str, traceback: str) -> None:

@@ -11,7 +11,7 @@ from ddpcheck import __version__
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.monitor.script.ending import Ending, judge_ending
+from ddpcheck.monitor.script.ending import Ending, failures_of, judge_ending
 from ddpcheck.monitor.script.log_judging import WatchedWrapper, describe_wrappers, judge_logs, watched_wrappers
 from ddpcheck.monitor.script.program_judging import optimizer_steps
 from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
@@ -45,6 +45,9 @@ def report_on_script(
     if ending.hang is not None:
         detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
         checks.insert(0, CheckResult("script", "error", detail=detail))
+    elif ending.interrupted:
+        where = "; ".join(failure.message for failure in failures_of(ranks, ending))
+        checks.insert(0, CheckResult("script", "error", detail=f"it was interrupted: {where or 'no rank was there'}"))
     elif ending.exit_code:
         detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
         checks.insert(0, CheckResult("script", "error", detail=detail))

@@ -54,6 +54,7 @@ class ScriptWatch(Watch):
         self._log = log
         self.number = number
         self._forwards = 0  # that may train
+        self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
         self._discarded = 0  # optimizer steps before which all of these were thrown away
@@ -74,8 +75,8 @@ class ScriptWatch(Watch):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether a parameter has what backward passes have added since the last reduction."""
-        return bool(self._tracker.unreduced)
+        """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
+        return bool(self._tracker.unreduced) or self._incomplete
 
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
@@ -131,6 +132,7 @@ class ScriptWatch(Watch):
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         super().step_ended(step, unused, awaited, snapshot)
+        self._incomplete = bool(awaited)
         if self._is_sampled(step):
             gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
             self._fresh = {n: p for n, p in gradients.items() if 0 < float(dense(p.grad).abs().sum()) < math.inf}
