@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.cli.output import ReportOutput
-from ddpcheck.findings.errors import EXIT_HANG, UsageError
+from ddpcheck.findings.errors import EXIT_HANG
+from ddpcheck.findings.report import Report
 from ddpcheck.findings.severity import Severity
+from ddpcheck.monitor.script.check_options import add_check_options, examine
 from ddpcheck.monitor.script.ending import Ending
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
 from ddpcheck.monitor.script.hang_watch import HangWatch, end_agent
@@ -27,28 +29,36 @@ def run_script(arguments: argparse.Namespace) -> int:
     """Run a script as torchrun does, and report on it; its own exit code, or 1 for findings where that is 0."""
     from torch.distributed.run import get_args_parser, run
 
-    given = _with_own_options(get_args_parser()).parse_args(arguments.rest)
-    if given.check_every < 0:
-        raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
-    if not 0 < given.check_timeout < float("inf"):
-        raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
-    given.output, given.format = given.check_output, given.check_format
-    with (
-        tempfile.TemporaryDirectory(prefix="ddpcheck-run-") as folder,
-        ReportOutput(given, None, to_stderr=True) as output,
-    ):
+    parser = get_args_parser()
+    parser.prog = "ddpcheck run"
+    add_check_options(parser)
+    given = parser.parse_args(arguments.rest)
+    examine(given)
+    with tempfile.TemporaryDirectory(prefix="ddpcheck-run-") as folder, report_output(given) as output:
         options = RunOptions(folder, given.check_every)
         os.environ.update(environment_for(options, os.environ))
         ending = _run(run, given, Path(folder))
         script = shlex.join([given.training_script, *given.training_script_args])
-        ranks = read_logs(Path(folder))
-        report = report_on_script(script, ending, ranks, select=given.check_select, ignore=given.check_ignore)
-        if report.status == "clean" and given.check_output is None and given.check_format is None:
-            print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)
-        else:
-            output.show(report)
+        report = show_report(script, ending, Path(folder), given, output)
     fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
     return ending.exit_code or report.exit_code(fail_on)
+
+
+def report_output(given: argparse.Namespace) -> ReportOutput:
+    """Where the report goes, by the options of the script's run."""
+    given.output, given.format = given.check_output, given.check_format
+    return ReportOutput(given, None, to_stderr=True)
+
+
+def show_report(script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput) -> Report:
+    """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
+    ranks = read_logs(folder)
+    report = report_on_script(script, ending, ranks, select=given.check_select, ignore=given.check_ignore)
+    if report.status == "clean" and given.check_output is None and given.check_format is None:
+        print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)
+    else:
+        output.show(report)
+    return report
 
 
 def _run(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
@@ -72,19 +82,3 @@ def _run(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
     finally:
         watch.stop()
     return Ending()
-
-
-def _with_own_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    rules = "by code, prefix or name; may be repeated"
-    parser.prog = "ddpcheck run"
-    add = parser.add_argument_group("ddpcheck").add_argument
-    add("--check-every", type=int, default=10, metavar="N", help="compare the ranks every N steps (default 10)")
-    timeout = "end a script whose ranks wait for each other and make no progress for so long (default 60)"
-    add("--check-timeout", type=float, default=60.0, metavar="SECONDS", help=timeout)
-    add("--check-select", action="append", default=[], metavar="RULES", help=f"report only these rules, {rules}")
-    add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
-    levels = ["error", "warning", "note", "never"]
-    add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
-    add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
-    add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
-    return parser

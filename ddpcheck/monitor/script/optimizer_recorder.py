@@ -162,8 +162,11 @@ class OptimizerRecorder:
         if not known.number:
             for table in _derived_tables():
                 self._sink(table)
-        wrapped = parameters_in_wrappers()
-        loose = [p for p in _parameters_of(optimizer) if id(p) not in wrapped and _is_whole(p)]
+        watched = {id(p) for watch in self._watches for p in watch.parameters.values()}
+        loose = [p for p in _parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
+        if loose:
+            wrapped = parameters_in_wrappers()  # those that came after the wrapper, or that it was told to leave alone
+            loose = [p for p in loose if id(p) not in wrapped]
         if loose:
             names = _names_of({id(p) for p in loose})
             for index, p in enumerate(loose):

@@ -48,6 +48,10 @@ def report_on_script(
     elif ending.interrupted:
         where = "; ".join(failure.message for failure in failures_of(ranks, ending))
         checks.insert(0, CheckResult("script", "error", detail=f"it was interrupted: {where or 'no rank was there'}"))
+    elif ending.exit_code < 0:
+        checks.insert(
+            0, CheckResult("script", "error", detail="a rank was killed, or ended without Python's knowledge")
+        )
     elif ending.exit_code:
         detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
         checks.insert(0, CheckResult("script", "error", detail=detail))

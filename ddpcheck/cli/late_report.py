@@ -1,0 +1,89 @@
+"""The report on a script that another launcher has started: waits for the ranks of this machine, judges their logs.
+
+A process of its own, which `python -m ddpcheck.monitor` leaves behind. It never starts or ends anything but ranks that
+wait for each other.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ddpcheck.cli.run import report_output, show_report
+from ddpcheck.findings.errors import EXIT_HANG
+from ddpcheck.monitor.script.ending import Ending
+from ddpcheck.monitor.script.hang_watch import HangWatch
+from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, read_logs
+
+_LOOK = 0.1  # seconds between two looks
+_QUIET = 2.0  # seconds in which a launcher that lives may start ranks again
+
+
+def main() -> None:
+    """Wait, judge, show, and leave nothing."""
+    folder, launcher, given = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
+    watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
+    try:
+        _wait(folder, launcher)
+        watch.stop()
+        with report_output(given) as output:
+            show_report(shlex.join([given.script, *given.arguments]), _ending(folder, watch), folder, given, output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(folder: Path, launcher: int) -> None:
+    """Until no rank lives, and none has come for a while, unless the launcher has ended as well."""
+    quiet = time.monotonic()
+    while time.monotonic() - quiet < _QUIET:
+        if _living(folder):
+            quiet = time.monotonic()
+        elif not _lives(launcher):
+            return
+        time.sleep(_LOOK)
+
+
+def _living(folder: Path) -> list[int]:
+    return [pid for path in folder.glob("*.pid") if _lives(pid := int(path.stem))]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # one that its launcher has not asked for yet
+
+
+def _end(folder: Path) -> None:
+    for pid in _living(folder):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _ending(folder: Path, watch: HangWatch) -> Ending:
+    """As far as the ranks say it; their exit codes are the launcher's to see."""
+    if watch.hang is not None:
+        return Ending(EXIT_HANG, hang=watch.hang)
+    ranks = read_logs(folder)
+    codes = {
+        rank.started.rank: 1 if any(isinstance(entry, RankRaised) for entry in rank.entries) else -1
+        for rank in ranks
+        if not any(isinstance(entry, ProgramEnded) for entry in rank.entries)
+        or any(isinstance(entry, RankRaised) for entry in rank.entries)
+    }
+    return Ending(max(codes.values(), default=0))
+
+
+if __name__ == "__main__":
+    main()

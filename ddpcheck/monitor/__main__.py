@@ -1,0 +1,80 @@
+"""`python -m ddpcheck.monitor train.py`: watches a script that another launcher than `ddpcheck run` starts.
+
+Each process of the launcher (torchrun, mpirun, srun, accelerate) becomes the script's: by `exec`, so that pid, signals
+and exit code are those of the script. The first of them leaves a process behind that reports when the ranks have ended.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ddpcheck.findings.errors import EXIT_USAGE, UsageError
+from ddpcheck.monitor.script.check_options import add_check_options, examine
+from ddpcheck.monitor.script.environment import RunOptions, environment_for
+
+_REPORTER = "ddpcheck.cli.late_report"
+
+
+def main() -> int:
+    """Become the script; returns only where that cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddpcheck.monitor",
+        description="Run a script and watch it, under any launcher: torchrun --nproc-per-node 2 -m ddpcheck.monitor "
+        "train.py. The report comes on standard error when all ranks on this machine have ended.",
+    )
+    add_check_options(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    examine(given)
+    folder = Path(tempfile.gettempdir()) / f"ddpcheck-run-{os.getuid()}-{_launcher()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / f"{os.getpid()}.pid").touch()
+    script = [*(["-m"] if given.module else []), given.script, *given.arguments]
+    try:
+        (folder / "reporter").touch(exist_ok=False)
+    except FileExistsError:
+        pass
+    else:
+        _leave_behind([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(given))])
+    flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
+    options = RunOptions(str(folder), given.check_every)
+    os.execve(sys.executable, [sys.executable, *flags, *script], environment_for(options, os.environ))
+
+
+def _leave_behind(command: list[str]) -> None:
+    """Start a process that is no child of the script's, which may wait for children of its own."""
+    child = os.fork()
+    if not child:
+        try:
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _launcher() -> str:
+    """Names the process that has started the ranks of this machine, and no other one that had its number before."""
+    parent = os.getppid()
+    try:
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # on another system than Linux
+        began = "0"
+    return f"{parent}-{began}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UsageError as error:
+        print(f"ddpcheck: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)

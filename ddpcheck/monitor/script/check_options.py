@@ -1,0 +1,37 @@
+"""The options of a watched script: those that begin with `--check-`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ddpcheck.findings.errors import UsageError
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    rules = "by code, prefix or name; may be repeated"
+    add = parser.add_argument_group("ddpcheck").add_argument
+    add("--check-every", type=int, default=10, metavar="N", help="compare the ranks every N steps (default 10)")
+    timeout = "end a script whose ranks wait for each other and make no progress for so long (default 60)"
+    add("--check-timeout", type=float, default=60.0, metavar="SECONDS", help=timeout)
+    add("--check-select", action="append", default=[], metavar="RULES", help=f"report only these rules, {rules}")
+    add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
+    levels = ["error", "warning", "note", "never"]
+    add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
+    add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
+    add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
+
+
+def examine(given: argparse.Namespace) -> None:
+    """Look whether they can be followed.
+
+    Raises:
+        UsageError: One of them is out of its range.
+    """
+    if given.check_every < 0:
+        raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
+    if not 0 < given.check_timeout < float("inf"):
+        raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
