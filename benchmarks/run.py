@@ -1,0 +1,129 @@
+"""What `ddpcheck run` costs beside plain torchrun: the start of a script, and its steps.
+
+    python benchmarks/run.py [--pairs N] [--write]
+
+Both launchers start the same unmodified script, in turn, so that other load meets both alike; `--write` writes
+docs/benchmarks-run.md. Steps are timed by the script itself, on each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EVERY = 10  # as ddpcheck run has it, unless told otherwise
+FIRST = 40  # steps, in which the ones that are sampled lie close to each other
+STEPS = 200
+
+SCRIPT = """
+import json, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+depth, width, batch, steps, file = (*map(int, sys.argv[1:5]), sys.argv[5])
+dist.init_process_group("gloo")
+layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+torch.manual_seed(dist.get_rank())
+seconds = []
+for step in range(steps):
+    x = torch.randn(batch, width)
+    began = time.perf_counter()
+    optimizer.zero_grad()
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    seconds.append(time.perf_counter() - began)
+if dist.get_rank() == 0:
+    with open(file, "w") as out:
+        json.dump(seconds, out)
+dist.destroy_process_group()
+"""
+MODELS = {"40 layers of 64": (40, 64, 32), "6 layers of 1024": (6, 1024, 128)}
+LAUNCHERS = {"torchrun": ["torch.distributed.run"], "ddpcheck run": ["ddpcheck", "run"]}
+
+
+def run(launcher: str, folder: Path, *arguments: object) -> tuple[float, list[float]]:
+    """Run the script; the wall time of the whole in seconds, and that of each of its steps."""
+    script, out = folder / "script.py", folder / "steps.json"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "--standalone", "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    began = time.perf_counter()
+    subprocess.run([*command, *map(str, arguments), str(out)], env=env, check=True, capture_output=True)
+    return time.perf_counter() - began, json.loads(out.read_text())
+
+
+def is_sampled(step: int) -> bool:
+    """Whether ranks are compared, or parameters probed, after a step."""
+    return step % EVERY == 0 or step & (step - 1) == 0
+
+
+def measure(pairs: int, folder: Path) -> list[str]:
+    """Rows of the table."""
+    rows = []
+    for name, (depth, width, batch) in {"start, 2 steps of a small model": (2, 8, 4), **MODELS}.items():
+        whole: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
+        between: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
+        sampled: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
+        steps = STEPS if name in MODELS else 2
+        for turn in range(pairs):
+            for launcher in sorted(LAUNCHERS, reverse=bool(turn % 2)):
+                seconds, of_steps = run(launcher, folder, depth, width, batch, steps)
+                whole[launcher].append(seconds)
+                later = list(enumerate(of_steps))[FIRST:]
+                between[launcher] += [one for step, one in later if not is_sampled(step)]
+                sampled[launcher] += [one for step, one in later if is_sampled(step)]
+        plain, watched = (statistics.median(whole[launcher]) for launcher in LAUNCHERS)
+        if steps == 2:
+            rows.append(f"| {name} | {plain:.2f} s | {watched - plain:+.2f} s | | |")
+            continue
+        step = statistics.median(between["torchrun"])
+        ratio = statistics.median(between["ddpcheck run"]) / step
+        probed = statistics.median(sampled["ddpcheck run"]) / step
+        rows.append(f"| {name} | {step * 1e3:.2f} ms a step | | {ratio - 1:+.1%} | {probed:.2f} times |")
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each launcher, in turn (default 5)")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks-run.md")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(given.pairs, Path(folder))
+    machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    page = "\n".join(
+        (
+            "<!-- Written by `python benchmarks/run.py --write`. -->",
+            "# What `ddpcheck run` costs beside torchrun",
+            "",
+            f"The same script, 2 ranks, gloo, one thread a rank; {machine}; {given.pairs} runs of each, in turn; medians.",
+            "",
+            "| | torchrun | start and end | between sampled steps | a sampled step |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"A step is sampled when its number divides by {EVERY} (`--check-every`) or is a power of two. Aims: at most",
+            "0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
+            "",
+        )
+    )
+    print(page)
+    if given.write:
+        (ROOT / "docs" / "benchmarks-run.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
