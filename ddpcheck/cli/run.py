@@ -18,6 +18,7 @@ from ddpcheck.findings.errors import EXIT_HANG, UsageError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.monitor.script.ending import Ending
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
+from ddpcheck.monitor.script.flight_records import prepare, write_flight_records
 from ddpcheck.monitor.script.hang_watch import HangWatch, end_agent
 from ddpcheck.monitor.script.rank_log import read_logs
 from ddpcheck.monitor.script.script_report import report_on_script
@@ -32,6 +33,8 @@ def run_script(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
     if not 0 < given.check_timeout < float("inf"):
         raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
+    if given.check_flight_recorder is not None:
+        prepare(Path(given.check_flight_recorder))
     given.output, given.format = given.check_output, given.check_format
     with (
         tempfile.TemporaryDirectory(prefix="ddpcheck-run-") as folder,
@@ -42,6 +45,8 @@ def run_script(arguments: argparse.Namespace) -> int:
         ending = _run(run, given, Path(folder))
         script = shlex.join([given.training_script, *given.training_script_args])
         ranks = read_logs(Path(folder))
+        if given.check_flight_recorder is not None:
+            write_flight_records(Path(given.check_flight_recorder), ranks, ending)
         report = report_on_script(script, ending, ranks, select=given.check_select, ignore=given.check_ignore)
         if report.status == "clean" and given.check_output is None and given.check_format is None:
             print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)
@@ -86,5 +91,7 @@ def _with_own_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     levels = ["error", "warning", "note", "never"]
     add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
     add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
+    dumps = "write the last collectives of each rank into this folder, as Flight Recorder's dumps (see ddpcheck hang)"
+    add("--check-flight-recorder", metavar="DIR", help=dumps)
     add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
     return parser

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding
 from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
 from ddpcheck.monitor.script.hang_watch import Hang
@@ -33,7 +34,7 @@ class Ending:
 
 def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
     """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
-    found = _failures(ranks, ending)
+    found = failures_of(ranks, ending)
     if not found or any(rank.started.rank != number for number, rank in enumerate(ranks)):
         return []  # of ranks on other machines there is no log here
     ordered = failures.in_order(found)
@@ -41,12 +42,17 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         return []
     error = RankError("", ordered)
     error.results = {rank.started.rank: None for rank in ranks if rank.started.rank not in {one.rank for one in found}}
-    first = max(rank.first_call for rank in ranks)  # before that, not all of them are known
-    logs = [rank.calls[first - rank.first_call :] for rank in ranks]
-    return judge_failure(error, logs, len(ranks))
+    return judge_failure(error, comparable_logs(ranks), len(ranks))
 
 
-def _failures(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
+def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
+    """The last collectives of each rank, from the first that is known of all of them."""
+    first = max((rank.first_call for rank in ranks), default=0)
+    return [rank.calls[first - rank.first_call :] for rank in ranks]
+
+
+def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
+    """How ranks have failed, but for those that torchrun has ended."""
     found = []
     for rank in ranks:
         number = rank.started.rank
