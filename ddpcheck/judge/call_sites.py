@@ -114,9 +114,9 @@ class _CallTable:
 class _Comparison:
     """The calls of a rank that may have made some in addition, with those of another rank.
 
-    Healthy ranks call the same collective from different lines, too, each in its branch: lines of which neither rank
-    has the other's are taken for a pair. So are rooted collectives where the root is not known: who sends calls another
-    line than who receives, and ranks may take turns.
+    Healthy ranks call the same collective from different lines, too, each in its branch: two lines that have paired up
+    before are taken for such a pair, and so are two of which neither rank has the other's. So are rooted collectives
+    where the root is not known: who sends calls another line than who receives, and ranks may take turns.
     """
 
     def __init__(self, table: _CallTable, extra: Sequence[int], without: Sequence[int]) -> None:
@@ -125,61 +125,77 @@ class _Comparison:
         self._without = without
         self._own = {table.calls[number].location for number in set(extra)}
         self._others = {table.calls[number].location for number in set(without)}
-        self._pairs: dict[tuple[int, int], bool] = {}
+        self._known: set[tuple[int, int]] = set()  # other lines that have paired up so far, and were no parting
+        self._in_step: set[int] = set()  # lines that have paired up with themselves so far
 
     def parting(self, end: int) -> int | None:
         """The place of the first call in addition, before `end`; `None` where such calls do not explain the logs."""
-        paired = enumerate(zip(self._extra[:end], self._without[:end], strict=False))
-        differing = [place for place, (one, other) in paired if one != other and not self._pair(one, other)]
-        for place in differing[:_TRIES]:
-            if self._lines_of_its_own(place):
-                return place
-        return differing[0] if differing and self._one_run(differing[0]) else None
+        tries = 0
+        for place, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
+            if pair[0] == pair[1]:
+                self._in_step.add(pair[0])
+            elif pair not in self._known:
+                if not self._are_pair(*pair):
+                    tries += 1
+                    if tries <= _TRIES and (self._lines_of_its_own(place) or self._one_run(place)):
+                        return place
+                self._known.add(pair)
+        return None
 
-    def _pair(self, one: int, other: int) -> bool:
+    def _may_be_any(self, one: int, other: int) -> bool:
+        """Whether nothing follows from the lines of two calls that pair up."""
+        here, there = self._calls[one], self._calls[other]
+        rooted = here.operation in _ROOTED and "root" not in here.payload
+        return same_signature(here, there) and (rooted or not (here.location and there.location))
+
+    def _are_pair(self, one: int, other: int) -> bool:
         """Whether a call of the one rank and a call of the other may belong together."""
-        if (one, other) not in self._pairs:
-            here, there = self._calls[one], self._calls[other]
-            self._pairs[one, other] = same_signature(here, there) and (
-                here.location == there.location
-                or not (here.location and there.location)
-                or (here.location not in self._others and there.location not in self._own)
-                or (here.operation in _ROOTED and "root" not in here.payload)
-            )
-        return self._pairs[one, other]
+        if one == other or (one, other) in self._known or self._may_be_any(one, other):
+            return True
+        here, there = self._calls[one], self._calls[other]
+        return (
+            same_signature(here, there)
+            and here.location not in self._others
+            and there.location not in self._own
+            and not any(one == known or other == also for known, also in self._known)
+        )
 
     def _lines_of_its_own(self, start: int) -> bool:
         """Whether all is in step from `start` on, but for calls of lines that the other rank never comes to."""
-        here, there = start, start
-        waiting, confirmed = set[int](), set[int]()  # the calls in addition; those that a pair has followed
+        here, there, matched = start, start, 0
+        waiting, confirmed = list[int](), list[int]()  # the calls in addition; those that a pair has followed
         while here < len(self._extra) and there < len(self._without):
             one, other = self._extra[here], self._without[there]
             line = self._calls[one].location
-            if self._pair(one, other):
-                if line and line == self._calls[other].location:
-                    confirmed |= waiting
+            if here > start and self._are_pair(one, other):
+                if line and one == other:
+                    matched += 1
+                    confirmed += waiting
+                    waiting = []
                 there += 1
             elif line and line not in self._others:
-                waiting.add(one)
+                waiting.append(one)
             else:
                 return False
             here += 1
-        return bool(confirmed) and (there == len(self._without) or waiting <= confirmed)
+        return 0 < len(confirmed) <= matched and (there == len(self._without) or set(waiting) <= set(confirmed))
 
     def _one_run(self, start: int) -> bool:
         """Whether all is in step from `start` on, but for one run of calls there.
 
         Ranks that take turns look like this as well; then no line has paired up with itself before.
         """
-        before = zip(self._extra[:start], self._without[:start], strict=False)
-        in_step = {one for one, other in before if one == other}
         for length in range(1, _LONGEST + 1):
-            after, rest = self._extra[start + length :], self._without[start:]
-            if not all(one == other or self._pair(one, other) for one, other in zip(after, rest, strict=False)):
-                continue
-            equal = {one for one, other in zip(after, rest, strict=False) if one == other}
-            if same := {one for one in equal if self._calls[one].location}:
-                run = self._extra[start : start + length]
-                of_its_own = all(self._calls[number].location not in self._others for number in run)
-                return of_its_own or bool({*run, *same} & in_step) or len(same) > 2
+            after = zip(self._extra[start + length :], self._without[start:], strict=False)
+            matched = []
+            for one, other in after:
+                if not self._are_pair(one, other):
+                    break
+                matched += [one] if one == other and self._calls[one].location else []
+            else:
+                to_the_end = len(self._extra) - length == len(self._without)
+                if len(matched) >= (1 if to_the_end else length):
+                    run = self._extra[start : start + length]
+                    of_its_own = all(self._calls[number].location not in self._others for number in run)
+                    return of_its_own or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
         return False
