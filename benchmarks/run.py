@@ -109,14 +109,14 @@ def main() -> None:
             "<!-- Written by `python benchmarks/run.py --write`. -->",
             "# What `ddpcheck run` costs beside torchrun",
             "",
-            f"The same script, 2 ranks, gloo, one thread a rank; {machine}; {given.pairs} runs of each, in turn; medians.",
+            f"The same script, 2 ranks, gloo, a thread each; {machine}; {given.pairs} runs of each, in turn; medians.",
             "",
             "| | torchrun | start and end | between sampled steps | a sampled step |",
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"A step is sampled when its number divides by {EVERY} (`--check-every`) or is a power of two. Aims: at most",
-            "0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
+            f"A step is sampled when its number divides by {EVERY} (`--check-every`) or is a power of two. Aims: at",
+            "most 0.3 s more from start to end, 5 % between sampled steps, 3 times in a sampled one.",
             "",
         )
     )

@@ -46,7 +46,10 @@ from tests.tiers import first_of_each, share
 
 CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
+_BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the_reason"
 NO_FAULT_NEEDS = {
+    "call_sites.judge_call_sites": _BY_LINES,
+    "call_sites._finding": _BY_LINES,
     "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
     "parameters.judge_hidden_parameters": (
         "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from ddpcheck import __version__
 from ddpcheck.cli.graph import run_graph
+from ddpcheck.cli.hang import run_hang
 from ddpcheck.cli.launched import on_launched_ranks
 from ddpcheck.cli.output import complain
 from ddpcheck.cli.render import run_render
@@ -57,16 +58,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = command("report", on_launched_ranks(run_report), "check a recipe on real processes and print a report")
     what = _add_target(report)
-    rules = "rules by code, prefix or name; comma separated or repeated"
-    what.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
-    what.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
+    _add_rules(what)
     what.add_argument(
         "--matrix",
         action="store_true",
         help="try the options of DistributedDataParallel: which are right, what they cost",
     )
     how = report.add_argument_group("what comes of it")
-    how.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
+    _add_fail_on(how)
     _add_output(how)
     how.add_argument(
         "--repro",
@@ -80,6 +79,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     script.add_argument("rest", nargs=argparse.REMAINDER)
     script.set_defaults(command=run_script)
+
+    hang = command("hang", run_hang, "say where the ranks of a job that hung part, by their Flight Recorder dumps")
+    hang.add_argument(
+        "folder", metavar="DIR", help="the folder with the dumps, one a rank, named with the rank at its end"
+    )
+    _add_rules(hang)
+    _add_fail_on(hang)
+    _add_output(hang)
 
     graph = command(
         "graph",
@@ -124,6 +131,16 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     modules = "modules that every rank needs, imported once before ranks are forked; comma separated or repeated"
     what.add_argument("--preload", metavar="MODULES", action="append", help=modules)
     return what
+
+
+def _add_rules(parser: argparse._ActionsContainer) -> None:
+    rules = "rules by code, prefix or name; comma separated or repeated"
+    parser.add_argument("--select", metavar="RULES", action="append", help=f"report only these {rules}")
+    parser.add_argument("--ignore", metavar="RULES", action="append", help=f"do not report these {rules}")
+
+
+def _add_fail_on(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
 
 
 def _add_output(parser: argparse._ActionsContainer) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from ddpcheck.cli.run import report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG
 from ddpcheck.monitor.script.ending import Ending
+from ddpcheck.monitor.script.flight_records import prepare
 from ddpcheck.monitor.script.hang_watch import HangWatch
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, read_logs
 
@@ -32,6 +33,8 @@ _QUIET = 2.0  # seconds in which a launcher that lives may start ranks again
 def main() -> None:
     """Wait, judge, show, and leave nothing."""
     folder, launcher, given = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
+    if given.check_flight_recorder is not None:
+        prepare(Path(given.check_flight_recorder))
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
         _wait(folder, launcher)

@@ -20,6 +20,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.monitor.script.check_options import add_check_options, examine
 from ddpcheck.monitor.script.ending import Ending
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
+from ddpcheck.monitor.script.flight_records import prepare, write_flight_records
 from ddpcheck.monitor.script.hang_watch import HangWatch, end_agent
 from ddpcheck.monitor.script.rank_log import read_logs
 from ddpcheck.monitor.script.script_report import report_on_script
@@ -34,6 +35,8 @@ def run_script(arguments: argparse.Namespace) -> int:
     add_check_options(parser)
     given = parser.parse_args(arguments.rest)
     examine(given)
+    if given.check_flight_recorder is not None:
+        prepare(Path(given.check_flight_recorder))
     with tempfile.TemporaryDirectory(prefix="ddpcheck-run-") as folder, report_output(given) as output:
         options = RunOptions(folder, given.check_every)
         os.environ.update(environment_for(options, os.environ))
@@ -53,6 +56,8 @@ def report_output(given: argparse.Namespace) -> ReportOutput:
 def show_report(script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput) -> Report:
     """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
     ranks = read_logs(folder)
+    if given.check_flight_recorder is not None:
+        write_flight_records(Path(given.check_flight_recorder), ranks, ending)
     report = report_on_script(script, ending, ranks, select=given.check_select, ignore=given.check_ignore)
     if report.status == "clean" and given.check_output is None and given.check_format is None:
         print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)

@@ -70,13 +70,21 @@ def is_user_file(name: str) -> bool:
 
 def user_location(frame: FrameType | None = None) -> Location | None:
     """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
+    found = user_frame(frame or sys._getframe(1))
+    return None if found is None else Location(relative_path(found.f_code.co_filename), found.f_lineno)
+
+
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The frame of that line."""
     current: FrameType | None = frame or sys._getframe(1)
-    while current is not None:
-        code = current.f_code
-        if is_user_file(code.co_filename):
-            return Location(relative_path(code.co_filename), current.f_lineno)
+    while current is not None and not is_user_file(current.f_code.co_filename):
         current = current.f_back
-    return None
+    return current
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package, and so not to the user's own program."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 def exception_location(error: BaseException) -> Location | None:

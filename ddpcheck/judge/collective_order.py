@@ -7,28 +7,32 @@ findings.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding, plural_verb
 
 
-def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] = ()) -> list[Finding]:
+def judge_collectives(
+    logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
+) -> list[Finding]:
     """At most one finding a process group: the first place at which the ranks' collectives do not match (DDP403).
 
-    Ranks `at_work` are neither finished nor in a collective, and so may still come to the next one.
+    Args:
+        logs: The collectives of each rank.
+        at_work: Ranks that are neither finished nor in a collective, and so may still come to the next one.
+        first: The number of the first call in the logs, by process group, where it is not 0.
     """
     findings = []
     groups = {call.group: call.members for log in logs for call in log}
     for group, members in sorted(groups.items()):
         ranks = [rank for rank in members if rank < len(logs)]
         sequences = [[call for call in logs[rank] if call.group == group] for rank in ranks]
-        places = enumerate(itertools.zip_longest(*sequences))
-        mismatch = next(((at, of_ranks) for at, of_ranks in places if len(set(map(_signature, of_ranks))) > 1), None)
+        mismatch = first_mismatch(sequences)
         if mismatch is None:
             continue
-        place, found = mismatch
+        place, found = mismatch[0] + (first or {}).get(group, 0), mismatch[1]
         calls = [call for call in found if call is not None]
         absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
         if absent and len(set(map(_signature, calls))) == 1 and set(absent) <= set(at_work):
@@ -53,6 +57,17 @@ def judge_collectives(logs: Sequence[Sequence[Call]], at_work: Collection[int] =
             ],
         )
     return findings
+
+
+def first_mismatch(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
+    """The first place at which these logs of one process group do not match, and what each has there."""
+    places = enumerate(itertools.zip_longest(*sequences))
+    return next(((at, of_ranks) for at, of_ranks in places if len(set(map(_signature, of_ranks))) > 1), None)
+
+
+def same_signature(one: Call, other: Call) -> bool:
+    """Whether two calls pair up."""
+    return _signature(one) == _signature(other)
 
 
 def _signature(call: Call | None) -> tuple[str, str] | None:

@@ -25,7 +25,7 @@ from ddpcheck.findings.wording import (
     plural_verb,
     unless_all,
 )
-from ddpcheck.judge.collective_order import judge_collectives
+from ddpcheck.judge.call_sites import judge_partings
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation
 
 
@@ -68,13 +68,13 @@ def judge_failure(error: RankError, logs: Sequence[Sequence[Call]], world_size: 
 
 
 def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
-    """DDP403: the collectives of the ranks do not match.
+    """DDP403: the collectives of the ranks do not match, or their lines do not.
 
     First, since ranks that call different collectives hang, or fail with an error of communication. Any other exception
     is a cause of its own: the rank that raised never came to the next collective.
     """
     at_work = {failure.rank for failure in facts.stuck if not failure.collective}
-    mismatch = judge_collectives(facts.logs, at_work)
+    mismatch = judge_partings(facts.logs, at_work)
     if not mismatch or (facts.ended and not _is_of_communication(facts.ended[0].message)):
         return []
     return [replace(mismatch[0], evidence=(*mismatch[0].evidence, *facts.evidence))]

@@ -22,6 +22,8 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     levels = ["error", "warning", "note", "never"]
     add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
     add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
+    dumps = "write the last collectives of each rank into this folder, as Flight Recorder's dumps (see ddpcheck hang)"
+    add("--check-flight-recorder", metavar="DIR", help=dumps)
     add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
 
 

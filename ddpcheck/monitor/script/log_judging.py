@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.root_causes import split_consequences
@@ -73,6 +74,8 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     found = []
     for wrapper in wrappers:
         findings = _judge_wrapper(wrapper)
+        if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
+            findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         if len(wrappers) > 1:
             made = wrapper.made
             where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"

@@ -53,6 +53,7 @@ class _Optimizer:
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
     zeroings: int = 0  # steps, one after the other, in which that was the same
     inside: bool = False  # of `step`
+    watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
 
 class OptimizerRecorder:
@@ -92,7 +93,7 @@ class OptimizerRecorder:
     def close(self) -> None:
         """The script has ended."""
         for optimizer, known in list(self._known.items()):
-            watches = self._watches_of(optimizer)
+            watches = self._watches_of(optimizer, known)
             reductions = sum(watch.step for watch in watches) if watches else -1
             self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks)))
 
@@ -105,7 +106,7 @@ class OptimizerRecorder:
             known = self._known[optimizer] = _Optimizer(next(self._numbers))
             self._look_at(optimizer, known)
         known.inside = True
-        watches = self._watches_of(optimizer)
+        watches = self._watches_of(optimizer, known)
         for watch in watches:
             watch.optimizer_steps()
         self._judge_zeroing(known)
@@ -153,9 +154,15 @@ class OptimizerRecorder:
             unknown=tuple(name for name in alone if name.startswith("?")),
         )
 
-    def _watches_of(self, optimizer: Any) -> list[ScriptWatch]:
-        held = {id(p) for p in _parameters_of(optimizer)}
-        return [watch for watch in self._watches if any(id(p) in held for p in watch.parameters.values())]
+    def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
+        """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
+        watches = list(self._watches)
+        key = (len(optimizer.param_groups), *map(id, watches))
+        if known.watches[0] != key:
+            held = {id(p) for p in _parameters_of(optimizer)}
+            theirs = [watch for watch in watches if any(id(p) in held for p in watch.parameters.values())]
+            known.watches = key, list(map(ref, theirs))
+        return [watch for one in known.watches[1] if (watch := one()) is not None]
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""

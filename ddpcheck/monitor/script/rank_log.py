@@ -64,6 +64,7 @@ class WrapperMade:
         ranks: Of its process group.
         context: Of the watch on it.
         location: The line of the script that constructs it.
+        by_library: Whether an installed package does, and not the script.
         classes: By path of a submodule ("" for the module itself), its classes of the user, each with file and name.
     """
 
@@ -71,6 +72,7 @@ class WrapperMade:
     ranks: tuple[int, ...]
     context: WatchContext
     location: Location | None
+    by_library: bool
     classes: Mapping[str, tuple[tuple[str, str], ...]]
 
 

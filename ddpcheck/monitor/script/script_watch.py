@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.source_lines import is_user_file, user_location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, user_frame, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.state.module_description import fingerprints
@@ -62,9 +62,15 @@ class ScriptWatch(Watch):
         self._comparison: _ReplicaRecorder = _ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
         )
+        frame = user_frame()
         log.add(
             WrapperMade(
-                type(self._module).__qualname__, self._alarms.ranks, self._context, user_location(), _classes(wrapper)
+                type(self._module).__qualname__,
+                self._alarms.ranks,
+                self._context,
+                user_location(),
+                frame is not None and is_installed(frame.f_code.co_filename),
+                _classes(wrapper),
             )
         )
 

@@ -1,0 +1,244 @@
+"""Flight Recorder's dumps as the logs of collectives that judges compare: of each rank and process group, lined up.
+
+The recorder keeps the last entries of a rank (2,000 unless TORCH_FR_BUFFER_SIZE says otherwise), so ranks are lined up
+by the numbers that their process groups give to collectives.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path
+
+DEFAULT_GROUP = "0"
+_UNRECORDED = "unrecorded"  # gloo's monitored_barrier takes numbers, and is not in the dump
+_MOST_MISSING = 1000  # calls in a row that are not in a dump
+_OPERATIONS = {  # in the words of torch.distributed
+    "all_reduce_barrier": "barrier",
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+    "_all_gather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+}
+_MATCHED_BY_PAYLOAD = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "allreduce_coalesced")
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8", "Byte": "uint8"}
+DTYPES |= {"Short": "int16", "Int": "int32", "Long": "int64"}
+"""The recorder's names, and torch's."""
+
+_OF_LIBRARIES = re.compile(  # Python's own library and torch on the machine of the job, which need not be this one
+    r"^<|/lib(64)?/python[\d.]+/(?!(site|dist)-packages/)|/torch/(_\w+|distributed|nn|autograd|optim|utils)[/.]"
+)
+CALL_KEY = "ddpcheck"
+"""In an entry that ddpcheck has written: the operation and the payload, where the recorder has no words for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A collective, or a send or receive, that a rank has entered.
+
+    Attributes:
+        group: Name of the process group.
+        number: That the group gave to it; of a send or receive, that among those.
+        call: In words; its members are not known yet.
+        ended: Whether it is known to have ended.
+        between_two: Whether it is a send or a receive, which pairs up with one other rank, or the end of several.
+    """
+
+    group: str
+    number: int
+    call: Call
+    ended: bool
+    between_two: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankDump:
+    """What the recorder of one rank held.
+
+    Attributes:
+        entries: In the order in which they were entered.
+        groups: The ranks of each process group, as far as the dump names them.
+        wrapped: Whether earlier entries are lost.
+        world_size: As far as the sizes of what was gathered tell; else 0.
+        has_stacks: Whether any entry has the line of its call.
+        gloo: Whether all of it is gloo's.
+    """
+
+    entries: Sequence[Entry]
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    wrapped: bool = False
+    world_size: int = 0
+    has_stacks: bool = False
+    gloo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLogs:
+    """The collectives of one process group, lined up.
+
+    Attributes:
+        name: Of the group.
+        members: As far as they are known.
+        are_known: Whether the dumps name them.
+        first: The number of the first call in the logs, from 0.
+        logs: By rank, empty for those without a dump.
+        ended: Whether each of these calls has ended.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    are_known: bool
+    first: int
+    logs: Sequence[Sequence[Call]]
+    ended: Sequence[Sequence[bool]]
+
+
+def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
+    """A dump as it was read, in our words; `where` names it in errors.
+
+    Raises:
+        UsageError: An entry has not what it takes to line it up.
+    """
+    raw: Sequence[Mapping[str, Any]] = dump["entries"]
+    try:
+        entries = [_entry(one) for one in raw]
+        gloo = all(str(one["profiling_name"]).startswith("gloo:") for one in raw)
+        world_size = max((_gathered_from(one) for one in raw), default=0)
+        wrapped = bool(raw) and int(raw[0].get("record_id", 0)) > 0
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"[:80]
+        raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({what})") from error
+    groups = {}
+    configured = dump.get("pg_config")
+    for name, group in configured.items() if isinstance(configured, dict) else ():
+        ranks = tuple(map(int, re.findall(r"\d+", str(group.get("ranks", "")) if isinstance(group, dict) else "")))
+        if ranks:
+            groups[str(name)] = ranks
+    stacks = any(entry.call.location for entry in entries)
+    return RankDump(entries, groups, wrapped, world_size, stacks, gloo and bool(raw))
+
+
+def _entry(raw: Mapping[str, Any]) -> Entry:
+    name = str(raw["profiling_name"]).partition(":")[2] or str(raw["profiling_name"])
+    group = str(raw["process_group"][0])
+    between_two = bool(raw.get("is_p2p", name.startswith(("send", "recv"))))
+    number = int(raw["p2p_seq_id" if between_two else "collective_seq_id"])
+    between_two |= name == "coalesced"  # the end of several calls, each of which has an entry
+    operation = _OPERATIONS.get(name, name)
+    payload = _payload(operation, raw)
+    own = raw.get(CALL_KEY)
+    if isinstance(own, dict):
+        operation, payload = str(own.get("operation", operation)), str(own.get("payload", payload))
+    location = user_line(raw.get("frames") or ())
+    call = _call(operation, group, payload, str(location) if location else "")
+    return Entry(group, number, call, bool(raw.get("retired")) or raw.get("state") == "completed", between_two)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _call(operation: str, group: str, payload: str, location: str) -> Call:
+    """One object for equal calls, of which there are thousands."""
+    return Call(operation, group, (), payload, location=location)
+
+
+def _payload(operation: str, raw: Mapping[str, Any]) -> str:
+    """Dtype and shape of what goes in, where those of all ranks have to be the same."""
+    sizes = raw.get("input_sizes") or ()
+    if not operation.startswith(_MATCHED_BY_PAYLOAD):
+        return ""
+    dtypes = [DTYPES.get(str(one), str(one).lower()) for one in raw.get("input_dtypes") or [""] * len(sizes)]
+    pairs = zip(dtypes, sizes, strict=False)
+    return "; ".join(f"{dtype} of shape {tuple(map(int, shape))}".lstrip() for dtype, shape in pairs)
+
+
+def _gathered_from(raw: Mapping[str, Any]) -> int:
+    """The number of ranks that an all_gather in the default group gathers from; 0 for other entries."""
+    inputs: Sequence[Any] = raw.get("input_sizes") or ()
+    outputs: Sequence[Any] = raw.get("output_sizes") or ()
+    gathers = str(raw["profiling_name"]) == "gloo:all_gather" and str(raw["process_group"][0]) == DEFAULT_GROUP
+    if gathers and len(inputs) == len(outputs) == 1 and list(outputs[0][1:]) == list(inputs[0]):
+        return int(outputs[0][0])
+    return 0
+
+
+def user_line(frames: Sequence[Mapping[str, Any]]) -> Location | None:
+    """The innermost of these frames, which begin with it, that belongs neither to torch nor to Python itself."""
+    for frame in frames:
+        file = str(frame["filename"]).replace("\\", "/")
+        if not _OF_LIBRARIES.search(file) and is_user_file(file):
+            return Location(relative_path(file), int(frame["line"]))
+    return None
+
+
+def world_size_of(dumps: Mapping[int, RankDump]) -> int:
+    """The number of ranks of the job, as far as the dumps tell."""
+    named = [rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks]
+    return max([max(dumps) + 1, *(rank + 1 for rank in named), *(dump.world_size for dump in dumps.values())])
+
+
+def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
+    """The collectives of each process group, from the first that all of its ranks still have."""
+    world_size = world_size_of(dumps)
+    for name, members, are_known in _groups(dumps, world_size):
+        here = {rank: dumps[rank] for rank in members if rank in dumps}
+        own = {rank: [e for e in dump.entries if e.group == name and not e.between_two] for rank, dump in here.items()}
+        own = {rank: entries for rank, entries in own.items() if entries or not here[rank].wrapped}
+        starts = [of_rank[0].number + (not here[rank].gloo) for rank, of_rank in own.items() if here[rank].wrapped]
+        start = max(starts, default=0)  # what has one number with lost ones, being coalesced, is left out
+        logs: list[list[Call]] = [[] for _ in range(world_size)]
+        ended: list[list[bool]] = [[] for _ in range(world_size)]
+        ranks = tuple(sorted(own))
+        calls: dict[Call, Call] = {}
+        for rank, entries in own.items():
+            for entry in _with_gaps([e for e in entries if e.number >= start], start or 1, here[rank].gloo):
+                if (call := calls.get(entry.call)) is None:
+                    call = calls[entry.call] = replace(entry.call, group=name, members=ranks)
+                logs[rank].append(call)
+                ended[rank].append(entry.ended)
+        _extend_by_gaps([(logs[rank], ended[rank]) for rank in ranks])
+        yield GroupLogs(name, members, are_known, max(start - 1, 0), logs, ended)
+
+
+def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Name and ranks of each process group that has entries; two groups may have one name, where no rank is in both."""
+    names = dict.fromkeys(entry.group for dump in dumps.values() for entry in dump.entries if not entry.between_two)
+    for name in names:
+        named = {dump.groups[name] for dump in dumps.values() if name in dump.groups}
+        if named:
+            for members in sorted(named):
+                yield name, members, True
+        elif name == DEFAULT_GROUP:
+            yield name, tuple(range(world_size)), True
+        else:
+            using = {rank for rank, dump in dumps.items() for entry in dump.entries if entry.group == name}
+            yield name, tuple(sorted(using)), False
+
+
+def _with_gaps(entries: Sequence[Entry], start: int, gloo: bool) -> Iterator[Entry]:
+    """The entries of a rank and group, with one for each number that gloo has given to what it does not record."""
+    expected = start
+    for entry in entries:
+        missing = entry.number - expected if gloo else 0
+        for number in range(expected, expected + min(missing, _MOST_MISSING)):
+            yield Entry(entry.group, number, Call(_UNRECORDED, entry.group, ()), True)
+        yield entry
+        expected = entry.number + 1
+
+
+def _extend_by_gaps(ranks: Sequence[tuple[list[Call], list[bool]]]) -> None:
+    """Where a log ends and all others have what is not recorded, it is not known that this rank has not called it."""
+    longest = max((len(log) for log, _ in ranks), default=0)
+    for place in range(min((len(log) for log, _ in ranks), default=0), longest):
+        there = [log[place] for log, _ in ranks if len(log) > place]
+        for log, ended in ranks:
+            if len(log) == place and all(call.operation == _UNRECORDED for call in there):
+                log.append(there[0])
+                ended.append(True)
