@@ -77,11 +77,38 @@ def user_location(frame: FrameType | None = None) -> Location | None:
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """The frame of that line."""
     current: FrameType | None = frame or sys._getframe(1)
+    innermost = None
+    while current is not None:
+        file = current.f_code.co_filename
+        if is_user_file(file):
+            innermost = innermost or current
+            if not (_passes_over_packages and is_installed(file)):
+                return current
+        current = current.f_back
+    return innermost
+
+
+def is_called_by_a_package() -> bool:
+    """Whether the innermost frame of that kind is one of an installed package, and not of the user's program."""
+    current: FrameType | None = sys._getframe(1)
     while current is not None and not is_user_file(current.f_code.co_filename):
         current = current.f_back
-    return current
+    return current is not None and is_installed(current.f_code.co_filename)
 
 
+_passes_over_packages = False
+
+
+def pass_over_packages() -> None:
+    """From now on, the line of the user is that of the program, and not of a framework that it calls, if there is one.
+
+    For a script in a trainer that somebody else wrote: two barriers of a framework are told apart by their callers.
+    """
+    global _passes_over_packages
+    _passes_over_packages = True
+
+
+@functools.cache
 def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package, and so not to the user's own program."""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)

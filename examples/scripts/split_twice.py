@@ -43,7 +43,8 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     data = Samples()
-    sampler = DistributedSampler(data, num_replicas=2 if FIXED else 4, rank=rank, shuffle=False)
+    parts = 2 if FIXED else 4
+    sampler: DistributedSampler[Tensor] = DistributedSampler(data, num_replicas=parts, rank=rank, shuffle=False)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

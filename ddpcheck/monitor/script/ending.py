@@ -6,10 +6,11 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.report import Finding
+from ddpcheck.judge.collective_order import judge_skipped_backward
 from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
 from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
@@ -43,8 +44,13 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         return []
     error = RankError("", ordered)
     error.results = {rank.started.rank: None for rank in ranks if rank.started.rank not in {one.rank for one in found}}
-    judged = judge_failure(error, comparable_logs(ranks), len(ranks))
-    return [one for one in judged if one.code == "DDP403"] if ending.interrupted else judged
+    logs = comparable_logs(ranks)
+    judged = judge_failure(error, logs, len(ranks))
+    if ending.interrupted:
+        judged = [finding for finding in judged if finding.code == "DDP403"]
+    if judged and judged[0].code in ("DDP402", "DDP403") and (skipped := judge_skipped_backward(logs)):
+        return [replace(skipped[0], evidence=(*skipped[0].evidence, judged[0].message))]
+    return judged
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:

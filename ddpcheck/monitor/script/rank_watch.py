@@ -27,7 +27,7 @@ from torch import nn
 from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import whole_traceback
+from ddpcheck.findings.source_lines import pass_over_packages, whole_traceback
 from ddpcheck.gather.collectives.collective_log import COLLECTIVES, logged, record_calls, record_overwritten
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
@@ -75,6 +75,7 @@ class _WatchedRank:
         self._log = RankLog(Path(options.folder), started)
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
         UnpickledHook.on_error = self._failed
+        pass_over_packages()
         self._record_calls(replacements)
         self._record_end()
         log = self._log

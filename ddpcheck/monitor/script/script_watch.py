@@ -21,13 +21,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, user_frame, user_location
+from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
+from ddpcheck.judge.collective_order import DDP_BACKWARD
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.judging import WatchContext, judge_events
@@ -62,14 +63,13 @@ class ScriptWatch(Watch):
         self._comparison: _ReplicaRecorder = _ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
         )
-        frame = user_frame()
         log.add(
             WrapperMade(
                 type(self._module).__qualname__,
                 self._alarms.ranks,
                 self._context,
                 user_location(),
-                frame is not None and is_installed(frame.f_code.co_filename),
+                is_called_by_a_package(),
                 _classes(wrapper),
             )
         )
@@ -133,7 +133,7 @@ class ScriptWatch(Watch):
         wrapper = self._tracker.wrapper
         if wrapper is not None:
             place = f"forward pass {self._forwards}"
-            note_collective("DistributedDataParallel.backward", "", wrapper.process_group, place=place)
+            note_collective(DDP_BACKWARD, "", wrapper.process_group, place=place)
         self._log.count(self.number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:

@@ -1,0 +1,53 @@
+"""A rank skips the backward pass of a batch whose loss is large: the ranks are one batch apart.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/skips_backward.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/skips_backward.py [--fixed]
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+EXPECT = {"code": "DDP508", "subjects": ["backward"], "ranks": [1], "line": "loss.backward()"}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    for _ in range(24):
+        x = torch.randn(4, 8)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        largest = loss.detach().clone()
+        if FIXED:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if largest > 12.0:
+            continue
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
