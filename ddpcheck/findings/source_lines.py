@@ -70,14 +70,13 @@ def is_user_file(name: str) -> bool:
 
 def user_location(frame: FrameType | None = None) -> Location | None:
     """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
-    found = user_frame(frame or sys._getframe(1))
+    found = _user_frame(frame or sys._getframe(1))
     return None if found is None else Location(relative_path(found.f_code.co_filename), found.f_lineno)
 
 
-def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The frame of that line."""
-    current: FrameType | None = frame or sys._getframe(1)
-    innermost = None
+def _user_frame(frame: FrameType) -> FrameType | None:
+    innermost: FrameType | None = None
+    current: FrameType | None = frame
     while current is not None:
         file = current.f_code.co_filename
         if is_user_file(file):

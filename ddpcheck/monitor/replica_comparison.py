@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
-from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.state.module_description import describe, digest_of, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_replica_states
@@ -81,8 +81,8 @@ class ReplicaComparison:
         values = DdpStepEvidence(
             rank=self._alarms.rank,
             step=step,
-            gradients={n: 0 if p.grad is None else fingerprint(dense(p.grad)) for n, p in trained.items()},
-            parameters=fingerprints(self._module.named_parameters()),
+            gradients=_gradients(trained),
+            parameters=self._parameters(),
             buffers=fingerprints(self._module.named_buffers()),
         )
         description, first = describe(self._module), not self._count
@@ -92,6 +92,9 @@ class ReplicaComparison:
         if step:
             return ReplicaState(description, values)
         return ReplicaState(description, values, self._constructed, self._at_first_forward)
+
+    def _parameters(self) -> dict[str, int]:
+        return fingerprints(self._module.named_parameters())
 
     def _differences_from_average(
         self, local: Mapping[str, torch.Tensor], wrapper: nn.parallel.DistributedDataParallel
@@ -124,3 +127,9 @@ class ReplicaComparison:
                 parameters.items(), averaged, (sizes / world_size).sqrt().tolist(), strict=True
             )
         )
+
+
+def _gradients(trained: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The fingerprints of their gradients; 0 for one that has none."""
+    known = fingerprints((name, dense(p.grad)) for name, p in trained.items() if p.grad is not None)
+    return {name: known.get(name, 0) for name in trained}

@@ -9,12 +9,15 @@ approximating the frequency moments", 1996): the expected square of its norm is 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 SIZE = 64
 """How many blocks there are at least; their estimate of a norm is within some 25 %."""
 
 _SEED = 20231
+_KEPT = 4096  # signs; longer ones are made afresh, so that nothing large stays on a device
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
@@ -33,5 +36,11 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
 
 def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
     """As many random signs, the same on every rank and without a touch of the generators of the script."""
-    generator = torch.Generator(device=like.device).manual_seed(_SEED)
-    return torch.randint(0, 2, (count,), generator=generator, device=like.device).to(like.dtype) * 2 - 1
+    make = _known_signs if count <= _KEPT else _known_signs.__wrapped__
+    return make(count, like.device, like.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator(device=device).manual_seed(_SEED)
+    return torch.randint(0, 2, (count,), generator=generator, device=device).to(dtype) * 2 - 1

@@ -1,0 +1,118 @@
+"""Writes docs/scripts.md: each script of examples/scripts under torchrun and under `ddpcheck run`, and its fixed twin.
+
+    python -m tests.faultsuite.scripts_page
+
+It takes about ten minutes. What torchrun says is the first exception on standard error.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "scripts"
+PATIENCE = 40  # seconds that a script under torchrun is given; gloo itself would wait for half an hour
+TIMEOUT = 10  # of --check-timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A script that has run: its exit code (`None`: it was still waiting), seconds, and standard error."""
+
+    code: int | None
+    seconds: float
+    stderr: str
+
+
+def run(*command: str) -> Ran:
+    """Run a command in a session of its own, which is ended when its time is over."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        env=env,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, stderr = process.communicate(timeout=PATIENCE + 60 if "ddpcheck" in command else PATIENCE)
+        return Ran(process.returncode, time.monotonic() - began, stderr)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # the agent ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return Ran(None, time.monotonic() - began, "")
+
+
+def said_by_torchrun(ran: Ran) -> str:
+    """What a user reads of it, in a few words."""
+    if ran.code is None:
+        return f"nothing: it waits (ended after {PATIENCE} s)"
+    if ran.code == 0:
+        return "nothing: exit code 0"
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in ran.stderr.splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line) and "ChildFailed" not in line]
+    text = errors[0] if errors else "a rank died"
+    return f"after {ran.seconds:.0f} s: {text[:110]}{'...' if len(text) > 110 else ''}"
+
+
+def row(script: Path) -> str:
+    """One row of the table."""
+    name = script.relative_to(ROOT).as_posix()
+    launch = ("--standalone", "--nproc-per-node=2")
+    plain = run("torch.distributed.run", *launch, name)
+    with tempfile.TemporaryDirectory() as folder:
+        options = (f"--check-timeout={TIMEOUT}", f"--check-output={folder}/report.json")
+        watched = run("ddpcheck", "run", *launch, *options, name)
+        (finding,) = json.loads(Path(folder, "report.json").read_text())["findings"]
+        fixed = run("ddpcheck", "run", *launch, *options, name, "--fixed")
+        clean = json.loads(Path(folder, "report.json").read_text())["status"]
+    line = finding["location"]["line"]
+    shown = script.read_text().splitlines()[line - 1].strip().replace("|", "\\|")
+    title = (ast.get_docstring(ast.parse(script.read_text())) or "").splitlines()[0]
+    assert fixed.code == 0 and clean == "clean", (name, fixed)
+    found = f"**{finding['code']}** {finding['severity']}, line {line}: `{shown}`, after {watched.seconds:.0f} s"
+    return f"| [{script.stem}](../{name}) | {title} | {said_by_torchrun(plain)} | {found} |".replace("``", "`")
+
+
+def main() -> None:
+    rows = []
+    for script in sorted(SCRIPTS.glob("*.py")):
+        rows.append(row(script))
+        print(rows[-1], flush=True)
+    page = "\n".join(
+        (
+            "<!-- Written by `python -m tests.faultsuite.scripts_page`. -->",
+            "# Scripts with a fault, under torchrun and under ddpcheck run",
+            "",
+            "Each script of [examples/scripts](../examples/scripts) has one fault, and none with `--fixed`. This is",
+            f"what a user reads of it: 2 ranks, gloo, CPU, 2 cores, `--check-timeout {TIMEOUT}`; from start to end,",
+            "with the import of torch. Every fixed twin is clean under `ddpcheck run`.",
+            "",
+            "| script | fault | torchrun says | ddpcheck run says |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        )
+    )
+    (ROOT / "docs" / "scripts.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
