@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.judge.collective_order import DDP_BACKWARD
 from ddpcheck.monitor.script.ending import Ending, judge_ending
 from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import RankLog, RankRaised, RankStarted, read_logs
@@ -65,6 +66,24 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
     if ending == "raises":  # torchrun's page says <N/A>
         assert "error_file: <N/A>" in plain.stderr and "error_file: <N/A>" not in watched.stderr
         assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
+
+
+def test_a_script_is_watched_under_another_launcher() -> None:
+    watched = run(TORCHRUN, "-m", "ddpcheck.monitor", PROGRAM, "plain")
+    plain = run(TORCHRUN, PROGRAM, "plain")
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
+    assert (watched.returncode, watched.stderr.splitlines()[-1]) == (
+        0,
+        "ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)",
+    )
+
+
+@pytest.mark.slow
+def test_a_hang_under_another_launcher_is_ended_and_told() -> None:
+    script = str(ROOT / "examples" / "scripts" / "uneven_batches.py")
+    ended = run(TORCHRUN, "-m", "ddpcheck.monitor", "--check-timeout", "3", script)
+    assert ended.returncode != 0
+    assert "DDP403 collective-mismatch" in ended.stderr and "examples/scripts/uneven_batches.py:39" in ended.stderr
 
 
 # Faults
@@ -175,6 +194,11 @@ IN_BARRIER = """Current thread 0x1 (most recent call first):
 """
 
 
+AT_WORK = """Current thread 0x1 (most recent call first):
+  File "/home/me/data.py", line 7 in read
+"""
+
+
 def test_the_collectives_in_which_ranks_part_are_the_cause_of_a_hang(tmp_path: Path) -> None:
     many = ["all_reduce"] * 3000  # more than a ring keeps
     rank_log(tmp_path, 0, *many, "barrier")
@@ -186,6 +210,33 @@ def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path
     for rank in (0, 1):
         rank_log(tmp_path, rank, "all_reduce", "barrier")
     assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP402"]
+
+
+def test_a_rank_that_skips_a_backward_pass_is_the_cause_of_a_hang(tmp_path: Path) -> None:
+    forwards = {0: (1, 2, 3), 1: (1, 3)}
+    for rank, numbers in forwards.items():
+        log = RankLog(tmp_path, RankStarted(rank, 2, "gloo"))
+        for number in numbers:
+            log.add_call(Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {number}", location="train.py:9"))
+        log.add_call(Call("barrier", "0", (0, 1)))
+    ending = Ending(4, hang=Hang(60.0, dict.fromkeys(forwards, IN_BARRIER)))
+    (finding,) = judge_ending(read_logs(tmp_path), ending, [])
+    assert (finding.code, finding.ranks) == ("DDP508", (1,)) and "forward pass 2" in finding.message
+
+
+def test_a_forward_pass_more_on_a_rank_is_no_skipped_backward_pass(tmp_path: Path) -> None:
+    for rank, numbers in enumerate([(1, 2), (1, 3)]):  # rank 1 has evaluated in between
+        log = RankLog(tmp_path, RankStarted(rank, 2, "gloo"))
+        for number in numbers:
+            log.add_call(Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {number}"))
+        log.add_call(Call(("barrier", "broadcast")[rank], "0", (0, 1)))
+    assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
+
+
+def test_an_interrupted_script_is_no_hang(tmp_path: Path) -> None:
+    for rank, calls in enumerate([("all_reduce", "barrier"), ("all_reduce",)]):  # rank 1 is at work
+        rank_log(tmp_path, rank, *calls).path.with_suffix(".stack").write_text(IN_BARRIER if not rank else AT_WORK)
+    assert not judge_ending(read_logs(tmp_path), Ending(130, interrupted=True), [])
 
 
 def test_the_exception_that_came_first_is_the_cause_and_the_lost_connection_is_not(tmp_path: Path) -> None:

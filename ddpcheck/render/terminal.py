@@ -52,9 +52,10 @@ class TerminalRenderer(TextRenderer):
         table.add_column(overflow="fold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
+        timed = any(check.seconds for check in report.checks)  # those of a script are not
         for check in report.checks:
             mark, plain, style = MARKS[check.status]
-            seconds = "" if check.status == "skipped" or not check.seconds else f"{check.seconds:.2f} s"
+            seconds = f"{check.seconds:.2f} s" if timed and check.status != "skipped" else ""
             table.add_row(
                 styled((mark if self.unicode else plain, style)),
                 styled(check.name),
