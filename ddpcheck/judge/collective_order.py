@@ -15,6 +15,8 @@ from ddpcheck.findings.wording import format_ranks, minority_ranks, one_finding,
 
 DDP_BACKWARD = "DistributedDataParallel.backward"
 """Stands in a log for the collectives that DDP makes in one backward pass."""
+DDP_FORWARD = "DistributedDataParallel.forward"
+"""Likewise, for the broadcast of buffers with which a forward pass begins."""
 
 
 def judge_collectives(

@@ -42,6 +42,8 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
         if not found:
             continue
         finding, first = found[0], of_ranks[0]
+        if number and first.reductions < 0 and len({one.collectives for one in of_ranks}) > 1:
+            return _out_of_step(of_ranks)
         if number and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
             names = finding.subjects
             finding = replace(
@@ -56,6 +58,18 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
             )
         return [replace(finding, steps=(first.count,), location=first.location)]
     return []
+
+
+def _out_of_step(of_ranks: Steps) -> list[Finding]:
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"The ranks are not in the same step: before step {of_ranks[0].count} of the optimizer they have come to "
+        "different numbers of collectives, and its options are already those of another step.",
+        location=of_ranks[0].location,
+        evidence=[f"collectives of all ranks: {one}" for one in group_by_value([one.collectives for one in of_ranks])],
+        fix="Leave the loop, or skip what is in it, on all ranks or on none: all_reduce the decision.",
+    )
 
 
 def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:

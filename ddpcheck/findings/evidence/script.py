@@ -107,6 +107,7 @@ class OptimizerStep:
         gradients: Sketches of their gradients; empty for one that has none.
         marks: Fingerprints of one of them, at each step since the last entry.
         unknown: Of them, those that no module has.
+        collectives: How many collectives of all ranks this rank has come to before.
     """
 
     optimizer: int
@@ -122,6 +123,7 @@ class OptimizerStep:
     gradients: Mapping[str, Sequence[float]] = field(default_factory=dict)
     marks: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
+    collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         judged = [finding for finding in judged if finding.code == "DDP403"]
     if judged and judged[0].code in ("DDP402", "DDP403") and (skipped := judge_skipped_backward(logs)):
         return [replace(skipped[0], evidence=(*skipped[0].evidence, judged[0].message))]
-    return judged
+    return [replace(one, fix=one.what_to_do.replace("--timeout", "--check-timeout")) for one in judged]
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:

@@ -63,12 +63,19 @@ class OptimizerRecorder:
         steps: How often any of them has stepped.
     """
 
-    def __init__(self, sink: Callable[[Any], object], watches: Iterable[ScriptWatch], every: int) -> None:
-        """Begin; `watches` are those on the wrappers of this process."""
+    def __init__(
+        self,
+        sink: Callable[[Any], object],
+        watches: Iterable[ScriptWatch],
+        every: int,
+        collectives: Callable[[], int],
+    ) -> None:
+        """Begin; `watches` are those on the wrappers, `collectives` says how many of all ranks there have been."""
         self.steps = 0
         self._sink = sink
         self._watches = watches
         self._every = every
+        self._collectives = collectives
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._numbers, self._schedule_numbers = itertools.count(), itertools.count()
         self._schedules: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
@@ -152,6 +159,7 @@ class OptimizerRecorder:
             gradients={name: sketch(dense(p.grad)).tolist() for name, p in alone.items() if p.grad is not None},
             marks=tuple(known.marks),
             unknown=tuple(name for name in alone if name.startswith("?")),
+            collectives=self._collectives(),
         )
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:

@@ -79,7 +79,7 @@ class _WatchedRank:
         self._record_calls(replacements)
         self._record_end()
         log = self._log
-        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every)
+        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives)
         self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps)
         FileRecorder(log.add, lambda: log.collectives)
         record_overwritten(guarded(self._overwritten))

@@ -27,10 +27,11 @@ from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
-from ddpcheck.judge.collective_order import DDP_BACKWARD
+from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.judging import WatchContext, judge_events
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_probed
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
@@ -62,6 +63,7 @@ class ScriptWatch(Watch):
         self._comparison: _ReplicaRecorder = _ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
         )
+        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(_note_broadcast))
         log.add(
             WrapperMade(
                 type(self._module).__qualname__,
@@ -98,6 +100,7 @@ class ScriptWatch(Watch):
     def close(self, *, failing: bool = False) -> None:
         """As of `Watch`."""
         self._comparison.write()
+        self._handle.remove()
         super().close(failing=failing)
 
     def _make_board(self, group: Any) -> AlarmBoard:
@@ -205,10 +208,9 @@ class _ReplicaRecorder(ReplicaComparison):
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         state = self.capture(step, after_backward=after_backward)
-        if self._context.broadcasts_buffers:
-            theirs = _batch_statistics(self._module)
-            buffers = {name: value for name, value in state.values.buffers.items() if name not in theirs}
-            state = replace(state, values=replace(state.values, buffers=buffers))
+        theirs = _batch_statistics(self._module)
+        buffers = {name: value for name, value in state.values.buffers.items() if name not in theirs}
+        state = replace(state, values=replace(state.values, buffers=buffers))
         captured = ReplicaCaptured(self._number, step, state)
         wrapper = self._synced.wrapper
         if probe is not None and probe.keep is not None and wrapper is not None:
@@ -220,6 +222,12 @@ class _ReplicaRecorder(ReplicaComparison):
         self.write()
         self._captured = captured
         return []
+
+
+def _note_broadcast(wrapper: nn.Module, _arguments: Any) -> None:
+    """Log the broadcast of buffers with which a forward pass of DDP's begins."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
+        note_collective(DDP_FORWARD, "", wrapper.process_group)
 
 
 def _batch_statistics(module: nn.Module) -> set[str]:
