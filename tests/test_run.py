@@ -21,7 +21,7 @@ from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.judge.collective_order import DDP_BACKWARD
 from ddpcheck.monitor.script.ending import Ending, judge_ending
 from ddpcheck.monitor.script.hang_watch import Hang
-from ddpcheck.monitor.script.rank_log import RankLog, RankRaised, RankStarted, read_logs
+from ddpcheck.monitor.script.rank_log import ProgramEnded, RankLog, RankRaised, RankStarted, read_logs
 from ddpcheck.worlds.failures import described
 from tests.tiers import share
 
@@ -231,6 +231,15 @@ def test_a_forward_pass_more_on_a_rank_is_no_skipped_backward_pass(tmp_path: Pat
             log.add_call(Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {number}"))
         log.add_call(Call(("barrier", "broadcast")[rank], "0", (0, 1)))
     assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
+
+
+@pytest.mark.parametrize(("more", "found"), [(("broadcast",), ["DDP403"]), ((), [])])
+def test_a_broadcast_that_one_rank_makes_is_found_although_nothing_hangs(
+    tmp_path: Path, more: tuple[str, ...], found: list[str]
+) -> None:
+    for rank, calls in enumerate([(*more, "broadcast", "barrier"), ("broadcast", "barrier")]):
+        rank_log(tmp_path, rank, *calls).add(ProgramEnded())
+    assert [one.code for one in judge_ending(read_logs(tmp_path), Ending(), [])] == found
 
 
 def test_an_interrupted_script_is_no_hang(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.report import Finding
-from ddpcheck.judge.collective_order import judge_skipped_backward
+from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
 from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
 from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
@@ -37,8 +37,10 @@ class Ending:
 def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
     """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
     found = failures_of(ranks, ending)
-    if not found or any(rank.started.rank != number for number, rank in enumerate(ranks)):
+    if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # of ranks on other machines there is no log here
+    if not found:
+        return [] if ending.exit_code or known else _judge_silent_mismatch(ranks)
     ordered = failures.in_order(found)
     if known and all(follows_from_another_rank(failure) for failure in ordered):
         return []
@@ -51,6 +53,14 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
     if judged and judged[0].code in ("DDP402", "DDP403") and (skipped := judge_skipped_backward(logs)):
         return [replace(skipped[0], evidence=(*skipped[0].evidence, judged[0].message))]
     return [replace(one, fix=one.what_to_do.replace("--timeout", "--check-timeout")) for one in judged]
+
+
+def _judge_silent_mismatch(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """DDP403: collectives that have paired up wrongly, and the script came to its end all the same."""
+    if not all(any(isinstance(entry, ProgramEnded) for entry in rank.entries) for rank in ranks):
+        return []
+    silent = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
+    return [replace(one, evidence=(*one.evidence, silent)) for one in judge_collectives(comparable_logs(ranks))]
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:

@@ -133,7 +133,7 @@ class ScriptWatch(Watch):
     def backward_begins(self) -> None:
         super().backward_begins()
         wrapper = self._tracker.wrapper
-        if wrapper is not None:
+        if wrapper is not None and not wrapper._join_config.enable:
             place = f"forward pass {self._forwards}"
             note_collective(DDP_BACKWARD, "", wrapper.process_group, place=place)
         self._log.count(self.number, self.step + 1, self.step)
@@ -227,7 +227,8 @@ class _ReplicaRecorder(ReplicaComparison):
 def _note_broadcast(wrapper: nn.Module, _arguments: Any) -> None:
     """Log the broadcast of buffers with which a forward pass of DDP's begins."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
-        note_collective(DDP_FORWARD, "", wrapper.process_group)
+        if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
+            note_collective(DDP_FORWARD, "", wrapper.process_group)
 
 
 def _batch_statistics(module: nn.Module) -> set[str]:
