@@ -1,4 +1,4 @@
-"""Gradients are clipped where the loss of the rank's own samples is large, and so on some ranks only.
+"""Gradients are clipped on rank 0 only.
 
 torchrun --standalone --nproc-per-node 2 examples/scripts/clips_on_one_rank.py
 ddpcheck run --standalone --nproc-per-node 2 examples/scripts/clips_on_one_rank.py [--fixed]

@@ -52,7 +52,12 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         judged = [finding for finding in judged if finding.code == "DDP403"]
     if judged and judged[0].code in ("DDP402", "DDP403") and (skipped := judge_skipped_backward(logs)):
         return [replace(skipped[0], evidence=(*skipped[0].evidence, judged[0].message))]
-    return [replace(one, fix=one.what_to_do.replace("--timeout", "--check-timeout")) for one in judged]
+    return [_with_option_of_run(finding) for finding in judged]
+
+
+def _with_option_of_run(finding: Finding) -> Finding:
+    advice = finding.what_to_do.replace("--timeout", "--check-timeout")
+    return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
 def _judge_silent_mismatch(ranks: Sequence[WatchedRank]) -> list[Finding]:

@@ -40,6 +40,7 @@ from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
 from ddpcheck.monitor.watch import Watch
 
+_OF_THE_LOOP = ("DDP501", "DDP502", "DDP509")
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
@@ -108,7 +109,9 @@ class ScriptWatch(Watch):
 
     def _report(self, findings: Iterable[Finding]) -> None:
         if found := tuple(findings):
-            self._log.add(RankFound(self.number, tuple(map(self._locate, found))))
+            where = user_location()  # of the pass or step by which they are noticed
+            located = (replace(one, location=where) if one.code in _OF_THE_LOOP else self._locate(one) for one in found)
+            self._log.add(RankFound(self.number, tuple(located)))
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
         self._log.add(StepsReported(self.number, reports[0], closing=settled))
