@@ -1,4 +1,4 @@
-"""DDP208, 223, 301, 306, 309, 501, 504, 507, 508, 517 and 518: the optimizers of a script, and what they are given.
+"""DDP208, 223, 301, 306, 309, 310, 501, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
 
 Pure functions from `findings.evidence.script` (gathered by `monitor.script`) to findings.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ddpcheck.findings.evidence.script import (
+    GradientsClipped,
     GradientsZeroed,
     MetricUsed,
     OptimizerEnd,
@@ -137,6 +138,38 @@ def judge_step_gradients(steps: Sequence[Steps]) -> list[Finding]:
                 "has to be shared first.",
             )
     return []
+
+
+def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Sequence[Steps]]) -> list[Finding]:
+    """DDP310: gradients that are clipped by each rank's own norm, and averaged after that.
+
+    Args:
+        clips: By rank, in order.
+        steps: Of each optimizer; where the gradients are not the same in them, they are averaged by nothing.
+    """
+    at = [
+        of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
+    ]
+    apart = [of_ranks for of_ranks in at if not _are_close([one.norm for one in of_ranks])]
+    averaged = [one for of_one in steps for one in of_one if _all_gradients_agree(one)]
+    if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
+        return []
+    first = apart[0]
+    return one_finding(
+        "DDP310",
+        ("clip_grad_norm_",),
+        "clip_grad_norm_ finds another norm on each rank: it clips gradients that are averaged later.",
+        location=first[0].location,
+        evidence=[f"rank {rank}: a norm of {one.norm:.6g}" for rank, one in enumerate(first[:4])],
+        fix="Clip after the gradients have been averaged, and before the optimizer's step.",
+    )
+
+
+def _all_gradients_agree(steps: Steps) -> bool:
+    """Whether every gradient that an optimizer is about to use is the same on all ranks."""
+    if _differing([one.norms for one in steps]) or any(_gradients_differ(steps, name) for name in steps[0].alone):
+        return False
+    return bool(steps[0].norms or steps[0].gradients)
 
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:

@@ -147,6 +147,15 @@ class MetricUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsClipped:
+    """`clip_grad_norm_` was called for the `count`-th time, and has found a norm."""
+
+    count: int
+    norm: float
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
 class GradientsZeroed:
     """Gradients that were not zero were zeroed at a line, so many times before each of several optimizer steps."""
 

@@ -17,11 +17,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.monitor.script.derived_tables import tables_of
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass
@@ -45,7 +46,7 @@ class _Pass:
 class LoaderRecorder:
     """Follows every `DataLoader` of this process; hands what it has seen of each pass to `sink`."""
 
-    def __init__(self, sink: Callable[[LoaderPass], object], steps: Callable[[], int]) -> None:
+    def __init__(self, sink: Callable[[LoaderPass | DerivedTable], object], steps: Callable[[], int]) -> None:
         """Begin; `steps` says how often optimizers have stepped."""
         self._sink = sink
         self._steps = steps
@@ -143,6 +144,9 @@ class LoaderRecorder:
             has_epoch=hasattr(sampler, "set_epoch"),
             subset=array("q", map(int, subset[:_MOST_INDICES])) if len(subset) else (),
         )
+        if not number:
+            for table in tables_of(_beneath(loader.dataset)[0], location):
+                self._sink(table)
         self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset)
         self._sink(entry)
         return one

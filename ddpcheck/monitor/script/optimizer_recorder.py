@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +15,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.script import (
-    DerivedTable,
+    GradientsClipped,
     GradientsZeroed,
     MetricUsed,
     OptimizerEnd,
     OptimizerStep,
 )
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location
+from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.state.module_description import fingerprint
@@ -32,13 +30,12 @@ from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.derived_tables import tables_of_program
 from ddpcheck.monitor.script.script_watch import ScriptWatch
 
 _MOST_MARKS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
 _FEWEST_ZEROINGS = 3  # steps, one after the other, between which it is called as often
-_MOST_ITEMS = 4096  # of a dictionary
-_FEWEST_ITEMS = 2
 
 
 @dataclass(slots=True)
@@ -85,6 +82,8 @@ class OptimizerRecorder:
         self._follow(_Optim, "zero_grad", self._before_zero_grad)
         self._follow(_Module, "zero_grad", self._before_module_zero_grad)
         self._follow(_Plateau, "step", self._before_plateau)
+        self._clips = 0
+        self._follow_clips()
 
     @staticmethod
     def _follow(kind: Any, name: str, before: Callable[..., None]) -> None:
@@ -96,6 +95,22 @@ class OptimizerRecorder:
             return original(self, *arguments, **named)
 
         setattr(kind, name, method)
+
+    def _follow_clips(self) -> None:
+        original, note = nn.utils.clip_grad_norm_, guarded(self._after_clip)
+
+        @functools.wraps(original)
+        def clip_grad_norm_(*arguments: Any, **named: Any) -> Any:
+            norm = original(*arguments, **named)
+            note(norm)
+            return norm
+
+        nn.utils.clip_grad_norm_ = clip_grad_norm_
+
+    def _after_clip(self, norm: torch.Tensor) -> None:
+        if type(norm) is torch.Tensor and (is_probed(self._clips) or (self._every and self._clips % self._every == 0)):
+            self._sink(GradientsClipped(self._clips, float(norm), user_location()))
+        self._clips += 1
 
     def close(self) -> None:
         """The script has ended."""
@@ -175,7 +190,7 @@ class OptimizerRecorder:
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
         if not known.number:
-            for table in _derived_tables():
+            for table in tables_of_program():
                 self._sink(table)
         watched = {id(p) for watch in self._watches for p in watch.parameters.values()}
         loose = [p for p in _parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
@@ -262,39 +277,3 @@ def _names_of(wanted: set[int]) -> dict[int, str]:
                 if id(parameter) in wanted:
                     found.setdefault(id(parameter), f"{type(module).__name__}.{name}")
     return found
-
-
-def _derived_tables() -> list[DerivedTable]:
-    """The dictionaries of plain values in the user's functions that run now, and in their modules."""
-    found: dict[str, DerivedTable] = {}
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
-            for variables in (frame.f_locals, frame.f_globals):
-                for name, value in list(variables.items()):
-                    for path, table in _tables_in(name, value):
-                        found.setdefault(path, DerivedTable(path, table, where))
-        frame = frame.f_back
-    return list(found.values())
-
-
-def _tables_in(name: str, value: Any) -> list[tuple[str, dict[str, str]]]:
-    if isinstance(value, dict):
-        table = _table(value)
-        return [(name, table)] if table else []
-    kind = type(value)
-    module = sys.modules.get(kind.__module__)
-    if is_user_file(getattr(module, "__file__", None) or "") and not isinstance(value, nn.Module | type):
-        inner = getattr(value, "__dict__", {})
-        return [(f"{name}.{key}", table) for key, item in list(inner.items()) if (table := _table(item))]
-    return []
-
-
-def _table(value: Any) -> dict[str, str] | None:
-    """A dictionary of plain keys to plain values, spelled; `None` for anything else."""
-    if type(value) is not dict or not _FEWEST_ITEMS <= len(value) <= _MOST_ITEMS or value is os.environ:
-        return None
-    if not all(isinstance(key, str | int) and isinstance(item, str | int) for key, item in value.items()):
-        return None
-    return {repr(key): repr(item) for key, item in value.items()}

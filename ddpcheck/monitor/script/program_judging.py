@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
+    GradientsClipped,
     GradientsZeroed,
     Inputs,
     LoaderPass,
@@ -24,6 +25,7 @@ from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, jud
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_optimizers import (
     judge_alone,
+    judge_clips,
     judge_metrics,
     judge_optimizer_options,
     judge_optimizer_state,
@@ -74,7 +76,9 @@ def _judge_optimizers(ranks: Sequence[WatchedRank]) -> list[Finding]:
     wrapped = any(rank.wrappers for rank in ranks)
     moved = _moved(ranks[0])
     held = {name for one in _of(ranks[0], OptimizerStep) for name in one.held}
-    for steps, ends in _optimizers(ranks):
+    optimizers = list(_optimizers(ranks))
+    found += judge_clips([_of(rank, GradientsClipped) for rank in ranks], [steps for steps, _ in optimizers])
+    for steps, ends in optimizers:
         of_one = judge_optimizer_options(steps) + judge_pace(steps, ends)
         of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
         if not of_one:

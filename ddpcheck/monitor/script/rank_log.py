@@ -20,6 +20,7 @@ from typing import Any
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
+    GradientsClipped,
     GradientsZeroed,
     Inputs,
     LoaderPass,
@@ -152,6 +153,7 @@ Entry = (
     | OptimizerStep
     | OptimizerEnd
     | MetricUsed
+    | GradientsClipped
     | GradientsZeroed
     | ReducedInPlace
     | FileUsed
