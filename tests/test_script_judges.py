@@ -11,6 +11,7 @@ import pytest
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
+    GradientsClipped,
     GradientsZeroed,
     Inputs,
     LoaderPass,
@@ -24,6 +25,7 @@ from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, jud
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_optimizers import (
     judge_alone,
+    judge_clips,
     judge_metrics,
     judge_optimizer_options,
     judge_optimizer_state,
@@ -141,6 +143,12 @@ def test_tables_that_ranks_derive(values: dict[str, str], found: list[str]) -> N
     assert codes(judge_tables([[mine], [DerivedTable("numbers", values, LINE)]])) == found
 
 
+def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
+    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
+    held = [[DerivedTable(name, values, LINE) for name in ("numbers", "data.numbers")] for values in ranks]
+    assert [finding.subjects for finding in judge_tables(held)] == [("numbers",)]
+
+
 # Optimizers
 
 
@@ -237,6 +245,22 @@ def test_backward_through_what_a_collective_has_overwritten(
     use: ReducedInPlace, accumulates: bool, found: list[str]
 ) -> None:
     assert codes(judge_reduced_in_place([use], world_size=2, accumulates=accumulates)) == found
+
+
+@pytest.mark.parametrize(
+    ("norms", "gradient", "found"),
+    [
+        ((1.0, 2.0), 3.0, ["DDP310"]),
+        ((1.0, 1.0), 3.0, []),
+        ((1.0, 2.0), None, []),  # averaged by nothing: DDP501
+    ],
+)
+def test_clipping_before_gradients_are_averaged(
+    norms: tuple[float, float], gradient: float | None, found: list[str]
+) -> None:
+    clips = [[GradientsClipped(count, norm, LINE) for count in range(3)] for norm in norms]
+    steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
+    assert codes(judge_clips(clips, [steps])) == found
 
 
 # Files

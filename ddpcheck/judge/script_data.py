@@ -201,9 +201,11 @@ def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
     by_name = [{one.name: one for one in of_rank} for of_rank in tables]
     names = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
     found = []
+    known: list[list[Mapping[str, str]]] = []
     for name in names:
         values = [of_rank[name].values for of_rank in by_name]
-        if _is_permuted(values):
+        if _is_permuted(values) and values not in known:  # one that is held under two names is one
+            known.append(values)
             key = next(key for key in sorted(values[0]) if len({of_rank[key] for of_rank in values}) > 1)
             spelled = [tuple(of_rank[key] for key in sorted(of_rank)) for of_rank in values]
             found += one_finding(
