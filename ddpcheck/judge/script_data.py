@@ -197,26 +197,26 @@ def judge_inputs(inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
 
 
 def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
-    """DDP516: a dictionary that has the same keys and the same values on every rank, put together differently."""
+    """DDP516: dictionaries that have the same keys and the same values on every rank, put together differently.
+
+    At most one finding: a label map has its inverse, and may be held under several names.
+    """
     by_name = [{one.name: one for one in of_rank} for of_rank in tables]
-    names = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
-    found = []
-    known: list[list[Mapping[str, str]]] = []
-    for name in names:
-        values = [of_rank[name].values for of_rank in by_name]
-        if _is_permuted(values) and values not in known:  # one that is held under two names is one
-            known.append(values)
-            key = next(key for key in sorted(values[0]) if len({of_rank[key] for of_rank in values}) > 1)
-            spelled = [tuple(of_rank[key] for key in sorted(of_rank)) for of_rank in values]
-            found += one_finding(
-                "DDP516",
-                (name,),
-                f"{name} has the same {len(values[0])} keys on every rank, and gives them other values.",
-                ranks=minority_ranks(spelled) if len(values) > 2 else (),
-                location=by_name[0][name].location,
-                evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],
-            )
-    return found
+    shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
+    names = [name for name in shared if _is_permuted([of_rank[name].values for of_rank in by_name])]
+    if not names:
+        return []
+    values = [of_rank[names[0]].values for of_rank in by_name]
+    key = next(key for key in sorted(values[0]) if len({of_rank[key] for of_rank in values}) > 1)
+    spelled = [tuple(of_rank[key] for key in sorted(of_rank)) for of_rank in values]
+    return one_finding(
+        "DDP516",
+        names,
+        f"{names[0]} has the same {len(values[0])} keys on every rank, and gives them other values.",
+        ranks=minority_ranks(spelled) if len(values) > 2 else (),
+        location=by_name[0][names[0]].location,
+        evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],
+    )
 
 
 def _is_permuted(values: Sequence[Mapping[str, str]]) -> bool:

@@ -9,20 +9,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, one_finding
 
 
 def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """At most one finding a file; `uses` by rank, in order of time.
+    """At most one finding a line; `uses` by rank, in order of time.
 
     Two uses are apart if a collective of all ranks is between them: the rank that came to it first has waited in it
     for the other. Uses that none is between may happen at the same time, whatever the clock said in this run.
     """
-    found: dict[str, list[Finding]] = {}
+    found: dict[Location | None, list[Finding]] = {}
     for rank, use, other_rank, other in _pairs(uses):
-        if use.path in found or not use.writes or other.path != use.path:
+        line = use.location if other.writes else other.location
+        if line in found or not use.writes or other.path != use.path:
             continue
         if use.began > other.ended or other.began > use.ended:
             continue
@@ -31,7 +32,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
             ranks = sorted(
                 {r for r, of_rank in enumerate(uses) if any(u.path == use.path and u.writes for u in of_rank)}
             )
-            found[use.path] = one_finding(
+            found[line] = one_finding(
                 "DDP512",
                 (name,),
                 f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective keeps them apart.",
@@ -41,7 +42,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
                 fix="Write it on rank 0 only, and let the others wait in a barrier before they read it.",
             )
         else:
-            found[use.path] = one_finding(
+            found[line] = one_finding(
                 "DDP512",
                 (name,),
                 f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective comes between.",
