@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.judge.collective_order import DDP_BACKWARD
 from ddpcheck.monitor.script.ending import Ending, judge_ending
@@ -210,6 +211,15 @@ def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path
     for rank in (0, 1):
         rank_log(tmp_path, rank, "all_reduce", "barrier")
     assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP402"]
+
+
+@pytest.mark.parametrize(("code", "found"), [("DDP104", []), ("DDP512", ["DDP403"])])
+def test_a_hang_is_told_unless_a_finding_is_its_reason(tmp_path: Path, code: str, found: list[str]) -> None:
+    rank_log(tmp_path, 0, "all_reduce", "barrier")
+    rank_log(tmp_path, 1, "all_reduce", "broadcast")
+    ending = Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: IN_BARRIER}))
+    known = [make_finding(code, ("a",), "It is so.")]
+    assert [one.code for one in judge_ending(read_logs(tmp_path), ending, known)] == found
 
 
 def test_a_rank_that_skips_a_backward_pass_is_the_cause_of_a_hang(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
 from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
 from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
+
+_MAY_END = ("DDP1", "DDP2", "DDP405", "DDP406", "DDP502", "DDP503", "DDP509", "DDP513")  # what may end a run of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Ending:
 
 def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:
     """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
+    known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
     found = failures_of(ranks, ending)
     if not ranks or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # of ranks on other machines there is no log here

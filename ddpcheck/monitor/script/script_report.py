@@ -38,7 +38,7 @@ def report_on_script(
     """
     ended = not ending.exit_code and all(any(isinstance(e, ProgramEnded) for e in rank.entries) for rank in ranks)
     findings = judge_logs(ranks, ended=ended)
-    findings += judge_ending(ranks, ending, [one for one in findings if one.severity is Severity.ERROR])
+    findings += judge_ending(ranks, ending, findings)
     kept = select_findings(findings, select=select, ignore=ignore)
     wrappers = watched_wrappers(ranks)
     checks = [_entered(ranks, wrappers)]
