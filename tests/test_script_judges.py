@@ -20,7 +20,9 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
     ReducedInPlace,
 )
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.judge.collective_order import DDP_BACKWARD, judge_skipped_backward
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_optimizers import (
@@ -164,6 +166,14 @@ def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
     assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
 
 
+def test_ranks_in_other_steps_of_a_loop_that_reduces_by_hand() -> None:
+    lower = {"class": "SGD", "group 0 lr": "0.01"}
+    apart = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=lower)]
+    assert codes(judge_optimizer_options([[step(), step()], apart])) == ["DDP508"]
+    in_step = [replace(one, collectives=9) for one in apart]
+    assert codes(judge_optimizer_options([[step(), step()], in_step])) == ["DDP507"]
+
+
 def test_a_rank_that_skips_a_step() -> None:
     (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
     assert (finding.code, finding.ranks) == ("DDP508", (1,))
@@ -261,6 +271,16 @@ def test_clipping_before_gradients_are_averaged(
     clips = [[GradientsClipped(count, norm, LINE) for count in range(3)] for norm in norms]
     steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
     assert codes(judge_clips(clips, [steps])) == found
+
+
+def backward(step: int) -> Call:
+    return Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {step}", location="train.py:9")
+
+
+def test_a_backward_pass_that_a_rank_skips() -> None:
+    (finding,) = judge_skipped_backward([[backward(1), backward(2), backward(3)], [backward(1), backward(3)]])
+    assert (finding.code, finding.ranks) == ("DDP508", (1,))
+    assert not judge_skipped_backward([[backward(1), backward(3)], [backward(1), backward(3)]])
 
 
 # Files
