@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -15,16 +17,20 @@ from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
     Inputs,
     LoaderPass,
+    LossDifferentiated,
     MetricUsed,
     OptimizerEnd,
     OptimizerStep,
     ReducedInPlace,
+    ScaledTerm,
+    StateHeld,
 )
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.collective_order import DDP_BACKWARD, judge_skipped_backward
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_losses import judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_alone,
     judge_clips,
@@ -37,6 +43,8 @@ from ddpcheck.judge.script_optimizers import (
     judge_step_gradients,
     judge_zeroed,
 )
+from ddpcheck.judge.script_states import judge_states
+from ddpcheck.monitor.script.drawing_code import drawing_code
 
 LINE = Location("train.py", 30)
 
@@ -110,6 +118,54 @@ def test_augmentation_that_draws_the_same_numbers() -> None:
     shared, own = {1: 2, 2: 3}, {7: 8, 8: 9}
     assert codes(judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=shared)]])) == ["DDP510"]
     assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
+
+
+def test_workers_that_are_seeded_alike() -> None:
+    def passes(seeds: Sequence[int], **more: Any) -> list[list[LoaderPass]]:
+        more = {"drawn_by": "Photos.__getitem__", **more}
+        return [[epoch(part, worker_seed=seed, **more)] for part, seed in zip((EVEN, ODD), seeds, strict=True)]
+
+    assert codes(judge_loaders(passes([7, 7]))) == ["DDP510"]
+    assert not judge_loaders(passes([7, 8]))
+    assert not judge_loaders(passes([-1, -1]))
+    assert not judge_loaders(passes([7, 7], drawn_by=""))
+
+
+class _Photos:
+    def __init__(self, transform: Any = None) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self._augmented(torch.zeros(3))
+
+    def _augmented(self, x: torch.Tensor) -> Any:
+        return x if self.transform is None else self.transform(x)
+
+
+class _Noisy(_Photos):
+    def _augmented(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(3)
+
+
+def _seeded(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn(3, generator=torch.Generator())
+
+
+def _flipped(x: torch.Tensor) -> torch.Tensor:
+    return -x if random.random() < 0.5 else x
+
+
+@pytest.mark.parametrize(
+    ("dataset", "drawn_by"),
+    [
+        (_Photos(), ""),
+        (_Noisy(), "_Noisy._augmented"),
+        (_Photos(_seeded), ""),
+        (_Photos([_Photos(), _flipped]), "_flipped"),
+    ],
+)
+def test_what_draws_random_numbers_for_a_sample(dataset: Any, drawn_by: str) -> None:
+    assert drawing_code(dataset) == drawn_by
 
 
 def test_loaders_of_unequal_length_explain_a_hang() -> None:
@@ -283,11 +339,83 @@ def test_a_backward_pass_that_a_rank_skips() -> None:
     assert not judge_skipped_backward([[backward(1), backward(3)], [backward(1), backward(3)]])
 
 
+# Losses
+
+
+def loss(count: int, *terms: ScaledTerm, **more: Any) -> LossDifferentiated:
+    return replace(LossDifferentiated(count, 0, terms, LINE), **more)
+
+
+def losses(*by_rank: Sequence[ScaledTerm], **more: Any) -> list[list[LossDifferentiated]]:
+    return [[loss(count, *terms, **more) for count in range(3)] for terms in by_rank]
+
+
+MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (losses([TWICE], [TWICE], by_world_size=True), ["DDP303"]),
+        (losses([HALF], [HALF], by_world_size=True), ["DDP303"]),
+        (losses([HALF], [HALF]), []),  # half of the squared error
+        (losses([HALF], [HALF], by_world_size=True, number=1), []),  # accumulated
+        (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], by_world_size=True), []),
+        (losses([MEAN, HALF], [MEAN, HALF], by_world_size=True), []),
+        (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
+        (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
+        (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
+        (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
+        (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
+    ],
+)
+def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
+    assert codes(judge_losses(given, averaged=True)) == found
+    assert not judge_losses(given, averaged=False)
+
+
+def test_gradients_that_are_summed_by_hand() -> None:
+    def steps(**more: Any) -> list[list[OptimizerStep]]:
+        return [[step(count, **{"summed": ("w",), **more}) for _ in range(2)] for count in range(3)]
+
+    means = losses([MEAN], [MEAN])
+    assert codes(judge_sums(steps(), means)) == ["DDP303"]
+    assert not judge_sums(steps(summed=()), means)
+    assert not judge_sums(steps(), losses([HALF], [HALF]))
+    assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
+
+
+# Models beside the wrappers
+
+
+def looks(*values: int, **more: Any) -> list[StateHeld]:
+    plain = StateHeld(0, 0, "ema", "Net", {}, copies=True, used=False, location=LINE)
+    return [replace(plain, count=count, values={"w": value}, **more) for count, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
+        ([looks(1, 2, 3), looks(4, 2, 3)], []),  # the same in the end
+        ([looks(1, 2, 3), []], []),  # on rank 0 only
+        ([looks(1, 2, 3), looks(9, 9, 9)], []),  # rank 1 does nothing with it
+        ([looks(1, 2, 3), looks(9, 9, 9, used=True)], ["DDP306"]),
+        ([looks(1, 2, 3, copies=False), looks(4, 5, 6, copies=False)], ["DDP214"]),
+    ],
+)
+def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
+    assert codes(judge_states(ranks)) == found
+
+
 # Files
 
 
 def write(began: int, ended: int) -> FileUsed:
     return FileUsed("/data/last.pt", True, began, ended, LINE)
+
+
+OPENED = replace(write(5, 5), by_torch=False)
 
 
 def read(began: int, **more: Any) -> FileUsed:
@@ -305,6 +433,8 @@ def read(began: int, **more: Any) -> FileUsed:
         ([[write(5, 5)], [replace(read(5), path="/data/other.pt")]], []),
         ([[write(5, 5), read(6)], []], []),
         ([[write(5, 5), write(9, 9)], [write(5, 5), write(9, 9)]], ["DDP512"]),  # once a line
+        ([[write(5, 5), OPENED], [write(6, 6), OPENED]], []),  # opened for torch.save
+        ([[OPENED], [OPENED]], ["DDP512"]),
     ],
 )
 def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:

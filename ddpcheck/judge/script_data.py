@@ -28,7 +28,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         everyone = [[one for one in of_rank if one.loader == loader and one.trains] for of_rank in passes]
         if all(everyone) and len({(of_rank[0].dataset, of_rank[0].location) for of_rank in everyone}) == 1:
             found += judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone)
-            found += judge_epoch_order(everyone) + judge_shared_draws(everyone)
+            found += judge_epoch_order(everyone) + (judge_shared_draws(everyone) or judge_worker_seeds(everyone))
     return found
 
 
@@ -170,6 +170,27 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
         evidence=["the states of the global random generators before and after these batches are equal on all ranks"],
         fix="Seed with seed + rank before the loop over the data, after the model has been constructed.",
+    )
+
+
+def judge_worker_seeds(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP510: workers that make other samples on each rank with the same random numbers."""
+    seeds = [tuple(one.worker_seed for one in of_rank) for of_rank in passes]
+    orders = {tuple(of_rank[0].indices) for of_rank in passes}
+    one = passes[0][0]
+    if len(set(seeds)) > 1 or min(seeds[0]) < 0 or len(orders) < 2 or not one.drawn_by:
+        return []
+    return _one(
+        "DDP510",
+        one,
+        "The workers of the loader have the same seeds on every rank, and draw random numbers for the samples: every "
+        "rank draws the same ones.",
+        evidence=[
+            f"in {counted(len(seeds[0]), 'epoch')}, worker 0 has the seed {seeds[0][0]} on every rank",
+            f"{one.drawn_by} draws random numbers",
+        ],
+        fix="Seed with seed + rank before the loop over the data, after the model has been constructed; or give the "
+        "loader a generator that is seeded with seed + rank.",
     )
 
 

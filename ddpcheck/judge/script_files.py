@@ -21,6 +21,8 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     for the other. Uses that none is between may happen at the same time, whatever the clock said in this run.
     """
     found: dict[Location | None, list[Finding]] = {}
+    saved = {use.path for of_rank in uses for use in of_rank if use.by_torch}
+    uses = [[use for use in of_rank if use.by_torch or use.path not in saved] for of_rank in uses]
     for rank, use, other_rank, other in _pairs(uses):
         line = use.location if other.writes else other.location
         if line in found or not use.writes or other.path != use.path:
@@ -39,6 +41,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
                 ranks=() if len(ranks) == len(uses) else ranks,
                 location=use.location,
                 evidence=[f"the file is {use.path}"],
+                severity=None if use.by_torch else Severity.WARNING,
                 fix="Write it on rank 0 only, and let the others wait in a barrier before they read it.",
             )
         else:

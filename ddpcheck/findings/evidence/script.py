@@ -38,6 +38,9 @@ class LoaderPass:
         subset: The indices of a `Subset`; empty for another dataset.
         contents: By place in a batch, digests of the first samples by index.
         draws: Digests of the state of the random generators before and after a batch was made, where it changed.
+        worker_seed: From which the workers of the loader seed theirs; negative where there are no workers, or they seed
+            in a way of their own.
+        drawn_by: What draws random numbers for a sample, by its code; "" if nothing is known to.
     """
 
     loader: int
@@ -60,6 +63,8 @@ class LoaderPass:
     subset: Sequence[int] = ()
     contents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     draws: Mapping[int, int] = field(default_factory=dict)
+    worker_seed: int = -1
+    drawn_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,8 @@ class OptimizerStep:
         marks: Fingerprints of one of them, at each step since the last entry.
         unknown: Of them, those that no module has.
         collectives: How many collectives of all ranks this rank has come to before.
+        summed: Of the parameters in no wrapper, those whose gradient is just as an all_reduce has left it that sums.
+        summed_at: The line of that all_reduce.
     """
 
     optimizer: int
@@ -124,6 +131,8 @@ class OptimizerStep:
     marks: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
     collectives: int = 0
+    summed: tuple[str, ...] = ()
+    summed_at: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,69 @@ class OptimizerEnd:
     count: int
     reductions: int
     marks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StateHeld:
+    """A model that the program holds, and neither a wrapper nor an optimizer does, before an optimizer steps.
+
+    Attributes:
+        optimizer: The number of the optimizer.
+        count: How often it has stepped before.
+        name: The variable in which the program holds it.
+        kind: Its class.
+        values: Fingerprints, by name.
+        copies: Whether these are the parameters of a copy of what is in a wrapper; else the buffers of a module through
+            which backward comes.
+        used: Whether its forward has been called.
+        location: The line that assigns the variable.
+    """
+
+    optimizer: int
+    count: int
+    name: str
+    kind: str
+    values: Mapping[str, int]
+    copies: bool
+    used: bool
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTerm:
+    """A sum or a mean that a loss is put together from by arithmetic.
+
+    Attributes:
+        kind: "sum" or "mean".
+        factor: The gradient that arrives at it in backward: by what the loss multiplies it.
+        count: The number of its elements.
+        chosen: Whether these are some of a tensor, chosen by an index or a mask.
+    """
+
+    kind: str
+    factor: float
+    count: int
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LossDifferentiated:
+    """A backward pass has come from a loss.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+        number: Of the backward pass in that step, counted from 0.
+        terms: Of the loss.
+        location: The line of the script that calls backward.
+        by_world_size: Whether `factor` is the world size or one over it, and a line of the script multiplies or divides
+            a loss by that.
+    """
+
+    step: int
+    number: int
+    terms: tuple[ScaledTerm, ...]
+    location: Location | None
+    by_world_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +255,7 @@ class ReducedInPlace:
 
 @dataclass(frozen=True, slots=True)
 class FileUsed:
-    """The script has written or read a file of `torch.save`.
+    """The script has written or read a file.
 
     Attributes:
         path: Of the file.
@@ -194,6 +266,7 @@ class FileUsed:
         devices: Of the tensors that were read, and whether a `map_location` was given.
         device: The current one of this rank.
         mapped: Whether `map_location` was given.
+        by_torch: Whether it is a file of `torch.save`; of others it is only known that they were opened to be written.
     """
 
     path: str
@@ -204,3 +277,4 @@ class FileUsed:
     devices: tuple[str, ...] = ()
     device: str = ""
     mapped: bool = False
+    by_torch: bool = True

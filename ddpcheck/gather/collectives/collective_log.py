@@ -146,11 +146,11 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 
 
 _sink: Callable[[Call], object] | None = None
-_on_overwritten: Callable[[Call, Any], object] | None = None
+_on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
 
 
-def record_overwritten(sink: Callable[[Call, Any], object]) -> None:
-    """From now on, give `sink` each tensor of an autograd graph that a collective is about to overwrite."""
+def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
+    """From now on, give `sink` the arguments of each collective that has overwritten its argument `tensor`."""
     global _on_overwritten
     _on_overwritten = sink
 
@@ -240,14 +240,15 @@ def logged(
             return _thread.standing(operation, given, call)
         if matched:
             _write(call)
-        if _on_overwritten is not None and call.carries_gradient and not call.differentiable and name in _IN_PLACE:
-            _on_overwritten(call, given["tensor"])
         this_rank.set_collective(str(call))
         try:
             with unlogged():
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
         finally:
             this_rank.set_collective("")
+        if _on_overwritten is not None and name in _IN_PLACE:
+            _on_overwritten(call, given)
+        return result
 
     return call_logged
 

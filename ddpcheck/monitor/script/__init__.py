@@ -2,7 +2,7 @@
 
 In the ranks, in this order: `environment` (what they inherit), `on_path/sitecustomize` (begins in each Python process),
 `arming` (waits for a process group), `rank_watch` (watches a rank), `script_watch` (writes down what a watch would
-exchange with the other ranks); `loader_recorder`, `optimizer_recorder`, `file_recorder` and `derived_tables` (what the
+exchange with the other ranks); `loader_recorder`, `optimizer_recorder`, `file_recorder` and `program_state` (what the
 script does around its wrappers); `rank_log` and `collective_ring` (what a rank leaves).
 
 In the process that reports: `check_options` (what a user may set), `hang_watch` (looks whether the ranks get on),

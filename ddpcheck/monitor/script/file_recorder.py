@@ -1,23 +1,29 @@
-"""The files that a script writes with `torch.save` and reads with `torch.load`."""
+"""The files that a script writes with `torch.save` and reads with `torch.load`, and others that it writes."""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import stat
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
 from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.recipe.pytree import tree_tensors
 
+_NO_FILES = ("/dev/", "/proc/", "/sys/")
+_WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensors)\b")
+
 
 class FileRecorder:
-    """Follows `torch.save` and `torch.load`; hands each use of a file to `sink`."""
+    """Follows `torch.save`, `torch.load` and `open`; hands each use of a file to `sink`."""
 
     def __init__(self, sink: Callable[[FileUsed], object], collectives: Callable[[], int]) -> None:
         """Begin; `collectives` says how many of all ranks this rank has come to."""
@@ -25,6 +31,8 @@ class FileRecorder:
         self._collectives = collectives
         torch.save = self._followed(torch.save, 1, "f", writes=True)
         torch.load = self._followed(torch.load, 0, "f", writes=False)
+        note = guarded(self._note_opened)
+        sys.addaudithook(lambda event, given: note(*given) if event == "open" else None)
 
     def _followed(self, original: Any, place: int, name: str, *, writes: bool) -> Any:
         note = guarded(self._note)
@@ -57,3 +65,23 @@ class FileRecorder:
                 mapped=mapped,
             )
         )
+
+    def _note_opened(self, path: Any, mode: Any, flags: int) -> None:
+        """Python opens a file: one that the program empties in order to write it is written."""
+        if not isinstance(mode, str) or not mode.startswith("w") or not isinstance(path, str | os.PathLike):
+            return
+        name = os.path.realpath(path)
+        if not name.startswith(_NO_FILES) and _is_of_program():
+            now = self._collectives()
+            self._sink(FileUsed(name, True, now, now, user_location(), by_torch=False))
+
+
+def _is_of_program() -> bool:
+    """Whether the program writes the file, itself or by a library that is for that; and no package on its behalf."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file) and not _WRITERS.search(file):
+            return not is_installed(file)
+        frame = frame.f_back
+    return False

@@ -22,7 +22,8 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
-from ddpcheck.monitor.script.derived_tables import tables_of
+from ddpcheck.monitor.script.drawing_code import drawing_code
+from ddpcheck.monitor.script.program_state import tables_of
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass
@@ -66,7 +67,7 @@ class LoaderRecorder:
             self._end(one, exhausted=False)
 
     def _opened_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        begin = guarded(self._begin)
+        begin, note_workers = guarded(self._begin), guarded(_note_workers)
 
         @functools.wraps(original)
         def __iter__(loader: Any) -> Any:
@@ -77,6 +78,7 @@ class LoaderRecorder:
             finally:
                 self._opening = outer
             if made is not None:
+                note_workers(made, loader, iterator)
                 with contextlib.suppress(TypeError):  # of another class, which a subclass returns
                     self._passes[iterator] = made
             return iterator
@@ -162,6 +164,14 @@ class LoaderRecorder:
         trains = self._steps() > one.steps
         self._sink(replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices))
         one.batches, one.dataset = [], None
+
+
+def _note_workers(one: _Pass, loader: Any, iterator: Any) -> None:
+    """Keep the seed of the workers: what they draw is seen by nobody, so the code of the dataset is asked."""
+    seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
+    if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
+        drawn_by = drawing_code(_beneath(loader.dataset)[0]) if not one.entry.number else ""
+        one.entry = replace(one.entry, worker_seed=seed, drawn_by=drawn_by)
 
 
 def _note_index(one: _Pass, index: Any) -> None:

@@ -20,7 +20,7 @@ from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_settled
 from ddpcheck.monitor.reporting import FindingReporter
-from ddpcheck.monitor.script.program_judging import judge_program
+from ddpcheck.monitor.script.program_judging import judge_held_states, judge_program
 from ddpcheck.monitor.script.rank_log import (
     RankFound,
     ReplicaCaptured,
@@ -29,6 +29,7 @@ from ddpcheck.monitor.script.rank_log import (
     WrapperMade,
 )
 
+_REPLICAS_PART = {"DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"}
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
 
 
@@ -84,6 +85,10 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     around = judge_program(ranks, ended=ended)
     if any(finding.code == "DDP306" for finding in around):  # of the optimizers' state, which the parameters follow
         found = [finding for finding in found if finding.code != "DDP306"]
+    if any(finding.code in ("DDP305", "DDP514") for finding in found):  # of targets, which say more than sums do
+        around = [finding for finding in around if finding.code != "DDP305"]
+    if not any(finding.code in _REPLICAS_PART for finding in (*around, *found)):
+        around += judge_held_states(ranks)
     return split_consequences([*around, *found])[0]
 
 

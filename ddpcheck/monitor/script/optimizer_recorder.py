@@ -30,10 +30,10 @@ from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
-from ddpcheck.monitor.script.derived_tables import tables_of_program
+from ddpcheck.monitor.script.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.script_watch import ScriptWatch
 
-_MOST_MARKS = 4096
+_MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
 _FEWEST_ZEROINGS = 3  # steps, one after the other, between which it is called as often
 
@@ -74,7 +74,8 @@ class OptimizerRecorder:
         self._every = every
         self._collectives = collectives
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
-        self._numbers, self._schedule_numbers = itertools.count(), itertools.count()
+        self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
+        self._schedule_numbers = itertools.count()
         self._schedules: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
@@ -84,6 +85,8 @@ class OptimizerRecorder:
         self._follow(_Plateau, "step", self._before_plateau)
         self._clips = 0
         self._follow_clips()
+        self._states = StateRecorder(sink, watches)
+        self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
 
     @staticmethod
     def _follow(kind: Any, name: str, before: Callable[..., None]) -> None:
@@ -108,16 +111,26 @@ class OptimizerRecorder:
         nn.utils.clip_grad_norm_ = clip_grad_norm_
 
     def _after_clip(self, norm: torch.Tensor) -> None:
-        if type(norm) is torch.Tensor and (is_probed(self._clips) or (self._every and self._clips % self._every == 0)):
+        if type(norm) is torch.Tensor and self._is_written(self._clips):
             self._sink(GradientsClipped(self._clips, float(norm), user_location()))
         self._clips += 1
 
     def close(self) -> None:
         """The script has ended."""
-        for optimizer, known in list(self._known.items()):
-            watches = self._watches_of(optimizer, known)
+        living = {known.number: optimizer for optimizer, known in list(self._known.items())}
+        for known in self._all:
+            optimizer = living.get(known.number)
+            watches = [] if optimizer is None else self._watches_of(optimizer, known)
             reductions = sum(watch.step for watch in watches) if watches else -1
             self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks)))
+
+    def note_sum(self, tensor: Any, location: Location | None) -> None:
+        """An all_reduce of all ranks has left a sum in `tensor`."""
+        if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
+            self._sums[id(tensor)] = ref(tensor), tensor._version, location
+
+    def _is_written(self, count: int) -> bool:
+        return is_probed(count) or bool(self._every and count % self._every == 0)
 
     # Steps
 
@@ -125,7 +138,8 @@ class OptimizerRecorder:
         self.steps += 1
         known = self._known.get(optimizer)
         if known is None:
-            known = self._known[optimizer] = _Optimizer(next(self._numbers))
+            known = self._known[optimizer] = _Optimizer(len(self._all))
+            self._all.append(known)
             self._look_at(optimizer, known)
         known.inside = True
         watches = self._watches_of(optimizer, known)
@@ -134,9 +148,12 @@ class OptimizerRecorder:
         self._judge_zeroing(known)
         if (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
-        if is_probed(known.steps) or (self._every and known.steps % self._every == 0):
+        if self._is_written(known.steps):
             self._sink(self._described(optimizer, known, watches))
             known.marks = []
+            if known.steps:
+                self._states.look(known.number, known.steps, _parameters_of(optimizer))
+        self._sums.clear()
         known.reductions = sum(watch.step for watch in watches)
         known.steps += 1
 
@@ -151,6 +168,7 @@ class OptimizerRecorder:
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
         reductions = sum(watch.step for watch in watches)
         options = optimizer_options(optimizer, {})
+        summed = {name: line for name, p in alone.items() if (line := self._sum_in(p.grad)) is not None}
         names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
         return OptimizerStep(
             known.number,
@@ -175,7 +193,14 @@ class OptimizerRecorder:
             marks=tuple(known.marks),
             unknown=tuple(name for name in alone if name.startswith("?")),
             collectives=self._collectives(),
+            summed=tuple(summed),
+            summed_at=next(iter(summed.values()), None),
         )
+
+    def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
+        """The line of the all_reduce that has left a gradient as it is."""
+        made, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
+        return line if gradient is not None and made() is gradient and gradient._version == version else None
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
         """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""

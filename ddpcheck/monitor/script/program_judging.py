@@ -15,14 +15,17 @@ from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
     Inputs,
     LoaderPass,
+    LossDifferentiated,
     MetricUsed,
     OptimizerEnd,
     OptimizerStep,
     ReducedInPlace,
+    StateHeld,
 )
 from ddpcheck.findings.report import Finding
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_losses import judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_alone,
     judge_clips,
@@ -35,6 +38,7 @@ from ddpcheck.judge.script_optimizers import (
     judge_step_gradients,
     judge_zeroed,
 )
+from ddpcheck.judge.script_states import judge_states
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
 
 _Kind = TypeVar("_Kind")
@@ -48,6 +52,13 @@ def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]
     if not ended:
         data += judge_expected_batches([_passes(rank) for rank in ranks])
     return [*_judge_optimizers(ranks), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
+
+
+def judge_held_states(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """The findings on models beside the wrappers: no cause if the wrapped modules themselves are apart."""
+    if len(ranks) < 2 or len(ranks) < ranks[0].started.world_size:
+        return []
+    return judge_states([_of(rank, StateHeld) for rank in ranks])
 
 
 def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:
@@ -77,16 +88,18 @@ def _judge_optimizers(ranks: Sequence[WatchedRank]) -> list[Finding]:
     moved = _moved(ranks[0])
     held = {name for one in _of(ranks[0], OptimizerStep) for name in one.held}
     optimizers = list(_optimizers(ranks))
+    losses = [_of(rank, LossDifferentiated) for rank in ranks]
     found += judge_clips([_of(rank, GradientsClipped) for rank in ranks], [steps for steps, _ in optimizers])
     for steps, ends in optimizers:
         of_one = judge_optimizer_options(steps) + judge_pace(steps, ends)
         of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
         if not of_one:
-            of_one += judge_alone(steps, ends, wrapped=wrapped)
+            of_one += judge_alone(steps, ends, wrapped=wrapped) or judge_sums(steps, losses)
         found += of_one + judge_stale(steps, moved, held)
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
+    found += judge_losses(losses, averaged=wrapped and any(held))
     for rank in ranks:
         accumulates = any(one.reductions > one.count + 1 for one in _of(rank, OptimizerStep))
         reduced = _of(rank, ReducedInPlace)

@@ -24,10 +24,12 @@ from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
     Inputs,
     LoaderPass,
+    LossDifferentiated,
     MetricUsed,
     OptimizerEnd,
     OptimizerStep,
     ReducedInPlace,
+    StateHeld,
 )
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
@@ -152,6 +154,8 @@ Entry = (
     | DerivedTable
     | OptimizerStep
     | OptimizerEnd
+    | StateHeld
+    | LossDifferentiated
     | MetricUsed
     | GradientsClipped
     | GradientsZeroed

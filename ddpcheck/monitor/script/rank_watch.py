@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.file_recorder import FileRecorder
 from ddpcheck.monitor.script.loader_recorder import LoaderRecorder
+from ddpcheck.monitor.script.loss_recorder import LossRecorder
 from ddpcheck.monitor.script.optimizer_recorder import OptimizerRecorder
 from ddpcheck.monitor.script.rank_log import (
     ProgramEnded,
@@ -81,6 +82,7 @@ class _WatchedRank:
         log = self._log
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives)
         self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps)
+        LossRecorder(log.add, lambda: self._optimizers.steps)
         FileRecorder(log.add, lambda: log.collectives)
         record_overwritten(guarded(self._overwritten))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
@@ -126,8 +128,14 @@ class _WatchedRank:
         except Exception as error:
             self._failed(error)
 
-    def _overwritten(self, call: Call, tensor: Any) -> None:
-        """Notice a backward pass that comes through what a collective has overwritten."""
+    def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
+        """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""
+        tensor = given.get("tensor")
+        if call.operation == "all_reduce" and len(call.members) == dist.get_world_size():
+            if given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
+                self._optimizers.note_sum(tensor, Location.parse(call.location))
+        if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
+            return
 
         def on_gradient(gradient: torch.Tensor) -> None:
             factor = float(gradient) if gradient.numel() == 1 else None

@@ -211,7 +211,7 @@ class _ReplicaRecorder(ReplicaComparison):
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         state = self.capture(step, after_backward=after_backward)
-        theirs = _batch_statistics(self._module)
+        theirs = batch_statistics(self._module)
         buffers = {name: value for name, value in state.values.buffers.items() if name not in theirs}
         state = replace(state, values=replace(state.values, buffers=buffers))
         captured = ReplicaCaptured(self._number, step, state)
@@ -234,7 +234,7 @@ def _note_broadcast(wrapper: nn.Module, _arguments: Any) -> None:
             note_collective(DDP_FORWARD, "", wrapper.process_group)
 
 
-def _batch_statistics(module: nn.Module) -> set[str]:
+def batch_statistics(module: nn.Module) -> set[str]:
     """The buffers of normalisation layers: that each rank takes them from its own samples is DDP's plain way."""
     return {
         f"{path}.{name}".lstrip(".")

@@ -1,0 +1,118 @@
+"""DDP303, DDP305: losses that a script scales by the world size, or divides by a number of each rank's own.
+
+Pure functions from `findings.evidence.script` (gathered by `monitor.script.loss_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, one_finding
+
+_FEWEST = 3  # backward passes
+_TOLERANCE = 1e-3
+_UNEQUAL = 0.02  # in parts of the smallest count
+_SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
+
+Losses = Sequence[Sequence[LossDifferentiated]]
+"""By rank, in order."""
+
+
+def judge_losses(losses: Losses, *, averaged: bool) -> list[Finding]:
+    """The findings on losses of which DDP averages the gradients (`averaged`)."""
+    by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
+    common = sorted(set.intersection(*map(set, by_place))) if by_place else []
+    passes = [[of_rank[place] for of_rank in by_place] for place in common]
+    if not averaged or len(passes) < _FEWEST:
+        return []
+    return _judge_scale(passes, len(losses)) or _judge_counts(passes)
+
+
+def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
+    """DDP303: a mean, multiplied or divided by the world size although DDP averages."""
+    every = [one for of_ranks in passes for one in of_ranks]
+    factors = {round(math.log(abs(term.factor), world_size), 3) for one in every for term in one.terms if term.factor}
+    scaled = all(one.by_world_size and all(term.kind == "mean" for term in one.terms) for one in every)
+    if not scaled or len(factors) != 1 or any(one.number for one in every):
+        return []
+    (power,) = factors
+    says = "multiplied" if power > 0 else "divided"
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"The loss is a mean and is {says} by the world size, and DDP averages its gradients over the ranks: they are "
+        f"{world_size if power > 0 else f'1/{world_size} of'} {'times ' if power > 0 else ''}those of the mean.",
+        location=every[0].location,
+        evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
+        severity=Severity.WARNING,
+        fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
+    )
+
+
+def _judge_counts(passes: Losses) -> list[Finding]:
+    """DDP305: sums that each rank divides by a number of its own."""
+    unequal = [counts for of_ranks in passes if (counts := _own_counts(of_ranks))]
+    if len(unequal) < _FEWEST or 2 * len(unequal) <= len(passes):
+        return []
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        "The loss of each rank is divided by its own number of elements, and the numbers differ, so the average over "
+        "ranks is a mean of means and not that of all elements of the step.",
+        location=passes[0][0].location,
+        evidence=[
+            f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
+            + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
+        ],
+        severity=Severity.WARNING,
+        fix="Divide by the sum of the numbers over all ranks, and multiply by the world size, over which DDP averages.",
+    )
+
+
+def _own_counts(of_ranks: Sequence[LossDifferentiated]) -> list[float]:
+    """What each rank divides a sum by, where these are whole numbers that differ."""
+    for terms in zip(*(one.terms for one in of_ranks), strict=False):
+        counts = [_divisor(term) for term in terms]
+        if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
+            if all(abs(count - round(count)) < _TOLERANCE * count for count in counts):
+                return counts
+    return []
+
+
+def _divisor(term: ScaledTerm) -> float:
+    if term.kind == "mean":
+        return float(term.count) if term.chosen else 0.0
+    return 1 / abs(term.factor) if term.factor else 0.0
+
+
+def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:
+    """DDP303: gradients that are summed over the ranks by hand, of losses that are means over a rank's samples.
+
+    Args:
+        steps: Of one optimizer, each on all ranks.
+        losses: By rank.
+    """
+    means = [all(term.kind == "mean" and term.factor == 1.0 for term in one.terms) for one in losses[0] if one.terms]
+    summed = [of_ranks for of_ranks in steps if all(one.summed for one in of_ranks)]
+    if len(summed) < _FEWEST or len(summed) < len(steps) or len(means) < _FEWEST or not all(means):
+        return []
+    first = summed[0][0]
+    if first.options.get("class", "").startswith(_SCALE_FREE):
+        return []
+    return one_finding(
+        "DDP303",
+        ("all_reduce",),
+        f"Gradients are summed over the ranks and not divided by their number: they are {len(losses)} times those of "
+        "the mean over all samples.",
+        location=first.summed_at,
+        evidence=[
+            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}",
+            "the loss is a mean over the samples of a rank",
+        ],
+        severity=Severity.WARNING,
+        fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG where there is it.",
+    )

@@ -1,0 +1,82 @@
+"""DDP306, DDP214: models that a script holds beside its wrappers, and that drift apart.
+
+Pure functions from `findings.evidence.script` (gathered by `monitor.script.program_state`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import join_names, minority_ranks, one_finding, plural_verb
+
+_FEWEST = 2  # looks, of which the last two have to differ
+
+
+def judge_states(states: Sequence[Sequence[StateHeld]]) -> list[Finding]:
+    """Copies of a wrapped module, and buffers of a criterion, that are not the same on every rank; `states` by rank.
+
+    A copy that a rank holds, and neither changes nor calls, is not in use there: an EMA that only rank 0 updates, say.
+    """
+    by_name = [_by_name(of_rank) for of_rank in states]
+    found: list[Finding] = []
+    for name in by_name[0] if by_name else ():
+        if not all(name in of_rank for of_rank in by_name):
+            continue
+        looks = [of_rank[name] for of_rank in by_name]
+        common = sorted(set.intersection(*(set(of_rank) for of_rank in looks)))[-_FEWEST:]
+        last = [[of_rank[count] for of_rank in looks] for count in common]
+        apart = [of_ranks for of_ranks in last if any(one.values != of_ranks[0].values for one in of_ranks)]
+        in_use = (
+            all(
+                one.used or len({str(look.values) for look in of_rank.values()}) > 1
+                for one, of_rank in zip(last[-1], looks, strict=True)
+            )
+            if last
+            else False
+        )
+        if len(apart) == _FEWEST and in_use:
+            found += _finding(apart[-1])
+    return found[:1]
+
+
+def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
+    found: dict[tuple[int, str], dict[int, StateHeld]] = {}
+    for one in states:
+        found.setdefault((one.optimizer, one.name), {})[one.count] = one
+    return found
+
+
+def _finding(of_ranks: Sequence[StateHeld]) -> list[Finding]:
+    one = of_ranks[0]
+    names = [name for name in one.values if len({other.values.get(name) for other in of_ranks}) > 1]
+    ranks = minority_ranks([tuple(other.values.items()) for other in of_ranks]) if len(of_ranks) > 2 else ()
+    apart = f"{len(names)} of {len(one.values)} tensors are not the same on every rank before step {one.count}"
+    evidence = (f"{apart}: {join_names(names[:3])}{' ...' if len(names) > 3 else ''}",)
+    if one.copies:
+        return one_finding(
+            "DDP306",
+            (one.name,),
+            f"{one.name}, a copy of the parameters of a wrapped module, is not the same on every rank.",
+            ranks=ranks,
+            steps=(one.count,),
+            location=one.location,
+            evidence=evidence,
+            severity=Severity.WARNING,
+            fix="Make the copy from the module after it has been wrapped, and change it in the same way on every "
+            "rank; decide when by a value that was reduced over all ranks.",
+        )
+    return one_finding(
+        "DDP214",
+        [f"{one.name}.{name}" for name in names],
+        f"{one.name} ({one.kind}) is in no wrapper, backward comes through it, and its "
+        f"{plural_verb('buffer', 'buffers', names)} {join_names(names)} {plural_verb('has', 'have', names)} other "
+        "values on each rank.",
+        ranks=ranks,
+        steps=(one.count,),
+        location=one.location,
+        evidence=evidence,
+        fix="Reduce over all ranks what the buffer is computed from, or gather it.",
+    )

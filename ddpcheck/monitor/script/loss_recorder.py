@@ -1,0 +1,124 @@
+"""How a script scales its losses: what arrives in backward at the sums and means that they are made of."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
+from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward
+from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.monitor.rank_report import is_probed
+
+_MOST_NODES = 32
+_MOST_A_STEP = 64  # backward passes
+_PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
+_SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
+_CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
+_REDUCES_TO_MEAN = 1  # of the reductions of torch's losses
+_BY_WORLD_SIZE = re.compile(
+    r"loss\w*(\[.*?\]|\(.*?\))?\s*[*/]=?\s*[\w.(]*(world_?size|num_replicas|num_processes|n_gpus|n_ranks)"
+    r"|(world_?size|num_replicas|num_processes|n_gpus|n_ranks)\w*(\(\))?\s*\*\s*[\w.]*(loss|criterion)",
+    re.IGNORECASE,
+)
+
+
+class LossRecorder:
+    """Follows backward passes in some of the optimizer steps; hands what it sees of the loss to `sink`."""
+
+    def __init__(self, sink: Callable[[LossDifferentiated], object], steps: Callable[[], int]) -> None:
+        """Begin; `steps` says how often optimizers have stepped."""
+        self._sink = sink
+        self._steps = steps
+        self._counted = (-1, 0)  # a step, and its backward passes so far
+        module: Any = torch.autograd
+        original, note = module.backward, guarded(self._begins)
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
+            note(tensors)
+            original(tensors, *arguments, **named)
+
+        module.backward = backward
+
+    def _begins(self, losses: Any) -> None:
+        step = self._steps()
+        before = self._counted[1] if self._counted[0] == step else 0
+        self._counted = (step, before + 1)
+        if not is_probed(step) or before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
+            return
+        where = user_location()
+        arrived: dict[int, ScaledTerm] = {}
+        handles = []
+        for number, (node, kind) in enumerate(_terms(losses.grad_fn)):
+            count, chosen = _count(node), _chooses(node)
+
+            def note(
+                given: Any, number: int = number, kind: str = kind, count: int = count, chosen: bool = chosen
+            ) -> None:
+                if given[0] is not None and given[0].numel():
+                    arrived[number] = ScaledTerm(kind, float(given[0].detach().flatten()[0]), count, chosen)
+
+            handles.append(node.register_prehook(UnpickledHook(note)))
+
+        def ends() -> None:
+            for handle in handles:
+                handle.remove()
+            terms = tuple(arrived[number] for number in sorted(arrived))
+            scales = bool(terms) and math.isclose(abs(math.log(abs(terms[0].factor) or 1.0)), math.log(_world_size()))
+            self._sink(LossDifferentiated(step, before, terms, where, scales and _says_world_size()))
+
+        if handles:
+            losses.register_hook(UnpickledHook(lambda _gradient: at_end_of_backward(UnpickledHook(ends))))
+
+
+def _terms(root: Any) -> Iterator[tuple[Any, str]]:
+    """The sums and means that a loss is put together from by arithmetic; nothing where there are too many."""
+    pending, found = [root], []
+    for node in pending:  # which grows
+        if node is None or len(pending) > _MOST_NODES:
+            return
+        name = node.name()
+        if name.startswith(_MEANS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_MEAN:
+            found.append((node, "mean"))
+        elif name.startswith(_SUMS):
+            found.append((node, "sum"))
+        elif name.startswith(_PASSED):
+            pending += [following for following, _ in node.next_functions if following is not None]
+    yield from found
+
+
+def _count(node: Any) -> int:
+    """How many elements a node sums."""
+    following, index = node.next_functions[0]
+    metadata = getattr(following, "_input_metadata", None)
+    return math.prod(metadata[index].shape) if metadata else 0
+
+
+def _chooses(node: Any) -> bool:
+    following = node.next_functions[0][0]
+    return following is not None and following.name().startswith(_CHOICES)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _says_world_size() -> bool:
+    """Whether a line of the program multiplies or divides a loss by the world size."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return any(
+        _BY_WORLD_SIZE.search(line)
+        for file in files
+        if file.endswith(".py") and is_user_file(file) and not is_installed(file)
+        for line in linecache.getlines(file)
+    )

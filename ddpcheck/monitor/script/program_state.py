@@ -1,0 +1,190 @@
+"""What a script holds in its variables: tables that it has derived, copies of models, criteria with a state."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
+from ddpcheck.gather.state.module_description import fingerprints
+from ddpcheck.monitor.module_hooks import UnpickledHook
+from ddpcheck.monitor.script.script_watch import ScriptWatch, batch_statistics
+from ddpcheck.recipe.pytree import tree_tensors
+
+_FEWEST, _MOST = 2, 4096  # items of a dictionary
+_MOST_OBJECTS = 4096  # that the variables of the program are followed to
+
+
+# Tables
+
+
+def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
+    """Those that an object holds: a dataset, say."""
+    name = type(holder).__name__
+    held = getattr(holder, "__dict__", {})
+    return [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
+
+
+def tables_of_program() -> list[DerivedTable]:
+    """The dictionaries of plain values in the user's functions that run now, and in their modules."""
+    return [DerivedTable(path, table, where) for path, value, where in _variables(depth=1) if (table := _table(value))]
+
+
+def _table(value: Any) -> dict[str, str] | None:
+    """A dictionary of plain keys to plain values, spelled; `None` for anything else."""
+    if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
+        return None
+    if not all(isinstance(key, str | int) and isinstance(item, str | int) for key, item in value.items()):
+        return None
+    return {repr(key): repr(item) for key, item in value.items()}
+
+
+# Models
+
+
+class StateRecorder:
+    """Looks at models that no wrapper and no optimizer holds, and on which training may depend all the same.
+
+    These are copies of a wrapped module (an EMA, a teacher, a target network, the best so far), as a module or as its
+    parameters; and modules with buffers through which backward comes (a criterion with a centre, or with a queue).
+    """
+
+    def __init__(self, sink: Callable[[StateHeld], object], watches: Iterable[ScriptWatch]) -> None:
+        """Begin; `watches` are those on the wrappers."""
+        self._sink = sink
+        self._watches = watches
+        self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
+        self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list, its first tensor when it was last seen
+
+    def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
+        """Write down what the variables of the program hold before step `count` of an optimizer that holds `held`."""
+        wrapped = [watch.parameters for watch in self._watches if watch.parameters]
+        trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
+        trained.update(parameters_in_wrappers())
+        seen: set[int] = set()
+        for path, value, where in _variables(depth=2) if wrapped else ():
+            if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
+                continue
+            seen.add(id(value))
+            state = self._copied(path, value, wrapped)
+            copies = bool(state)
+            if not state and isinstance(value, nn.Module) and not any(id(p) in trained for p in value.parameters()):
+                state = self._of_criterion(value)
+            if state and not any(id(tensor) in trained for tensor in state.values()):
+                used = isinstance(value, nn.Module) and bool(self._use_of(value))
+                values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
+                kind, line = type(value).__name__, _line_of(path, where)
+                self._sink(StateHeld(optimizer, count, path, kind, values, copies, used, line))
+
+    def _copied(
+        self, path: str, value: Any, wrapped: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Mapping[str, torch.Tensor]:
+        """The parameters of a copy of one of the modules that are wrapped."""
+        if isinstance(value, nn.Module):
+            tensors = dict(value.named_parameters())
+            return tensors if tensors and _shapes(tensors) in map(_shapes, wrapped) else {}
+        if not value or "grad" in path or not all(isinstance(item, torch.Tensor) for item in _items(value)):
+            return {}
+        if isinstance(value, dict):
+            tensors = {str(name).removeprefix("module."): item for name, item in value.items()}
+            ours = next((one for one in wrapped if one.keys() <= tensors.keys()), {})
+            found = {name: tensors[name] for name in ours}
+            return found if all(found[name].shape == ours[name].shape for name in ours) else {}
+        before, self._seen[path] = self._seen.get(path), ref(value[0])
+        if before is None or before() is not value[0]:  # gradients, say, made anew in each step
+            return {}
+        shapes = [item.shape for item in value]
+        return {str(n): item for n, item in enumerate(value)} if shapes in map(_in_order, wrapped) else {}
+
+    def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
+        """The buffers of a module of the user's, where its output has a part in backward."""
+        if not _is_of_user(type(module)):
+            return {}
+        statistics = batch_statistics(module)
+        buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point() and n not in statistics}
+        return buffers if buffers and self._use_of(module) == "training" else {}
+
+    def _use_of(self, module: nn.Module) -> str:
+        if module not in self._used:
+            self._used[module] = ""
+            module.register_forward_hook(UnpickledHook(self._after_forward))
+        return self._used[module]
+
+    def _after_forward(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        trains = any(tensor.requires_grad for tensor in tree_tensors(output))
+        self._used[module] = "training" if trains else self._used.get(module) or "evaluation"
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    return sorted(tuple(p.shape) for p in parameters.values())
+
+
+def _in_order(parameters: Mapping[str, torch.Tensor]) -> list[torch.Size]:
+    return [p.shape for p in parameters.values()]
+
+
+# Variables
+
+
+def _variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
+    """Name, value and line of each variable of the user's functions that run now, and of their modules.
+
+    The objects of the user's classes are followed, up to `depth` attributes.
+    """
+    names: set[str] = set()
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
+            for name, value in itertools.chain(list(frame.f_locals.items()), list(frame.f_globals.items())):
+                for path, item in _followed(name, value, depth):
+                    if path not in names and len(names) < _MOST_OBJECTS:
+                        names.add(path)
+                        yield path, item, where
+        frame = frame.f_back
+
+
+def _followed(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    kind = type(value)  # an object may have a `__class__` or `__getattr__` that does something
+    if depth and not issubclass(kind, nn.Module | type) and _is_of_user(kind):
+        with contextlib.suppress(AttributeError):
+            for key, item in list(object.__getattribute__(value, "__dict__").items()):
+                yield from _followed(f"{path}.{key}", item, depth - 1)
+
+
+def _is_of_user(kind: type) -> bool:
+    return is_user_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def _line_of(path: str, where: Location) -> Location:
+    """The line that assigns the last name of `path` in the file of `where`; `where` itself if there is none."""
+    try:
+        lines = _lines(where.path)
+    except (OSError, UnicodeDecodeError):
+        return where
+    assigns = re.compile(rf"(^|[\s.,(]){re.escape(path.rpartition('.')[2])}\s*(:[^=]+)?=[^=]")
+    return next((Location(where.path, n) for n, line in enumerate(lines, 1) if assigns.search(line)), where)
+
+
+@functools.lru_cache(maxsize=16)
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines()
