@@ -188,14 +188,16 @@ def _judge_never_synchronised(evidence: Sequence[DdpStepEvidence]) -> list[Findi
     ]
     if not unsynchronised:
         return []
-    entered = next(event for event in unsynchronised[0].events if event.kind == "enter no_sync")
+    events = unsynchronised[0].events
+    entered = next(event for event in events if event.kind == "enter no_sync")
+    steps = (event.location for event in events if event.kind == "step" and event.location)
     return one_finding(
         "DDP502",
         ("no_sync",),
         "Every forward of the step runs under no_sync, so its gradients are never averaged.",
         ranks=_ranks(unsynchronised, evidence),
         steps=_steps(unsynchronised, evidence),
-        location=Location.parse(entered.location),
+        location=Location.parse(entered.location or next(steps, "")),
     )
 
 

@@ -25,8 +25,12 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.worlds import rank as this_rank
 
-_MATCHED_BY_PAYLOAD = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter")
+_MATCHED_BY_PAYLOAD = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
+    "reduce_scatter",
+)
 _MATCHED_BY_NAME = (
+    "reduce_scatter_single",
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "monitored_barrier"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_coalesced"),
     *("all_reduce_coalesced", "new_group"),

@@ -20,7 +20,7 @@ _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _COLLECTIVES = (  # those that programs import by name
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "barrier"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_gather_object"),
-    *("gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_single", "reduce_scatter_single"),
 )
 
 replacements: dict[str, Callable[..., Any]] = {}

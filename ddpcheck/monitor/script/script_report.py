@@ -59,7 +59,7 @@ def report_on_script(
         checks += _parts(kept, wrappers)
     world = {
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
-        "steps": max((wrapper.steps for wrapper in wrappers), default=0),
+        "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
     }
     return Report(
         target=script,
