@@ -324,7 +324,7 @@ def test_backward_through_what_a_collective_has_overwritten(
 def test_clipping_before_gradients_are_averaged(
     norms: tuple[float, float], gradient: float | None, found: list[str]
 ) -> None:
-    clips = [[GradientsClipped(count, norm, LINE) for count in range(3)] for norm in norms]
+    clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
     steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
     assert codes(judge_clips(clips, [steps])) == found
 
@@ -343,7 +343,7 @@ def test_a_backward_pass_that_a_rank_skips() -> None:
 
 
 def loss(count: int, *terms: ScaledTerm, **more: Any) -> LossDifferentiated:
-    return replace(LossDifferentiated(count, 0, terms, LINE), **more)
+    return replace(LossDifferentiated(count, 0, terms, LINE, wrappers=(0,)), **more)
 
 
 def losses(*by_rank: Sequence[ScaledTerm], **more: Any) -> list[list[LossDifferentiated]]:
@@ -370,18 +370,18 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
     ],
 )
 def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
-    assert codes(judge_losses(given, averaged=True)) == found
-    assert not judge_losses(given, averaged=False)
+    assert codes(judge_losses(given)) == found
+    assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
 
 
 def test_gradients_that_are_summed_by_hand() -> None:
     def steps(**more: Any) -> list[list[OptimizerStep]]:
         return [[step(count, **{"summed": ("w",), **more}) for _ in range(2)] for count in range(3)]
 
-    means = losses([MEAN], [MEAN])
+    means = losses([MEAN], [MEAN], wrappers=())
     assert codes(judge_sums(steps(), means)) == ["DDP303"]
     assert not judge_sums(steps(summed=()), means)
-    assert not judge_sums(steps(), losses([HALF], [HALF]))
+    assert not judge_sums(steps(), losses([HALF], [HALF], wrappers=()))
     assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
 
 

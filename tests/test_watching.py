@@ -1259,7 +1259,7 @@ def test_a_module_that_is_trained_alone_after_the_watch_was_closed_is_left_in_pe
 
 
 @pytest.mark.ddp(world_size=2, reuse="test")
-def test_a_watched_module_and_its_watch_are_freed_and_leave_no_hook():
+def test_a_watched_module_and_its_watch_are_freed_and_leave_one_hook_that_does_nothing():
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
     def hooks():
@@ -1278,7 +1278,22 @@ def test_a_watched_module_and_its_watch_are_freed_and_leave_no_hook():
     del module, model
     gc.collect()
     assert [found() for found in gone] == [None] * len(gone)
-    assert hooks() == before
+    assert hooks() == before + 2  # before a step, and after it: the garbage collector must not take them off
+
+
+@pytest.mark.ddp(world_size=2, reuse="test")
+def test_a_wrapper_that_is_collected_while_torch_goes_through_its_hooks_is_no_error():
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def collect(*_):
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        for _ in range(3):
+            train(CheckedDistributedDataParallel(Net()), 2)
+    finally:
+        handle.remove()
 
 
 def test_what_is_no_ddp_is_refused():

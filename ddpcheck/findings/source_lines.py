@@ -87,6 +87,22 @@ def _user_frame(frame: FrameType) -> FrameType | None:
     return innermost
 
 
+def variables_of(frame: FrameType) -> dict[str, object]:
+    """The local variables of a frame, which are not kept alive by asking for them.
+
+    Before Python 3.13 (PEP 667), a frame of a function keeps the dictionary that it makes of them until it returns.
+    """
+    held = frame.f_locals
+    variables = dict(held)
+    of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if of_function and type(held) is dict and sys.getrefcount(held) <= _ONLY_THE_FRAME:  # else the program holds it too
+        held.clear()
+    return variables
+
+
+_ONLY_THE_FRAME = 3  # references: of the frame, of `held`, and of the argument of `getrefcount`
+
+
 def is_called_by_a_package() -> bool:
     """Whether the innermost frame of that kind is one of an installed package, and not of the user's program."""
     current: FrameType | None = sys._getframe(1)

@@ -21,7 +21,7 @@ _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 
 
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """Findings on every loader; `passes` by rank, in the order in which they began."""
+    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
     loaders = sorted(set.intersection(*({one.loader for one in of_rank} for of_rank in passes)) if passes else ())
     found = []
     for loader in loaders:
@@ -81,7 +81,8 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         return []
     size = min(len(one.indices) for one in first)
     lists = [tuple(one.indices[:size]) for one in first]
-    alike = [rank for rank, indices in enumerate(lists) if lists.count(indices) > 1]
+    most = max(lists, key=lists.count)
+    alike = [rank for rank, indices in enumerate(lists) if indices == most and lists.count(most) > 1]
     if alike and len(set(lists[alike[0]])) > 1:
         return _one(
             "DDP505",
@@ -119,6 +120,8 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     size = first[0].size
     if len(epochs) < 2 or size < 1 or any(one.subset for one in first) or not _are_of_same_data(first):
         return []
+    if any(one.chooses for one in first):
+        return []  # the rest is held out
     if any(not one.exhausted or one.replaces for of_ranks in epochs for one in of_ranks):
         return []
     if any(one.size != size for one in first):
@@ -139,7 +142,11 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP506: a sampler that shuffles, and gives the same order in every epoch."""
+    first = passes[0][0]  # another model, or other data of the same size, has epochs of its own
+    passes = [[o for o in of_rank if (o.wrappers, o.data) == (first.wrappers, first.data)] for of_rank in passes]
     for of_rank in passes:
+        if not of_rank:
+            return []
         orders = [one.order for one in of_rank if one.exhausted]
         one = of_rank[0]
         indices = list(one.indices)
@@ -246,7 +253,20 @@ def _is_permuted(values: Sequence[Mapping[str, str]]) -> bool:
     if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
         return False
     counts = [Counter(of_rank.values()) for of_rank in values]
-    return len(keys) > 1 and all(count == counts[0] for count in counts)
+    return len(keys) > 1 and all(count == counts[0] for count in counts) and not _are_of_ranks(values)
+
+
+_OF_RANKS = {"me", "rank", "self", "own", "other", "peer", "next", "prev", "previous", "left", "right", "src", "dst"}
+
+
+def _are_of_ranks(values: Sequence[Mapping[str, str]]) -> bool:
+    """Whether a table says where a rank stands: a ring of neighbours, or an order that is rotated by rank."""
+    if any(key.strip("'") in _OF_RANKS for key in values[0]):
+        return True
+    if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
+        return False  # three labels in another order are as often a rotation as not
+    shifts = [{(int(of_rank[key]) - int(values[0][key])) % len(of_rank) for key in values[0]} for of_rank in values]
+    return all(len(shift) == 1 for shift in shifts)
 
 
 def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
@@ -256,13 +276,12 @@ def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
 
 
 def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
-    if one.digest and one.digest == other.digest:
-        return True
+    alike = []  # of each part of a sample that varies; an augmented one differs, and its label does not
     for place, rows in one.contents.items():
         common = rows.keys() & other.contents.get(place, {}).keys()
         if len({rows[index] for index in common}) > 1:
-            return all(rows[index] == other.contents[place][index] for index in common)
-    return False
+            alike.append(all(rows[index] == other.contents[place][index] for index in common))
+    return any(alike) if alike else bool(one.digest) and one.digest == other.digest
 
 
 def _one(code: str, one: LoaderPass, message: str, **more: object) -> list[Finding]:

@@ -18,7 +18,8 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     """At most one finding a line; `uses` by rank, in order of time.
 
     Two uses are apart if a collective of all ranks is between them: the rank that came to it first has waited in it
-    for the other. Uses that none is between may happen at the same time, whatever the clock said in this run.
+    for the other. Uses that none is between may happen at the same time, whatever the clock said in this run; unless
+    the rank that comes second has waited for something else that another one does.
     """
     found: dict[Location | None, list[Finding]] = {}
     saved = {use.path for of_rank in uses for use in of_rank if use.by_torch}
@@ -27,7 +28,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
         line = use.location if other.writes else other.location
         if line in found or not use.writes or other.path != use.path:
             continue
-        if use.began > other.ended or other.began > use.ended:
+        if use.began > other.ended or other.began > use.ended or other.waited or (other.writes and use.waited):
             continue
         name = PurePath(use.path).name
         if other.writes:

@@ -22,14 +22,28 @@ Losses = Sequence[Sequence[LossDifferentiated]]
 """By rank, in order."""
 
 
-def judge_losses(losses: Losses, *, averaged: bool) -> list[Finding]:
-    """The findings on losses of which DDP averages the gradients (`averaged`)."""
+def judge_losses(losses: Losses) -> list[Finding]:
+    """The findings on losses of which DDP averages the gradients."""
+    losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_place))) if by_place else []
     passes = [[of_rank[place] for of_rank in by_place] for place in common]
-    if not averaged or len(passes) < _FEWEST:
+    if len(passes) < _FEWEST:
         return []
     return _judge_scale(passes, len(losses)) or _judge_counts(passes)
+
+
+def are_sums(losses: Losses, wrapper: int) -> bool:
+    """Whether all losses of a wrapper are sums that every rank divides by the same number: of what all ranks have, say.
+
+    To sum the gradients of such a loss over the ranks is right.
+    """
+    terms: dict[tuple[int, int], list[ScaledTerm]] = {}
+    for one in (one for of_rank in losses for one in of_rank if wrapper in one.wrappers):
+        terms.setdefault((one.step, one.number), []).extend(one.terms)
+    every = [term for of_pass in terms.values() for term in of_pass]
+    alike = all(len({round(term.factor, 9) for term in of_pass}) == 1 for of_pass in terms.values() if of_pass)
+    return bool(every) and alike and all(term.kind == "sum" and abs(term.factor) < 1 for term in every)
 
 
 def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
@@ -96,7 +110,11 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
         steps: Of one optimizer, each on all ranks.
         losses: By rank.
     """
-    means = [all(term.kind == "mean" and term.factor == 1.0 for term in one.terms) for one in losses[0] if one.terms]
+    means = [
+        not one.wrappers and all(term.kind == "mean" and term.factor == 1.0 for term in one.terms)
+        for one in losses[0]
+        if one.terms
+    ]
     summed = [of_ranks for of_ranks in steps if all(one.summed for one in of_ranks)]
     if len(summed) < _FEWEST or len(summed) < len(steps) or len(means) < _FEWEST or not all(means):
         return []

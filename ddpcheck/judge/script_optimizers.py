@@ -37,7 +37,12 @@ Steps = Sequence[OptimizerStep]
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP223 or 507: options that are not the same on every rank, in the first step in which that is so."""
+    """DDP223 or 507: options that are not the same on every rank, in the first step in which that is so.
+
+    Not of an optimizer on parameters that ranks train apart from each other.
+    """
+    if steps and are_local(steps):
+        return []
     for number, of_ranks in enumerate(steps):
         found = judge_options("DDP223", [one.options for one in of_ranks], "The optimizer")
         if not found:
@@ -151,6 +156,8 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
         of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
     ]
     apart = [of_ranks for of_ranks in at if not _are_close([one.norm for one in of_ranks])]
+    if any(len({one.step for one in of_rank}) < len(of_rank) for of_rank in clips):
+        return []  # a clip for each sample, say
     averaged = [one for of_one in steps for one in of_one if _all_gradients_agree(one)]
     if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
         return []
@@ -165,21 +172,42 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
     )
 
 
+def are_local(steps: Sequence[Steps]) -> bool:
+    """Whether an optimizer holds nothing that is in a wrapper, and ranks give it gradients of their own."""
+    return not steps[0][0].held and _few_agree(steps)
+
+
+def are_apart(optimizers: Sequence[Sequence[Steps]]) -> bool:
+    """Whether each rank trains a model of its own: other values from the start, and other gradients."""
+    known = [steps for steps in optimizers if steps]
+    return bool(known) and all(are_local(steps) and not _are_alike(steps[0]) for steps in known)
+
+
+def _are_alike(steps: Steps) -> bool:
+    """Whether all parameters in no wrapper have the same values on every rank."""
+    return all(one.alone == steps[0].alone for one in steps)
+
+
 def _all_gradients_agree(steps: Steps) -> bool:
     """Whether every gradient that an optimizer is about to use is the same on all ranks."""
-    if _differing([one.norms for one in steps]) or any(_gradients_differ(steps, name) for name in steps[0].alone):
-        return False
-    return bool(steps[0].norms or steps[0].gradients)
+    return bool(steps[0].norms or steps[0].gradients) and not _any_gradient_differs(steps)
+
+
+def _any_gradient_differs(steps: Steps) -> bool:
+    named = any(_gradients_differ(steps, name) for name in steps[0].alone)
+    return named or bool(_differing([one.norms for one in steps]))
 
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
     for of_ranks in steps:
+        if _any_gradient_differs(of_ranks):
+            return []  # ranks that train apart, whose parameters are averaged perhaps
         states = [one.states for one in of_ranks]
         if any(set(one) != set(states[0]) for one in states) and all(one for one in states):
             continue  # sharded
         names = _differing(states)
-        if not names or _differing([one.norms for one in of_ranks]):
+        if not names:
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = _minority(states, names)
@@ -200,12 +228,15 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     return []
 
 
-def judge_alone(steps: Sequence[Steps], ends: Sequence[OptimizerEnd], *, wrapped: bool) -> list[Finding]:
+def judge_alone(
+    steps: Sequence[Steps], ends: Sequence[OptimizerEnd], others: Sequence[Sequence[Steps]] = (), *, wrapped: bool
+) -> list[Finding]:
     """DDP501 or 208: parameters in no wrapper that ranks train apart from each other.
 
     Args:
         steps: Of one optimizer.
         ends: Of this optimizer, by rank; as many as have come to their end.
+        others: The optimizers of the same parameters, in the order in which they were made, this one too.
         wrapped: Whether the script has a wrapper at all.
     """
     of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
@@ -217,6 +248,8 @@ def judge_alone(steps: Sequence[Steps], ends: Sequence[OptimizerEnd], *, wrapped
     together = [len(set(at)) == 1 for at in zip(*marks, strict=False)]
     if any(later and not before for before, later in itertools.pairwise(together)):
         return []  # averaged now and then
+    if any(_are_alike(later[0]) and not _are_alike(one[-1]) for one, later in itertools.pairwise(others)):
+        return []  # likewise, between two optimizers
     names = list(of_ranks[0][0].alone)
 
     def alike(one: Steps, name: str) -> bool:

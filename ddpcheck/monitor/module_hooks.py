@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -21,9 +23,12 @@ class UnpickledHook:
 
     Attributes:
         on_error: Takes an error of ddpcheck's in the place of the loop that the hook is called from, where it is set.
+        all_off: Whether no hook does anything any more. None is removed: torch may be calling them one after the other.
     """
 
     on_error: ClassVar[Callable[[Exception], object] | None] = None
+    all_off: ClassVar[bool] = False
+    _is_skipped: ClassVar[bool] = False
 
     def __init__(self, method: Any) -> None:
         self.method = method
@@ -41,6 +46,11 @@ class UnpickledHook:
         return cls(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if UnpickledHook.all_off:
+            return
+        if not UnpickledHook._is_skipped and "torch._dynamo.trace_rules" in sys.modules:
+            UnpickledHook._is_skipped = True
+            _leave_us_alone()
         try:
             if torch.compiler.is_compiling():
                 self._not_compiled(self.method, args, kwargs)
@@ -58,10 +68,12 @@ class UnpickledHook:
 
 
 def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
-    """`function`, of which an error goes to `UnpickledHook.on_error`, where that is set, and not to the caller."""
+    """`function` as a hook: it is off with all of them, and an error of it goes where theirs go."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
+        if UnpickledHook.all_off:
+            return None
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -84,6 +96,17 @@ def _not_compiled() -> Any:
         method(*args, **kwargs)
 
     return torch.compiler.disable(call)
+
+
+def _leave_us_alone() -> None:
+    """Have `torch.compile` compile no function of ddpcheck's, also where a hook is called by what it has compiled.
+
+    Private to torch: without it, our functions are compiled until they come to its limit of recompilations.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._dynamo import trace_rules
+
+        trace_rules.add("ddpcheck")
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

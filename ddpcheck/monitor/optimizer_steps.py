@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.findings.report import Finding
+from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import WatchContext, judge_unaveraged_steps
@@ -17,6 +19,23 @@ from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.monitor.step_tracker import StepTracker
 
 _UNAVERAGED_STEPS = 3  # optimizer steps on gradients that have not been averaged, before that is reported
+
+
+# One hook for all, which stays where objects are only dropped: torch goes through its hooks as it calls them, and must
+# not meet one that the garbage collector takes off meanwhile.
+_handles: list[Any] = []
+_living: WeakValueDictionary[int, OptimizerSteps] = WeakValueDictionary()  # in the order in which they were made
+_numbers = itertools.count()
+
+
+def _before_steps(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    for steps in list(_living.values()):
+        steps.before_step(optimizer, arguments, named)
+
+
+def _after_steps(optimizer: Any, *_arguments: Any) -> None:
+    for steps in list(_living.values()):
+        steps.after_step(optimizer)
 
 
 class OptimizerSteps:
@@ -37,21 +56,25 @@ class OptimizerSteps:
         self._report = report
         self._reductions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at the last step of each optimizer
         self._unaveraged_steps = 0
-        self._handles: list[Any] = []
+        self._number = next(_numbers)
 
     def attach(self) -> None:
-        """Hang the hooks on every optimizer of this process, as long as this object lives."""
-        before, after = UnpickledHook.weakly(self._before_step), UnpickledHook.weakly(self._after_step)
-        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        for handle in self._handles:
-            finalize(self, handle.remove).atexit = False
+        """Follow every optimizer of this process, as long as this object lives."""
+        _living[self._number] = self
+        if not _handles:
+            before, after = UnpickledHook(_before_steps), UnpickledHook(_after_steps)
+            _handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def detach(self) -> None:
-        """Take the hooks off."""
-        remove_hooks(self._handles)
+        """Follow them no more."""
+        _living.pop(self._number, None)
+        if not _living:
+            remove_hooks(_handles)
 
-    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """An optimizer is about to step, on gradients that DDP has averaged or not."""
+        if in_backward():  # on one parameter, say, by a hook that DDP calls when it has averaged that
+            return
         self._tracker.settle()
         number = self._tracker.number
         reductions = number - self._reductions.get(optimizer, 0)
@@ -75,9 +98,9 @@ class OptimizerSteps:
                 if not parameters & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
                     self._report(judge_unaveraged_steps(self._context, rank, number, forwards=no_sync_forwards))
 
-    def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
-        if self._tracker.unreduced:
+        if self._tracker.unreduced and not in_backward():
             self._judge_unreduced(optimizer)
 
     def _judge_unreduced(self, optimizer: Any) -> None:

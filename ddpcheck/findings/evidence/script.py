@@ -41,6 +41,9 @@ class LoaderPass:
         worker_seed: From which the workers of the loader seed theirs; negative where there are no workers, or they seed
             in a way of their own.
         drawn_by: What draws random numbers for a sample, by its code; "" if nothing is known to.
+        chooses: Whether the sampler holds the indices of some of the samples, from which it draws.
+        wrappers: How many wrappers there had been when it began.
+        data: The number of the dataset, in the order in which they were first gone through.
     """
 
     loader: int
@@ -65,6 +68,9 @@ class LoaderPass:
     draws: Mapping[int, int] = field(default_factory=dict)
     worker_seed: int = -1
     drawn_by: str = ""
+    chooses: bool = False
+    wrappers: int = 0
+    data: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,7 @@ class LossDifferentiated:
         location: The line of the script that calls backward.
         by_world_size: Whether `factor` is the world size or one over it, and a line of the script multiplies or divides
             a loss by that.
+        wrappers: The numbers of the wrappers that have averaged its gradients.
     """
 
     step: int
@@ -206,6 +213,7 @@ class LossDifferentiated:
     terms: tuple[ScaledTerm, ...]
     location: Location | None
     by_world_size: bool = False
+    wrappers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +224,17 @@ class MetricUsed:
     count: int
     value: float
     location: Location | None
+    optimizer: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsClipped:
-    """`clip_grad_norm_` was called for the `count`-th time, and has found a norm."""
+    """`clip_grad_norm_` was called for the `count`-th time, and has found a norm; `step`: after so many steps."""
 
     count: int
     norm: float
     location: Location | None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +276,8 @@ class FileUsed:
         devices: Of the tensors that were read, and whether a `map_location` was given.
         device: The current one of this rank.
         mapped: Whether `map_location` was given.
+        waited: Whether the rank had waited for others since its last collective of all ranks: in a receive, in a
+            collective of some of them, at the store.
         by_torch: Whether it is a file of `torch.save`; of others it is only known that they were opened to be written.
     """
 
@@ -277,4 +289,5 @@ class FileUsed:
     devices: tuple[str, ...] = ()
     device: str = ""
     mapped: bool = False
+    waited: bool = False
     by_torch: bool = True

@@ -70,6 +70,12 @@ def at_end_of_backward(function: Callable[[], None]) -> bool:
     return True
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass; no where this torch does not say (it is private)."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return current is not None and current() != -1
+
+
 class EngineProbe:
     """Asks the autograd engine, at the start of a backward pass, which parameters it will reach.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import user_location, variables_of
 from ddpcheck.worlds import rank as this_rank
 
 _MATCHED_BY_PAYLOAD = (
@@ -328,7 +328,7 @@ def _called_by_autograd_function() -> bool:
         if frame is None:
             return False
         first = frame.f_code.co_varnames[:1]
-        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx | BackwardCFunction):
+        if first and isinstance(variables_of(frame).get(first[0]), FunctionCtx | BackwardCFunction):
             return True
         frame = frame.f_back
     return False

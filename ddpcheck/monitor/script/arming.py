@@ -26,6 +26,9 @@ _COLLECTIVES = (  # those that programs import by name
 replacements: dict[str, Callable[..., Any]] = {}
 """What is called in the place of a collective of torch, by its name; empty until this process is watched."""
 
+stand_ins: list[Callable[..., Any]] = []
+"""The functions that stand in the place of torch's collectives."""
+
 
 def wait_for_process_group() -> None:
     """Have `rank_watch` begin once this process has joined a process group; that is seen as soon as torch is there."""
@@ -74,6 +77,7 @@ def _replaceable(name: str, original: Any) -> Any:
     def collective(*arguments: Any, **named: Any) -> Any:
         return replacements.get(name, original)(*arguments, **named)
 
+    stand_ins.append(collective)
     return collective
 
 

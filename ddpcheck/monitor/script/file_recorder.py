@@ -7,15 +7,16 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
 from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.monitor.script.rank_log import RankLog
 from ddpcheck.recipe.pytree import tree_tensors
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
@@ -23,12 +24,11 @@ _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensor
 
 
 class FileRecorder:
-    """Follows `torch.save`, `torch.load` and `open`; hands each use of a file to `sink`."""
+    """Follows `torch.save`, `torch.load` and `open`; writes each use of a file to the log of the rank."""
 
-    def __init__(self, sink: Callable[[FileUsed], object], collectives: Callable[[], int]) -> None:
-        """Begin; `collectives` says how many of all ranks this rank has come to."""
-        self._sink = sink
-        self._collectives = collectives
+    def __init__(self, log: RankLog) -> None:
+        """Begin."""
+        self._log = log
         torch.save = self._followed(torch.save, 1, "f", writes=True)
         torch.load = self._followed(torch.load, 0, "f", writes=False)
         note = guarded(self._note_opened)
@@ -38,31 +38,33 @@ class FileRecorder:
         note = guarded(self._note)
 
         @functools.wraps(original)
+        @passes_on
         def call(*arguments: Any, **named: Any) -> Any:
-            began = self._collectives()
+            began, waited = self._log.collectives, self._log.waited
             result = original(*arguments, **named)
             file = named[name] if name in named else arguments[place]
             mapped = len(arguments) > 1 or "map_location" in named
-            note(file, began, None if writes else result, writes=writes, mapped=mapped)
+            note(file, (began, waited), None if writes else result, writes=writes, mapped=mapped)
             return result
 
         return call
 
-    def _note(self, file: Any, began: int, loaded: Any, *, writes: bool, mapped: bool) -> None:
+    def _note(self, file: Any, before: tuple[int, bool], loaded: Any, *, writes: bool, mapped: bool) -> None:
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
         if not isinstance(path, str | os.PathLike) or not stat.S_ISREG(os.stat(path).st_mode):
             return
         devices = {str(tensor.device) for tensor in tree_tensors(loaded)}
-        self._sink(
+        self._log.add(
             FileUsed(
                 os.path.realpath(path),
                 writes,
-                began,
-                self._collectives(),
+                before[0],
+                self._log.collectives,
                 user_location(),
                 devices=tuple(sorted(devices)),
                 device=f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu",
                 mapped=mapped,
+                waited=before[1],
             )
         )
 
@@ -72,8 +74,8 @@ class FileRecorder:
             return
         name = os.path.realpath(path)
         if not name.startswith(_NO_FILES) and _is_of_program():
-            now = self._collectives()
-            self._sink(FileUsed(name, True, now, now, user_location(), by_torch=False))
+            now, waited = self._log.collectives, self._log.waited
+            self._log.add(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
 
 
 def _is_of_program() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import random
 import sys
 from array import array
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset,
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
+from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
@@ -30,6 +32,7 @@ _MOST_INDICES = 1 << 16  # of a pass
 _MOST_PASSES = 3  # whose indices are kept; of later ones the digest of their order
 _MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
 _MOST_ROWS = 16  # of a batch
+_MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
 _MOST_PLAIN = 256  # items of an attribute of a dataset
 
 
@@ -42,18 +45,28 @@ class _Pass:
     batches: list[array[int]] = field(default_factory=list)
     kept: int = 0
     dataset: Any = None
+    before: Sequence[int] | None = None  # digests of the random states
+    drawn: bool = True  # what is drawn for a batch is drawn by the dataset, as far as is known
 
 
 class LoaderRecorder:
     """Follows every `DataLoader` of this process; hands what it has seen of each pass to `sink`."""
 
-    def __init__(self, sink: Callable[[LoaderPass | DerivedTable], object], steps: Callable[[], int]) -> None:
-        """Begin; `steps` says how often optimizers have stepped."""
+    def __init__(
+        self,
+        sink: Callable[[LoaderPass | DerivedTable], object],
+        steps: Callable[[], int],
+        wrappers: Callable[[], int],
+    ) -> None:
+        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been."""
         self._sink = sink
         self._steps = steps
+        self._wrappers = wrappers
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by number of the loader
+        self._datasets: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
         _Iterator: Any = _BaseDataLoaderIter
         _Loader: Any = DataLoader
@@ -70,6 +83,7 @@ class LoaderRecorder:
         begin, note_workers = guarded(self._begin), guarded(_note_workers)
 
         @functools.wraps(original)
+        @passes_on
         def __iter__(loader: Any) -> Any:
             outer = self._opening
             self._opening = made = begin(loader)
@@ -86,14 +100,17 @@ class LoaderRecorder:
         return __iter__
 
     def _counted_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note_index = guarded(_note_index)
+        note_index, states = guarded(_note_index), guarded(_random_states)
 
         @functools.wraps(original)
+        @passes_on
         def _next_index(iterator: Any) -> Any:
             index = original(iterator)
             one = self._opening or self._passes.get(iterator)
             if one is not None and one.map_style:
                 note_index(one, index)
+                if one.before is not None:  # what a sampler has drawn is no draw of the dataset
+                    one.before = states()
             return index
 
         return _next_index
@@ -102,19 +119,20 @@ class LoaderRecorder:
         note_batch, end, states = guarded(_note_batch), guarded(self._end), guarded(_random_states)
 
         @functools.wraps(original)
+        @passes_on
         def __next__(iterator: Any) -> Any:
             one = self._passes.get(iterator)
             if one is None:
                 return original(iterator)
             looks = one.entry.batches < _MOST_BATCHES and one.entry.number < _MOST_PASSES
-            before = states() if looks else None
+            one.before = states() if looks else None
             try:
                 batch = original(iterator)
             except StopIteration:
                 end(one, exhausted=True)
                 raise
-            if before is not None:
-                note_batch(one, batch, before)
+            if one.before is not None:
+                note_batch(one, batch, one.before)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             return batch
 
@@ -144,14 +162,25 @@ class LoaderRecorder:
             shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
             has_epoch=hasattr(sampler, "set_epoch"),
+            chooses=_chooses(sampler, size),
+            wrappers=self._wrappers(),
+            data=self._number_of(loader.dataset),
             subset=array("q", map(int, subset[:_MOST_INDICES])) if len(subset) else (),
         )
         if not number:
             for table in tables_of(_beneath(loader.dataset)[0], location):
                 self._sink(table)
-        self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset)
+        drawn = not (drawing_code(loader.collate_fn) and not drawing_code(_beneath(loader.dataset)[0]))
+        self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset, drawn=drawn)
         self._sink(entry)
         return one
+
+    def _number_of(self, dataset: Any) -> int:
+        with contextlib.suppress(TypeError):  # without weak references, or without a hash
+            if dataset not in self._datasets:
+                self._datasets[dataset] = next(self._dataset_numbers)
+            return self._datasets[dataset]
+        return -1
 
     def _end(self, one: _Pass, *, exhausted: bool) -> None:
         if self._open.get(one.entry.loader) is one:
@@ -161,7 +190,9 @@ class LoaderRecorder:
         for index in range(len(indices)):
             indices[index] = _base_index(one.dataset, indices[index])
         order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
-        trains = self._steps() > one.steps
+        # a batch of validation now and then, of an iterator that stays open, is not trained on
+        steps = self._steps() - one.steps
+        trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
         self._sink(replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices))
         one.batches, one.dataset = [], None
 
@@ -189,7 +220,7 @@ def _note_index(one: _Pass, index: Any) -> None:
 
 def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
     """Fingerprints of the first samples of a batch, and of the random states around it, where they have changed."""
-    if one.entry.batches:  # the first one may have seeded what the loader itself draws from
+    if one.entry.batches and one.drawn:  # the first one may have seeded what the loader itself draws from
         changed = {old: new for old, new in zip(before, _random_states(), strict=False) if old != new}
         one.entry = replace(one.entry, draws={**one.entry.draws, **changed})
     taken = one.entry.batches
@@ -198,6 +229,8 @@ def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
     indices = one.batches[taken]
     contents: dict[str, Mapping[int, int]] = dict(one.entry.contents)
     for place, tensor in enumerate(tree_tensors(batch)):
+        if tensor.dim() == 1 and tensor.tolist() == list(indices):
+            continue  # of any dataset
         if tensor.dim() and len(tensor) == len(indices) and tensor.layout == torch.strided:
             rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
             known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
@@ -223,6 +256,16 @@ def _innermost_sampler(loader: Any) -> Any:
             break
         sampler = inner
     return sampler
+
+
+def _chooses(sampler: Any, size: int) -> bool:
+    held = sampler if isinstance(sampler, list | tuple) else None
+    for value in (held, *getattr(sampler, "__dict__", {}).values()):
+        if isinstance(value, list | tuple | array | torch.Tensor) and 1 < len(value) < size:
+            first = value[0]
+            if isinstance(first, int) or (isinstance(first, torch.Tensor) and not first.is_floating_point()):
+                return True
+    return False
 
 
 def _length(sized: Any) -> int:

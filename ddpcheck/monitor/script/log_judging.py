@@ -20,7 +20,7 @@ from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_settled
 from ddpcheck.monitor.reporting import FindingReporter
-from ddpcheck.monitor.script.program_judging import judge_held_states, judge_program
+from ddpcheck.monitor.script.program_judging import judge_held_states, judge_program, sums_over_ranks
 from ddpcheck.monitor.script.rank_log import (
     RankFound,
     ReplicaCaptured,
@@ -75,6 +75,8 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     found = []
     for wrapper in wrappers:
         findings = _judge_wrapper(wrapper)
+        if sums_over_ranks(wrapper.ranks, wrapper.number):  # of which a hook sums the gradients, and rightly
+            findings = [finding for finding in findings if finding.code != "DDP303"]
         if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
             findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         if len(wrappers) > 1:
@@ -126,7 +128,14 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
     for _, entry in wrapper.entries(RankFound):
         assert isinstance(entry, RankFound)
         reporter.report(entry.findings)
-    return reporter.findings
+    moved = {
+        name
+        for of_ranks in captured.values()
+        for one in of_ranks.values()
+        for name, gradient in one.state.values.gradients.items()
+        if gradient
+    }
+    return [one for one in reporter.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
 
 
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:

@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
-from ddpcheck.gather.autograd.autograd_graph import at_end_of_backward
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.optimizer_recorder import OptimizerRecorder
 
 _MOST_NODES = 32
 _MOST_A_STEP = 64  # backward passes
 _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
-_REDUCES_TO_MEAN = 1  # of the reductions of torch's losses
+_REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
 _BY_WORLD_SIZE = re.compile(
     r"loss\w*(\[.*?\]|\(.*?\))?\s*[*/]=?\s*[\w.(]*(world_?size|num_replicas|num_processes|n_gpus|n_ranks)"
     r"|(world_?size|num_replicas|num_processes|n_gpus|n_ranks)\w*(\(\))?\s*\*\s*[\w.]*(loss|criterion)",
@@ -35,50 +36,61 @@ _BY_WORLD_SIZE = re.compile(
 class LossRecorder:
     """Follows backward passes in some of the optimizer steps; hands what it sees of the loss to `sink`."""
 
-    def __init__(self, sink: Callable[[LossDifferentiated], object], steps: Callable[[], int]) -> None:
-        """Begin; `steps` says how often optimizers have stepped."""
+    def __init__(self, sink: Callable[[LossDifferentiated], object], optimizers: OptimizerRecorder) -> None:
+        """Begin; `optimizers` are told of each backward pass."""
         self._sink = sink
-        self._steps = steps
+        self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
         module: Any = torch.autograd
-        original, note = module.backward, guarded(self._begins)
+        original, begins = module.backward, guarded(self._begins)
+        before, after = guarded(optimizers.before_backward), guarded(optimizers.after_backward)
 
         @functools.wraps(original)
+        @passes_on
         def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
-            note(tensors)
+            ended = begins(tensors)
+            before(tensors)
             original(tensors, *arguments, **named)
+            after()
+            if ended is not None:
+                ended()
 
         module.backward = backward
 
-    def _begins(self, losses: Any) -> None:
-        step = self._steps()
+    def _begins(self, losses: Any) -> Callable[[], object] | None:
+        """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
+        step = self._optimizers.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)
         if not is_probed(step) or before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
-            return
-        where = user_location()
+            return None
+        where, reductions = user_location(), self._optimizers.reductions()
         arrived: dict[int, ScaledTerm] = {}
         handles = []
         for number, (node, kind) in enumerate(_terms(losses.grad_fn)):
-            count, chosen = _count(node), _chooses(node)
+            handles.append(node.register_prehook(UnpickledHook(_note_of(arrived, number, kind, node))))
 
-            def note(
-                given: Any, number: int = number, kind: str = kind, count: int = count, chosen: bool = chosen
-            ) -> None:
-                if given[0] is not None and given[0].numel():
-                    arrived[number] = ScaledTerm(kind, float(given[0].detach().flatten()[0]), count, chosen)
-
-            handles.append(node.register_prehook(UnpickledHook(note)))
-
-        def ends() -> None:
+        def ended() -> None:
             for handle in handles:
                 handle.remove()
             terms = tuple(arrived[number] for number in sorted(arrived))
             scales = bool(terms) and math.isclose(abs(math.log(abs(terms[0].factor) or 1.0)), math.log(_world_size()))
-            self._sink(LossDifferentiated(step, before, terms, where, scales and _says_world_size()))
+            now = self._optimizers.reductions()
+            wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
+            said = scales and _says_world_size()
+            self._sink(LossDifferentiated(step, before, terms, where, said, wrappers))
 
-        if handles:
-            losses.register_hook(UnpickledHook(lambda _gradient: at_end_of_backward(UnpickledHook(ends))))
+        return guarded(ended)
+
+
+def _note_of(arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any) -> Callable[[Any], None]:
+    count, chosen = _count(node), _chooses(node)
+
+    def note(given: Any) -> None:
+        if given[0] is not None and given[0].numel():
+            arrived[number] = ScaledTerm(kind, float(given[0].detach().flatten()[0]), count, chosen)
+
+    return note
 
 
 def _terms(root: Any) -> Iterator[tuple[Any, str]]:
@@ -90,7 +102,7 @@ def _terms(root: Any) -> Iterator[tuple[Any, str]]:
         name = node.name()
         if name.startswith(_MEANS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_MEAN:
             found.append((node, "mean"))
-        elif name.startswith(_SUMS):
+        elif name.startswith(_SUMS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_SUM:
             found.append((node, "sum"))
         elif name.startswith(_PASSED):
             pending += [following for following, _ in node.next_functions if following is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,10 @@ from ddpcheck.findings.evidence.script import (
     OptimizerEnd,
     OptimizerStep,
 )
+from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.state.module_description import fingerprint
@@ -35,6 +38,7 @@ from ddpcheck.monitor.script.script_watch import ScriptWatch
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
+_MOST_STEPS = 1024  # of all optimizers, likewise
 _FEWEST_ZEROINGS = 3  # steps, one after the other, between which it is called as often
 
 
@@ -50,6 +54,10 @@ class _Optimizer:
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
     zeroings: int = 0  # steps, one after the other, in which that was the same
     inside: bool = False  # of `step`
+    joins: bool = False  # with ranks that have run out of batches: steps do not pair up by their number
+    sample: Callable[[], Any] = lambda: None  # one of its parameters
+    left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
+    for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
     watches: tuple[tuple[int, ...], list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
 
 
@@ -93,6 +101,7 @@ class OptimizerRecorder:
         original, note = getattr(kind, name), guarded(before)
 
         @functools.wraps(original)
+        @passes_on
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
             note(self, *arguments, **named)
             return original(self, *arguments, **named)
@@ -103,17 +112,21 @@ class OptimizerRecorder:
         original, note = nn.utils.clip_grad_norm_, guarded(self._after_clip)
 
         @functools.wraps(original)
+        @passes_on
         def clip_grad_norm_(*arguments: Any, **named: Any) -> Any:
             norm = original(*arguments, **named)
-            note(norm)
+            limit = named["max_norm"] if "max_norm" in named else arguments[1]
+            if math.isfinite(limit):  # else the norm is only asked for
+                note(norm)
             return norm
 
         nn.utils.clip_grad_norm_ = clip_grad_norm_
 
     def _after_clip(self, norm: torch.Tensor) -> None:
         if type(norm) is torch.Tensor and self._is_written(self._clips):
-            self._sink(GradientsClipped(self._clips, float(norm), user_location()))
+            self._sink(GradientsClipped(self._clips, float(norm), user_location(), self.steps))
         self._clips += 1
+        self.after_backward()  # in place: these are still the gradients of backward
 
     def close(self) -> None:
         """The script has ended."""
@@ -121,7 +134,7 @@ class OptimizerRecorder:
         for known in self._all:
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
-            reductions = sum(watch.step for watch in watches) if watches else -1
+            reductions = sum(watch.step for watch in watches) if watches and not known.joins else -1
             self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks)))
 
     def note_sum(self, tensor: Any, location: Location | None) -> None:
@@ -143,6 +156,9 @@ class OptimizerRecorder:
             self._look_at(optimizer, known)
         known.inside = True
         watches = self._watches_of(optimizer, known)
+        if watches and in_backward():
+            return
+        known.joins |= any(watch.joins for watch in watches)
         for watch in watches:
             watch.optimizer_steps()
         self._judge_zeroing(known)
@@ -167,6 +183,7 @@ class OptimizerRecorder:
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
         reductions = sum(watch.step for watch in watches)
+        settled = not known.joins and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
         summed = {name: line for name, p in alone.items() if (line := self._sum_in(p.grad)) is not None}
         names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
@@ -176,8 +193,8 @@ class OptimizerRecorder:
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
             user_location(),
             held=tuple(inside),
-            reductions=reductions if watches else -1,
-            averaged=reductions > known.reductions and not any(watch.has_unreduced for watch in watches),
+            reductions=reductions if watches and not known.joins else -1,
+            averaged=reductions > known.reductions and settled,
             norms=_norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
             states=_norms(
                 {
@@ -208,12 +225,17 @@ class OptimizerRecorder:
         key = (len(optimizer.param_groups), *map(id, watches))
         if known.watches[0] != key:
             held = {id(p) for p in _parameters_of(optimizer)}
-            theirs = [watch for watch in watches if any(id(p) in held for p in watch.parameters.values())]
+            theirs = []
+            for last in sorted(watches, key=lambda watch: -watch.number):  # that wraps a parameter
+                if ours := held & {id(p) for p in last.parameters.values()}:
+                    theirs.append(last)
+                    held -= ours
             known.watches = key, list(map(ref, theirs))
         return [watch for one in known.watches[1] if (watch := one()) is not None]
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
+        known.sample = ref(_parameters_of(optimizer)[0])
         if not known.number:
             for table in tables_of_program():
                 self._sink(table)
@@ -230,9 +252,34 @@ class OptimizerRecorder:
 
     # Gradients that are zeroed
 
+    def reductions(self) -> dict[int, int]:
+        """By number of a wrapper, how many averaged backward passes it has ended."""
+        return {watch.number: watch.step for watch in list(self._watches)}
+
+    def before_backward(self, loss: Any) -> None:
+        """A backward pass begins from `loss`."""
+        for known in self._looked_at():
+            repeats = any(times > 1 for times in known.zeroed_before.values())
+            if repeats and not known.for_inputs and isinstance(loss, torch.Tensor):
+                leaves = walk_graph([loss]).leaves
+                known.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+    def after_backward(self) -> None:
+        """It has ended."""
+        for known in self._looked_at():
+            gradient = getattr(known.sample(), "grad", None)
+            known.left = (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version)
+
+    def _looked_at(self) -> list[_Optimizer]:
+        return [known for known in self._all if known.steps < _MOST_LOOKED_AT] if self.steps < _MOST_STEPS else []
+
     def _before_zero_grad(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         known = self._known.get(optimizer)
-        if known is None or known.inside or known.steps >= _MOST_LOOKED_AT:
+        if known is None or known.inside:
+            return
+        for watch in self._watches_of(optimizer, known):
+            watch.gradients_zeroed()
+        if known.steps >= _MOST_LOOKED_AT:
             return
         gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
         if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:8])):
@@ -247,8 +294,14 @@ class OptimizerRecorder:
                 self._before_zero_grad(optimizer, *arguments, **named)
 
     def _judge_zeroing(self, known: _Optimizer) -> None:
-        """Note it where it was so, at the same line and as often, before several steps, one after the other."""
-        if known.zeroed == known.zeroed_before and any(times > 1 for times in known.zeroed.values()):
+        """Note it where it was so, at the same line and as often, before several steps, one after the other.
+
+        Not where a gradient is another one than backward has left: the program has made it of those that it zeroed.
+        """
+        gradient, (left, version) = getattr(known.sample(), "grad", None), known.left
+        as_left = gradient is not None and left() is gradient and gradient._version == version
+        repeats = known.zeroed == known.zeroed_before and any(times > 1 for times in known.zeroed.values())
+        if repeats and as_left and not known.for_inputs:
             known.zeroings += 1
             if known.zeroings == _FEWEST_ZEROINGS:
                 where = max(known.zeroed, key=lambda line: known.zeroed[line])
@@ -256,6 +309,7 @@ class OptimizerRecorder:
         else:
             known.zeroings = 0
         known.zeroed, known.zeroed_before = {}, known.zeroed
+        known.for_inputs = False
 
     # Schedules
 
@@ -263,7 +317,9 @@ class OptimizerRecorder:
         count = self._schedules.setdefault(schedule, [])
         if not count:
             count += [next(self._schedule_numbers), 0]
-        self._sink(MetricUsed(count[0], count[1], float(metrics), user_location()))
+        known = self._known.get(getattr(schedule, "optimizer", None))
+        number = -1 if known is None else known.number
+        self._sink(MetricUsed(count[0], count[1], float(metrics), user_location(), number))
         count[1] += 1
 
 

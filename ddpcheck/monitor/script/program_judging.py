@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,8 +26,10 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.report import Finding
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
-from ddpcheck.judge.script_losses import judge_losses, judge_sums
+from ddpcheck.judge.script_losses import are_sums, judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
+    are_apart,
+    are_local,
     judge_alone,
     judge_clips,
     judge_metrics,
@@ -42,16 +45,24 @@ from ddpcheck.judge.script_states import judge_states
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
 
 _Kind = TypeVar("_Kind")
+_Optimizer = tuple[list[list[OptimizerStep]], list[OptimizerEnd]]
 
 
 def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     """The findings on the script as a whole; `ended`: every rank came to its end."""
     if len(ranks) < 2 or len(ranks) < ranks[0].started.world_size:
         return []  # of ranks on other machines there is no log here
-    data = _judge_data(ranks)
+    optimizers = list(_optimizers(ranks))
+    apart = not any(rank.wrappers for rank in ranks) and are_apart([steps for steps, _ in optimizers])
+    data = [] if apart else _judge_data(ranks)
     if not ended:
         data += judge_expected_batches([_passes(rank) for rank in ranks])
-    return [*_judge_optimizers(ranks), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
+    return [*_judge_optimizers(ranks, optimizers), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
+
+
+def sums_over_ranks(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
+    """Whether the losses of a wrapper are sums over what all ranks have."""
+    return are_sums([_of(rank, LossDifferentiated) for rank in ranks], wrapper)
 
 
 def judge_held_states(ranks: Sequence[WatchedRank]) -> list[Finding]:
@@ -68,7 +79,12 @@ def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:
 
 
 def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
-    found = judge_loaders([_passes(rank) for rank in ranks])
+    found: list[Finding] = []
+    for group in _training_groups(ranks):
+        of_loaders = judge_loaders([_passes(rank) for rank in group])
+        if _take_slices(group):  # of a batch that all load
+            of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
+        found += [finding for finding in of_loaders if finding not in found]
     if not any(finding.code == "DDP505" for finding in found):
         wrappers = {(number, made.ranks) for rank in ranks for number, made in enumerate(rank.wrappers)}
         for number, members in sorted(wrappers):
@@ -77,29 +93,45 @@ def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
     return found + judge_tables([_of(rank, DerivedTable) for rank in ranks])
 
 
+def _training_groups(ranks: Sequence[WatchedRank]) -> list[list[WatchedRank]]:
+    """The ranks that have samples of their own: not those that compute one replica together (tensor parallel)."""
+    members = {made.ranks for rank in ranks for made in rank.wrappers}
+    if not members or any(len(group) == len(ranks) for group in members):
+        return [list(ranks)]
+    return [[rank for rank in ranks if rank.started.rank in group] for group in sorted(members)]
+
+
+def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
+    """Whether each rank's forward is given a part of the batches that the loader gives."""
+    rows = [len(one.samples) for one in _of(ranks[0], Inputs)]
+    sizes = [one.batch_size for one in _passes(ranks[0]) if one.trains]
+    return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
+
+
 def _passes(rank: WatchedRank) -> list[LoaderPass]:
     """The passes of a rank, each as it was last written."""
     return list({(one.loader, one.number): one for one in _of(rank, LoaderPass)}.values())
 
 
-def _judge_optimizers(ranks: Sequence[WatchedRank]) -> list[Finding]:
-    found = judge_metrics([_of(rank, MetricUsed) for rank in ranks])
+def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimizer]) -> list[Finding]:
+    local = {steps[0][0].optimizer for steps, _ in optimizers if steps and are_local(steps)}
+    found = judge_metrics([[one for one in _of(rank, MetricUsed) if one.optimizer not in local] for rank in ranks])
     wrapped = any(rank.wrappers for rank in ranks)
     moved = _moved(ranks[0])
     held = {name for one in _of(ranks[0], OptimizerStep) for name in one.held}
-    optimizers = list(_optimizers(ranks))
     losses = [_of(rank, LossDifferentiated) for rank in ranks]
     found += judge_clips([_of(rank, GradientsClipped) for rank in ranks], [steps for steps, _ in optimizers])
     for steps, ends in optimizers:
+        others = [other for other, _ in optimizers if _are_of_same(steps, other)]
         of_one = judge_optimizer_options(steps) + judge_pace(steps, ends)
         of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
         if not of_one:
-            of_one += judge_alone(steps, ends, wrapped=wrapped) or judge_sums(steps, losses)
+            of_one += judge_alone(steps, ends, others, wrapped=wrapped) or judge_sums(steps, losses)
         found += of_one + judge_stale(steps, moved, held)
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
-    found += judge_losses(losses, averaged=wrapped and any(held))
+    found += judge_losses(losses)
     for rank in ranks:
         accumulates = any(one.reductions > one.count + 1 for one in _of(rank, OptimizerStep))
         reduced = _of(rank, ReducedInPlace)
@@ -115,20 +147,22 @@ def _firsts(rank: WatchedRank) -> list[OptimizerStep]:
     return [one for one in _of(rank, OptimizerStep) if not one.count]
 
 
-def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[tuple[list[list[OptimizerStep]], list[OptimizerEnd]]]:
+def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[_Optimizer]:
     """Each optimizer of the ranks that train with it together: its steps, each on all of these ranks, and its end.
 
     It is the same one where it first steps at the same line, with the same parameters.
     """
     known: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
     for rank in ranks:
+        times: Counter[tuple[Any, ...]] = Counter()  # that a script has made it anew, in each round say
         for first in _firsts(rank):
             numbers = {int(name.partition("/")[0]) for name in first.held}
             groups = {rank.wrappers[number].ranks for number in numbers}
             members = next(iter(groups)) if len(groups) == 1 else tuple(range(len(ranks)))
             same = [one for one in _of(rank, OptimizerStep) if one.optimizer == first.optimizer]
             key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
-            known.setdefault(key, {})[rank.started.rank] = same
+            known.setdefault((*key, times[key]), {})[rank.started.rank] = same
+            times[key] += 1
     for (members, *_), theirs in known.items():
         if len(theirs) == len(members):
             ends = [
@@ -138,6 +172,11 @@ def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[tuple[list[list[Optimi
                 if end.optimizer == same[0].optimizer
             ]
             yield _in_step(list(theirs.values())), ends
+
+
+def _are_of_same(steps: list[list[OptimizerStep]], other: list[list[OptimizerStep]]) -> bool:
+    """Whether two optimizers are of the same parameters in no wrapper, by their names."""
+    return bool(steps and other) and steps[0][0].alone.keys() == other[0][0].alone.keys()
 
 
 def _in_step(by_rank: Sequence[Sequence[OptimizerStep]]) -> list[list[OptimizerStep]]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path
+from ddpcheck.findings.source_lines import is_user_file, relative_path, variables_of
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
@@ -154,7 +154,7 @@ def _variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             where = Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
-            for name, value in itertools.chain(list(frame.f_locals.items()), list(frame.f_globals.items())):
+            for name, value in itertools.chain(variables_of(frame).items(), list(frame.f_globals.items())):
                 for path, item in _followed(name, value, depth):
                     if path not in names and len(names) < _MOST_OBJECTS:
                         names.add(path)

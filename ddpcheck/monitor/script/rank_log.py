@@ -174,6 +174,7 @@ class RankLog:
 
     Attributes:
         collectives: How many of all ranks have been made, or are.
+        waited: Whether this rank has waited for others since the last of them, in another way.
     """
 
     def __init__(self, folder: Path, started: RankStarted) -> None:
@@ -187,6 +188,7 @@ class RankLog:
         self._process = os.getpid()
         self._world_size = started.world_size
         self.collectives = 0
+        self.waited = False
         self._file = self.path.open("ab", buffering=0)
         self.add(started)
 
@@ -201,7 +203,9 @@ class RankLog:
         """Write a collective that is about to be made."""
         if os.getpid() != self._process:
             return
-        self.collectives += len(call.members) == self._world_size
+        of_all = len(call.members) == self._world_size
+        self.collectives += of_all
+        self.waited = not of_all
         if call.group not in self._groups:
             self._groups.add(call.group)
             self.add(GroupUsed(call.group, call.members))

@@ -26,11 +26,19 @@ from torch import nn
 
 from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import pass_over_packages, whole_traceback
-from ddpcheck.gather.collectives.collective_log import COLLECTIVES, logged, record_calls, record_overwritten
+from ddpcheck.gather.collectives.collective_log import (
+    COLLECTIVES,
+    logged,
+    record_calls,
+    record_overwritten,
+    replace_functions,
+)
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.script import arming
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.file_recorder import FileRecorder
 from ddpcheck.monitor.script.loader_recorder import LoaderRecorder
@@ -76,20 +84,29 @@ class _WatchedRank:
         self._log = RankLog(Path(options.folder), started)
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
         UnpickledHook.on_error = self._failed
+        for function in arming.stand_ins:
+            passes_on(function)
+        try:
+            self._begin(options, replacements)
+        except Exception as error:
+            self._failed(error)
+
+    def _begin(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         pass_over_packages()
         self._record_calls(replacements)
         self._record_end()
         log = self._log
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives)
-        self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps)
-        LossRecorder(log.add, lambda: self._optimizers.steps)
-        FileRecorder(log.add, lambda: log.collectives)
+        self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count)
+        LossRecorder(log.add, self._optimizers)
+        FileRecorder(log)
         record_overwritten(guarded(self._overwritten))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
         atexit.register(self._ended)
 
     def _then_watched(self, construct: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(construct)
+        @passes_on
         def __init__(wrapper: nn.Module, *arguments: Any, **named: Any) -> None:
             construct(wrapper, *arguments, **named)
             if os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck."):
@@ -99,9 +116,29 @@ class _WatchedRank:
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
         record_calls(self._log.add_call)
+        self._record_waits()
         for name, function in vars(dist.distributed_c10d).items():
             if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = logged(name, getattr(original, "__wrapped__", original))
+
+    def _record_waits(self) -> None:
+        """Note each receive from one other rank, and each wait at a store, of the script's."""
+
+        def waits(original: Any) -> Any:
+            @functools.wraps(original)
+            @passes_on
+            def call(*arguments: Any, **named: Any) -> Any:
+                result = original(*arguments, **named)
+                self._log.waited = True
+                return result
+
+            return call
+
+        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: waits(original))
+        store: Any = vars(dist.distributed_c10d)["Store"]
+        with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
+            for name in ("wait", "get"):
+                setattr(store, name, waits(getattr(store, name)))
 
     def _record_end(self) -> None:
         """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
@@ -149,7 +186,7 @@ class _WatchedRank:
     def _failed(self, error: Exception) -> None:
         self._log.add(WatchingFailed(whole_traceback(error)))
         self._process = -1  # no wrapper is watched any more
-        self._close(failing=True)
+        UnpickledHook.all_off = True
 
     def _close(self, *, failing: bool) -> None:
         for watch in list(self._watches):
@@ -159,7 +196,7 @@ class _WatchedRank:
                 self._log.add(WatchingFailed(whole_traceback(error)))
 
     def _ended(self) -> None:
-        if os.getpid() == self._process:
+        if os.getpid() == self._process:  # and not -1: what has failed to begin has no end
             self._loaders.close()
             self._optimizers.close()
             self._close(failing=getattr(sys, "last_value", None) is not None)

@@ -39,6 +39,7 @@ from ddpcheck.monitor.script.rank_log import RankFound, RankLog, ReplicaCaptured
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
 from ddpcheck.monitor.watch import Watch
+from ddpcheck.recipe.pytree import tree_tensors
 
 _OF_THE_LOOP = ("DDP501", "DDP502", "DDP509")
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
@@ -59,7 +60,8 @@ class ScriptWatch(Watch):
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
-        self._discarded = 0  # optimizer steps before which all of these were thrown away
+        self._zeroed = False  # by zero_grad, since the last optimizer step
+        self._discarded = 0  # optimizer steps before which all of these were thrown away by it
         super().__init__(wrapper, options)
         self._comparison: _ReplicaRecorder = _ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
@@ -86,11 +88,21 @@ class ScriptWatch(Watch):
         """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
         return bool(self._tracker.unreduced) or self._incomplete
 
+    @property
+    def joins(self) -> bool:
+        """Whether ranks without further batches may have left the loop (`Join`)."""
+        return self._joins()
+
+    def gradients_zeroed(self) -> None:
+        """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
+        self._zeroed = True
+
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
         self._comparison.write()
         fresh, self._fresh = self._fresh, {}
-        if not fresh:
+        zeroed, self._zeroed = self._zeroed, False
+        if not fresh or not zeroed:
             return
         thrown_away = all(p.grad is None or not bool(dense(p.grad).count_nonzero()) for p in fresh.values())
         self._discarded = self._discarded + 1 if thrown_away else 0
@@ -148,7 +160,11 @@ class ScriptWatch(Watch):
             gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
             self._fresh = {n: p for n, p in gradients.items() if 0 < float(dense(p.grad).abs().sum()) < math.inf}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
-            if given is not None and (samples := sample_fingerprints(given) or batch_fingerprint(given)):
+            if (
+                given is not None
+                and not _are_indices(given)
+                and (samples := sample_fingerprints(given) or batch_fingerprint(given))
+            ):
                 self._log.add(Inputs(self.number, step, samples, self._forward_line))
         self._log.count(self.number, step + 1, step + 1)
 
@@ -232,6 +248,11 @@ def _note_broadcast(wrapper: nn.Module, _arguments: Any) -> None:
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
         if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
             note_collective(DDP_FORWARD, "", wrapper.process_group)
+
+
+def _are_indices(given: Any) -> bool:
+    """Whether these are indices alone, of samples that the module itself may hold."""
+    return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
 
 
 def batch_statistics(module: nn.Module) -> set[str]:

@@ -1,0 +1,369 @@
+"""Healthy loops that look like faults, one after the other in one script: `ddpcheck run` finds nothing in them.
+
+ddpcheck run --standalone --nproc-per-node 2 tests/healthy_loops.py [NAME ...]
+"""
+
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
+
+dist.init_process_group("gloo")
+RANK, WORLD = dist.get_rank(), dist.get_world_size()
+
+
+def samples(count: int = 128) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 16, generator=torch.Generator().manual_seed(count))
+    return x, x[:, :4].argmax(1)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def own_batches(steps: int, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples of this rank's own."""
+    x, y = samples()
+    own = torch.Generator().manual_seed(100 + RANK)
+    for _ in range(steps):
+        index = torch.randint(0, len(x), (size,), generator=own)
+        yield x[index], y[index]
+
+
+def sgd(model: nn.Module, **options: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def averaged(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= WORLD
+
+
+# Data
+
+
+def slices_of_a_global_batch() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    loader = DataLoader(TensorDataset(*samples()), batch_size=32, shuffle=True, generator=torch.Generator())
+    for x, y in loader:
+        part = slice(RANK * len(x) // WORLD, (RANK + 1) * len(x) // WORLD)
+        train(model, optimizer, x[part], y[part])
+
+
+class Parts(Sampler[list[int]]):
+    """Global batches from the global generator, of which each rank takes its part."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(12):
+            yield torch.randint(0, 128, (8 * WORLD,))[RANK::WORLD].tolist()
+
+
+def parts_of_a_global_draw() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    torch.manual_seed(7)
+    for x, y in DataLoader(TensorDataset(*samples()), batch_sampler=Parts()):
+        train(model, optimizer, x, y)
+
+
+class Shard(Dataset[tuple[int, Tensor, Tensor]]):
+    """A file of each rank's own, read one by one."""
+
+    classes = ("cat", "dog", "cow", "hen")
+
+    def __init__(self) -> None:
+        self.names = list(self.classes)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(1000 * RANK + index))
+        return index, x, x[:4].argmax()
+
+
+def shards() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        loader = DataLoader(Shard(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+        for _, x, y in loader:
+            train(model, optimizer, x, y)
+
+
+def chunks() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for chunk in range(3):
+        data = TensorDataset(samples()[0] + chunk, samples()[1])
+        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
+        sampler.set_epoch(0)
+        for x, y in DataLoader(data, batch_size=16, sampler=sampler):
+            train(model, optimizer, x, y)
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self) -> None:
+        self.x, self.y = samples()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def held_out_by_a_sampler() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    training = SubsetRandomSampler(list(range(96))[RANK::WORLD], generator=torch.Generator().manual_seed(RANK))
+    loader = DataLoader(Digits(), batch_size=8, sampler=training)
+    for _ in range(2):
+        for x, y in loader:
+            train(model, optimizer, x, y)
+
+
+class Factors(nn.Module):
+    """It holds the ratings of its rank; forward takes the numbers of their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = samples()[0][RANK::WORLD]
+        self.linear = nn.Linear(15, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        rows = self.rows[index]
+        return mse_loss(self.linear(rows[:, 1:]).squeeze(1), rows[:, 0])
+
+
+def rows_by_number() -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Factors())
+    optimizer = sgd(model)
+    for index in torch.randperm(64).split(8):
+        optimizer.zero_grad()
+        model(index).backward()
+        optimizer.step()
+
+
+def a_ring_of_neighbours() -> None:
+    peers = {"me": RANK, "other": (RANK + 1) % WORLD}
+    order = {name: (number + RANK) % 4 for number, name in enumerate(["web", "code", "books", "maths"])}
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for step, (x, y) in enumerate(own_batches(6)):
+        train(model, optimizer, x * (1 + order["web"] * step % 4), y)
+        got = torch.zeros(1)
+        work = dist.irecv(got, peers["other"])
+        dist.send(torch.ones(1), peers["other"])
+        assert work is not None
+        work.wait()
+
+
+# Gradients
+
+
+def attacks() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for x, y in own_batches(12):
+        adversarial = x
+        for _ in range(2):
+            adversarial = adversarial.detach().requires_grad_(True)
+            cross_entropy(model.module(adversarial), y).backward()
+            assert adversarial.grad is not None
+            adversarial = adversarial + 0.1 * adversarial.grad.sign()
+            model.module.zero_grad()
+        train(model, optimizer, adversarial.detach(), y)
+
+
+def clipped_by_sample() -> None:
+    model = net()
+    parameters = list(model.parameters())
+    optimizer = sgd(model)
+    for x, y in own_batches(12, 3):
+        totals = [torch.zeros_like(parameter) for parameter in parameters]
+        for one, label in zip(x.split(1), y.split(1), strict=True):
+            optimizer.zero_grad()
+            cross_entropy(model(one), label).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            for total, parameter in zip(totals, parameters, strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad
+        for total, parameter in zip(totals, parameters, strict=True):
+            dist.all_reduce(total)
+            parameter.grad = total / (3 * WORLD)
+        optimizer.step()
+
+
+def norms_before_averaging() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in own_batches(12):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        averaged(list(model.parameters()))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+class Masters(torch.optim.Optimizer):
+    """Steps on gradients that the loop has moved away from `.grad`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(list(model.parameters()), {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.1 * parameter.main_grad)
+
+
+def moved_gradients() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = Masters(model)
+    for x, y in own_batches(12):
+        cross_entropy(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
+            parameter.grad = None
+        optimizer.step()
+
+
+def summed_by_a_hook() -> None:
+    def summed(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(None, summed)
+    optimizer = sgd(model)
+    for x, y in own_batches(12):
+        number = torch.tensor(float(len(x) - RANK))
+        dist.all_reduce(number)
+        optimizer.zero_grad()
+        used = slice(0, len(x) - RANK)
+        (cross_entropy(model(x)[used], y[used], reduction="sum") / number).backward()
+        optimizer.step()
+
+
+# Models of each rank's own, for a time
+
+
+def local_steps() -> None:
+    model = net()
+    optimizer = sgd(model, momentum=0.9)
+    batches = own_batches(24)
+    for _ in range(4):
+        for _ in range(6):
+            train(model, optimizer, *next(batches))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= WORLD
+
+
+def rounds_of_new_optimizers() -> None:
+    model = net()
+    for _ in range(3):
+        optimizer = sgd(model)
+        for x, y in own_batches(6):
+            train(model, optimizer, x, y)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= WORLD
+
+
+def inner_loops() -> None:
+    model = net()
+    outer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in own_batches(6):
+        fast = copy.deepcopy(model)
+        inner = sgd(fast)
+        for _ in range(3):
+            train(fast, inner, x, y)
+        gradients = torch.autograd.grad(cross_entropy(fast(x), y), list(fast.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        averaged(list(model.parameters()))
+        outer.step()
+
+
+def uneven_and_again() -> None:
+    inner = net()
+    model = DistributedDataParallel(inner)
+    optimizer = sgd(model)
+    for _ in range(2):
+        with Join([model]):
+            for x, y in own_batches(6 + 2 * RANK):
+                train(model, optimizer, x, y)
+    model = DistributedDataParallel(inner)
+    optimizer = sgd(model)
+    for x, y in own_batches(6):
+        train(model, optimizer, x, y)
+
+
+def trials() -> None:
+    data = Digits()
+    for rate in (0.1, 0.01):
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(data)
+        sampler.set_epoch(0)
+        for x, y in DataLoader(data, batch_size=16, sampler=sampler):
+            train(model, optimizer, x, y)
+
+
+# Files
+
+
+def files_after_a_message() -> None:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "model.pt"
+    if RANK == 0:
+        torch.save(net().state_dict(), path)
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+    net().load_state_dict(torch.load(path))
+    dist.barrier()
+    if RANK == 0:
+        torch.save(net().state_dict(), path.with_suffix(".new"))
+        os.replace(path.with_suffix(".new"), path)
+
+
+LOOPS: tuple[Callable[[], None], ...] = (
+    *(slices_of_a_global_batch, parts_of_a_global_draw, shards, chunks, held_out_by_a_sampler, rows_by_number),
+    *(a_ring_of_neighbours, attacks, clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook),
+    *(local_steps, rounds_of_new_optimizers, inner_loops, uneven_and_again, trials, files_after_a_message),
+)
+
+if __name__ == "__main__":
+    for loop in LOOPS:
+        if not sys.argv[1:] or loop.__name__ in sys.argv[1:]:
+            loop()
+    dist.destroy_process_group()
