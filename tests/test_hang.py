@@ -21,10 +21,10 @@ from ddpcheck import cli
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.judge.call_sites import judge_call_sites, judge_partings
-from ddpcheck.monitor.script.ending import Ending, judge_ending
-from ddpcheck.monitor.script.flight_records import write_flight_records
-from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import RankLog, RankStarted, read_logs
+from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
+from ddpcheck.monitor.script.reporting.flight_records import write_flight_records
+from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.testing.fixture import DdpWorld
 

@@ -20,9 +20,9 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.judge.collective_order import DDP_BACKWARD
-from ddpcheck.monitor.script.ending import Ending, judge_ending
-from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankLog, RankRaised, RankStarted, read_logs
+from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
+from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds.failures import described
 from tests.tiers import first_of_each, share
 
@@ -36,16 +36,21 @@ DDPCHECK, TORCHRUN = ("ddpcheck", "run"), ("torch.distributed.run",)
 
 
 def run(launcher: Sequence[str], *command: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run it, once more where gloo has aborted a healthy process at its exit, as it now and then does."""
     with_root = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "--standalone", f"--nproc-per-node={ranks}", *command],
-        env={**os.environ, "PYTHONPATH": with_root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-        check=False,
-    )
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-m", *launcher, "--standalone", f"--nproc-per-node={ranks}", *command],
+            env={**os.environ, "PYTHONPATH": with_root, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=ROOT,
+            check=False,
+        )
+        if "terminate called without an active exception" not in ended.stderr:
+            break
+    return ended
 
 
 # A healthy script

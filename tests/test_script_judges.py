@@ -28,11 +28,11 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.collective_order import DDP_BACKWARD, judge_skipped_backward
+from ddpcheck.judge.script_alone import judge_alone
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_losses import judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
-    judge_alone,
     judge_clips,
     judge_metrics,
     judge_optimizer_options,
@@ -44,7 +44,7 @@ from ddpcheck.judge.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.script_states import judge_states
-from ddpcheck.monitor.script.drawing_code import drawing_code
+from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 
 LINE = Location("train.py", 30)
 

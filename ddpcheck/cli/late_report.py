@@ -21,10 +21,10 @@ from pathlib import Path
 
 from ddpcheck.cli.run import report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG
-from ddpcheck.monitor.script.ending import Ending
-from ddpcheck.monitor.script.flight_records import prepare
-from ddpcheck.monitor.script.hang_watch import HangWatch
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, read_logs
+from ddpcheck.monitor.script.reporting.ending import Ending
+from ddpcheck.monitor.script.reporting.flight_records import prepare
+from ddpcheck.monitor.script.reporting.hang_watch import HangWatch
 
 _LOOK = 0.1  # seconds between two looks
 _QUIET = 2.0  # seconds in which a launcher that lives may start ranks again

@@ -17,13 +17,13 @@ from ddpcheck.cli.output import ReportOutput
 from ddpcheck.findings.errors import EXIT_HANG
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.severity import Severity
-from ddpcheck.monitor.script.check_options import add_check_options, examine
-from ddpcheck.monitor.script.ending import Ending
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
-from ddpcheck.monitor.script.flight_records import prepare, write_flight_records
-from ddpcheck.monitor.script.hang_watch import HangWatch, end_agent
 from ddpcheck.monitor.script.rank_log import read_logs
-from ddpcheck.monitor.script.script_report import report_on_script
+from ddpcheck.monitor.script.reporting.check_options import add_check_options, examine
+from ddpcheck.monitor.script.reporting.ending import Ending
+from ddpcheck.monitor.script.reporting.flight_records import prepare, write_flight_records
+from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
+from ddpcheck.monitor.script.reporting.script_report import report_on_script
 
 
 def run_script(arguments: argparse.Namespace) -> int:

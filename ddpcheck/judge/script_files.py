@@ -1,6 +1,6 @@
 """DDP512: files that several ranks write, or that one reads while another one writes.
 
-Pure functions from `findings.evidence.script` (gathered by `monitor.script.file_recorder`) to findings.
+Pure functions from `findings.evidence.script` (gathered by `monitor.script.recording.file_recorder`) to findings.
 """
 
 from __future__ import annotations

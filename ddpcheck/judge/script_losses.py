@@ -1,6 +1,6 @@
 """DDP303, DDP305: losses that a script scales by the world size, or divides by a number of each rank's own.
 
-Pure functions from `findings.evidence.script` (gathered by `monitor.script.loss_recorder`) to findings.
+Pure functions from `findings.evidence.script` (gathered by `monitor.script.recording.loss_recorder`) to findings.
 """
 
 from __future__ import annotations

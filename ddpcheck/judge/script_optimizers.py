@@ -1,11 +1,10 @@
-"""DDP208, 223, 301, 306, 309, 310, 501, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
+"""DDP223, 301, 306, 309, 310, 504, 507, 508, 517, 518: the optimizers of a script and what they are given.
 
 Pure functions from `findings.evidence.script` (gathered by `monitor.script`) to findings.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
     MetricUsed,
     OptimizerEnd,
-    OptimizerStep,
     ReducedInPlace,
 )
 from ddpcheck.findings.report import Finding
@@ -29,11 +27,8 @@ from ddpcheck.findings.wording import (
     told_by_rank,
 )
 from ddpcheck.judge.rank_configuration import judge_options
-
-_TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
-
-Steps = Sequence[OptimizerStep]
-"""One optimizer before one of its steps, by rank."""
+from ddpcheck.judge.script_alone import are_local
+from ddpcheck.judge.script_gradients import Steps, are_close, differing, gradients_differ
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
@@ -122,7 +117,7 @@ def judge_step_gradients(steps: Sequence[Steps]) -> list[Finding]:
     for of_ranks in steps:
         if not all(one.averaged for one in of_ranks) or len({one.reductions for one in of_ranks}) > 1:
             continue
-        names = _differing([one.norms for one in of_ranks])
+        names = differing([one.norms for one in of_ranks])
         if names:
             values = {name: [one.norms.get(name) for one in of_ranks] for name in names}
             ranks = _minority([one.norms for one in of_ranks], names)
@@ -155,7 +150,7 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
     at = [
         of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
     ]
-    apart = [of_ranks for of_ranks in at if not _are_close([one.norm for one in of_ranks])]
+    apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
     if any(len({one.step for one in of_rank}) < len(of_rank) for of_rank in clips):
         return []  # a clip for each sample, say
     averaged = [one for of_one in steps for one in of_one if _all_gradients_agree(one)]
@@ -172,30 +167,14 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
     )
 
 
-def are_local(steps: Sequence[Steps]) -> bool:
-    """Whether an optimizer holds nothing that is in a wrapper, and ranks give it gradients of their own."""
-    return not steps[0][0].held and _few_agree(steps)
-
-
-def are_apart(optimizers: Sequence[Sequence[Steps]]) -> bool:
-    """Whether each rank trains a model of its own: other values from the start, and other gradients."""
-    known = [steps for steps in optimizers if steps]
-    return bool(known) and all(are_local(steps) and not _are_alike(steps[0]) for steps in known)
-
-
-def _are_alike(steps: Steps) -> bool:
-    """Whether all parameters in no wrapper have the same values on every rank."""
-    return all(one.alone == steps[0].alone for one in steps)
-
-
 def _all_gradients_agree(steps: Steps) -> bool:
     """Whether every gradient that an optimizer is about to use is the same on all ranks."""
     return bool(steps[0].norms or steps[0].gradients) and not _any_gradient_differs(steps)
 
 
 def _any_gradient_differs(steps: Steps) -> bool:
-    named = any(_gradients_differ(steps, name) for name in steps[0].alone)
-    return named or bool(_differing([one.norms for one in steps]))
+    named = any(gradients_differ(steps, name) for name in steps[0].alone)
+    return named or bool(differing([one.norms for one in steps]))
 
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
@@ -206,7 +185,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
         states = [one.states for one in of_ranks]
         if any(set(one) != set(states[0]) for one in states) and all(one for one in states):
             continue  # sharded
-        names = _differing(states)
+        names = differing(states)
         if not names:
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
@@ -224,64 +203,6 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
                 for told in told_by_rank({_short(n): [_spelled(one.get(n)) for one in states] for n in names[:3]})
             ],
             fix="Load the optimizer's state on every rank, from the same file.",
-        )
-    return []
-
-
-def judge_alone(
-    steps: Sequence[Steps], ends: Sequence[OptimizerEnd], others: Sequence[Sequence[Steps]] = (), *, wrapped: bool
-) -> list[Finding]:
-    """DDP501 or 208: parameters in no wrapper that ranks train apart from each other.
-
-    Args:
-        steps: Of one optimizer.
-        ends: Of this optimizer, by rank; as many as have come to their end.
-        others: The optimizers of the same parameters, in the order in which they were made, this one too.
-        wrapped: Whether the script has a wrapper at all.
-    """
-    of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
-    if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
-        return []
-    marks = [tuple(itertools.chain.from_iterable(one[rank].marks for one in of_ranks)) for rank in range(len(steps[0]))]
-    if len(ends) == len(marks):
-        marks = [of_rank + end.marks for of_rank, end in zip(marks, ends, strict=True)]
-    together = [len(set(at)) == 1 for at in zip(*marks, strict=False)]
-    if any(later and not before for before, later in itertools.pairwise(together)):
-        return []  # averaged now and then
-    if any(_are_alike(later[0]) and not _are_alike(one[-1]) for one, later in itertools.pairwise(others)):
-        return []  # likewise, between two optimizers
-    names = list(of_ranks[0][0].alone)
-
-    def alike(one: Steps, name: str) -> bool:
-        return len({each.alone[name] for each in one}) == 1
-
-    began = [name for name in names if alike(of_ranks[0], name)]
-    apart = [name for name in began if not any(alike(one, name) for one in of_ranks[-1:])]
-    local = [name for name in apart if any(_gradients_differ(one, name) for one in of_ranks)]
-    if local and _few_agree(of_ranks):
-        where = "is in no DistributedDataParallel" if wrapped else "is averaged by nothing in this script"
-        return _alone(
-            "DDP501",
-            local,
-            f"{join_names(local)} {where if len(local) == 1 else where.replace('is ', 'are ', 1)}: every rank trains "
-            f"{plural_verb('it', 'them', local)} on its own gradients.",
-            of_ranks,
-            "the values were the same on all ranks in the first step of the optimizer, and are not in the last",
-            "Put it into the module that is wrapped, or wrap it too."
-            if wrapped
-            else "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
-        )
-    other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
-    averaged = [name for name in other if all(_are_same_gradients(one, name) for one in of_ranks)]
-    if averaged:
-        return _alone(
-            "DDP208",
-            averaged,
-            f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
-            "and the gradients are averaged: they belong to no model.",
-            of_ranks,
-            "the gradients are the same on all ranks in every step that was compared, and the values in none",
-            "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
 
@@ -363,28 +284,6 @@ def judge_reduced_in_place(uses: Sequence[ReducedInPlace], *, world_size: int, a
     return []
 
 
-def _alone(
-    code: str, names: Sequence[str], message: str, steps: Sequence[Steps], evidence: str, fix: str
-) -> list[Finding]:
-    location = steps[0][0].location
-    return one_finding(code, names, message, location=location, evidence=[evidence], fix=fix)
-
-
-def _differing(values: Sequence[Mapping[str, float]]) -> list[str]:
-    """The names under which not all ranks have the same number, but for rounding."""
-    names = list(dict.fromkeys(name for of_rank in values for name in of_rank))
-    return [name for name in names if not _are_close([of_rank.get(name) for of_rank in values])]
-
-
-def _are_close(values: Sequence[float | None]) -> bool:
-    known = [value for value in values if value is not None]
-    if any(not math.isfinite(value) for value in known):
-        return True  # an overflow, which a gradient scaler skips
-    if len(known) < len(values):
-        return not known or max(known) == 0.0
-    return max(known) - min(known) <= _TOLERANCE * max(known)
-
-
 def _minority(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
     """The ranks that are not like most; none of two, of which either may be right."""
     if len(values) < 3:
@@ -398,29 +297,6 @@ def _rounded(value: float | None) -> str:
 
 def _spelled(value: float | None) -> str:
     return "no gradient" if value is None else f"{value:.6g}"
-
-
-def _gradients_differ(steps: Steps, name: str) -> bool:
-    there = [one.gradients[name] for one in steps if name in one.gradients]
-    return len(there) == len(steps) and not _are_near(there)
-
-
-def _are_same_gradients(steps: Steps, name: str) -> bool:
-    there = [one.gradients[name] for one in steps if name in one.gradients]
-    return len(there) == len(steps) and _are_near(there) and any(there[0])
-
-
-def _are_near(sketches: Sequence[Sequence[float]]) -> bool:
-    first, *others = sketches
-    scale = max(math.hypot(*sketch) for sketch in sketches)
-    return all(math.dist(first, other) <= _TOLERANCE * scale for other in others)
-
-
-def _few_agree(steps: Sequence[Steps]) -> bool:
-    """Whether gradients differ in most of the steps, and not in one that a script makes on purpose."""
-    names = steps[0][0].alone
-    apart = [any(_gradients_differ(one, name) for name in names) for one in steps]
-    return sum(apart) * 2 > len(steps)
 
 
 def _short(name: str) -> str:

@@ -1,6 +1,6 @@
 """DDP306, DDP214: models that a script holds beside its wrappers, and that drift apart.
 
-Pure functions from `findings.evidence.script` (gathered by `monitor.script.program_state`) to findings.
+Pure functions from `findings.evidence.script` (gathered by `monitor.script.recording.program_state`) to findings.
 """
 
 from __future__ import annotations

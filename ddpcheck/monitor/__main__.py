@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from ddpcheck.findings.errors import EXIT_USAGE, UsageError
-from ddpcheck.monitor.script.check_options import add_check_options, examine
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
+from ddpcheck.monitor.script.reporting.check_options import add_check_options, examine
 
 _REPORTER = "ddpcheck.cli.late_report"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP306", "subjects": ["best"], "line": "best = {"}
+EXPECT = {"code": "DDP306", "subjects": ["best"], "line": "best: dict"}
 FIXED = "--fixed" in sys.argv
 
 

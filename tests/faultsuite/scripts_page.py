@@ -36,6 +36,12 @@ class Ran:
 
 
 def run(*command: str) -> Ran:
+    """Run a command, once more where gloo has aborted a healthy process at its exit, as it now and then does."""
+    ran = _run(*command)
+    return _run(*command) if "terminate called without an active exception" in ran.stderr else ran
+
+
+def _run(*command: str) -> Ran:
     """Run a command in a session of its own, which is ended when its time is over."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()

@@ -16,7 +16,7 @@ _VARIABLE = "_DDPCHECK_RUN"
 STACK_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Has a rank write its stack: no signal that a script or a scheduler would use."""
 
-_ON_PATH = str(Path(__file__).with_name("on_path"))
+_ON_PATH = str(Path(__file__).parent / "recording" / "on_path")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,11 @@ from ddpcheck.findings.evidence.script import (
     StateHeld,
 )
 from ddpcheck.findings.report import Finding
+from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_losses import are_sums, judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
-    are_apart,
-    are_local,
-    judge_alone,
     judge_clips,
     judge_metrics,
     judge_optimizer_options,

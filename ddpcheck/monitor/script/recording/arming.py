@@ -85,8 +85,8 @@ def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
         original(*arguments, **named)
-        from ddpcheck.monitor.script import rank_watch
+        from ddpcheck.monitor.script.recording import rank_watch
 
-        rank_watch.begin(replacements)
+        rank_watch.begin(replacements, stand_ins)
 
     return init_process_group

@@ -11,10 +11,15 @@ from ddpcheck import __version__
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.monitor.script.ending import Ending, failures_of, judge_ending
-from ddpcheck.monitor.script.log_judging import WatchedWrapper, describe_wrappers, judge_logs, watched_wrappers
-from ddpcheck.monitor.script.program_judging import optimizer_steps
 from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
+from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending
+from ddpcheck.monitor.script.reporting.log_judging import (
+    WatchedWrapper,
+    describe_wrappers,
+    judge_logs,
+    watched_wrappers,
+)
+from ddpcheck.monitor.script.reporting.program_judging import optimizer_steps
 
 _PARTS = {  # by name of the check: the families of rules, and what was compared
     "parameters": (("DDP1",), "the part of each parameter in the loss, in {steps}"),

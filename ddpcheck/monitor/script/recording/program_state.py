@@ -22,7 +22,7 @@ from ddpcheck.findings.source_lines import is_user_file, relative_path, variable
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.script.script_watch import ScriptWatch, batch_statistics
+from ddpcheck.monitor.script.recording.script_watch import ScriptWatch, batch_statistics
 from ddpcheck.recipe.pytree import tree_tensors
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary

@@ -33,8 +33,8 @@ from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
-from ddpcheck.monitor.script.program_state import StateRecorder, tables_of_program
-from ddpcheck.monitor.script.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
+from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at

@@ -24,8 +24,8 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
-from ddpcheck.monitor.script.drawing_code import drawing_code
-from ddpcheck.monitor.script.program_state import tables_of
+from ddpcheck.monitor.script.recording.drawing_code import drawing_code
+from ddpcheck.monitor.script.recording.program_state import tables_of
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass

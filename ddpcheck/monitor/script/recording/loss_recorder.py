@@ -18,7 +18,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
-from ddpcheck.monitor.script.optimizer_recorder import OptimizerRecorder
+from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
 
 _MOST_NODES = 32
 _MOST_A_STEP = 64  # backward passes

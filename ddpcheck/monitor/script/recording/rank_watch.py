@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,12 +38,7 @@ from ddpcheck.gather.collectives.collective_log import (
 )
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.script import arming
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
-from ddpcheck.monitor.script.file_recorder import FileRecorder
-from ddpcheck.monitor.script.loader_recorder import LoaderRecorder
-from ddpcheck.monitor.script.loss_recorder import LossRecorder
-from ddpcheck.monitor.script.optimizer_recorder import OptimizerRecorder
 from ddpcheck.monitor.script.rank_log import (
     ProgramEnded,
     RankLog,
@@ -51,7 +46,11 @@ from ddpcheck.monitor.script.rank_log import (
     RankStarted,
     WatchingFailed,
 )
-from ddpcheck.monitor.script.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.file_recorder import FileRecorder
+from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
+from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
+from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
+from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
@@ -60,12 +59,15 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
 _rank: _WatchedRank | None = None
 
 
-def begin(replacements: dict[str, Callable[..., Any]]) -> None:
+def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Callable[..., Any]]) -> None:
     """Watch every wrapper that this process constructs from now on; it has just joined a process group.
 
-    `replacements` is what is called in the place of collectives that the script may have imported by name.
+    `replacements` is what is called in the place of collectives that the script may have imported by name; `stand_ins`
+    are the functions that it has in their place.
     """
     global _rank
+    for function in stand_ins:
+        passes_on(function)
     options = options_of_run(os.environ)
     if _rank is None and options is not None:
         _rank = _WatchedRank(options, replacements)
@@ -84,8 +86,6 @@ class _WatchedRank:
         self._log = RankLog(Path(options.folder), started)
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
         UnpickledHook.on_error = self._failed
-        for function in arming.stand_ins:
-            passes_on(function)
         try:
             self._begin(options, replacements)
         except Exception as error:

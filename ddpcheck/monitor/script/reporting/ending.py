@@ -13,8 +13,8 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
 from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
-from ddpcheck.monitor.script.hang_watch import Hang
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
+from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds import failures
 
 _MAY_END = ("DDP1", "DDP2", "DDP405", "DDP406", "DDP502", "DDP503", "DDP509", "DDP513")  # what may end a run of ranks

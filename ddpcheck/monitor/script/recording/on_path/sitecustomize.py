@@ -12,10 +12,10 @@ from importlib.machinery import PathFinder
 _folder = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _folder]
 
-_root = os.path.abspath(os.path.join(_folder, *[os.pardir] * 4))  # of the ddpcheck that the ranks report to
+_root = os.path.abspath(os.path.join(_folder, *[os.pardir] * 5))  # of the ddpcheck that the ranks report to
 sys.path.insert(0, _root)
 try:
-    from ddpcheck.monitor.script import arming
+    from ddpcheck.monitor.script.recording import arming
 except ImportError:  # a Python that is too old for ddpcheck: the report says that it was not watched
     pass
 else:

@@ -17,8 +17,8 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.rank_failure import follows_from_another_rank
-from ddpcheck.monitor.script.ending import Ending, failures_of
 from ddpcheck.monitor.script.rank_log import WatchedRank, comparable_logs
+from ddpcheck.monitor.script.reporting.ending import Ending, failures_of
 from ddpcheck.report.hang.flight_recorder import CALL_KEY, DEFAULT_GROUP, DTYPES
 
 _VERSION = "2.10"  # of the recorder in torch 2.13

@@ -20,7 +20,6 @@ from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_settled
 from ddpcheck.monitor.reporting import FindingReporter
-from ddpcheck.monitor.script.program_judging import judge_held_states, judge_program, sums_over_ranks
 from ddpcheck.monitor.script.rank_log import (
     RankFound,
     ReplicaCaptured,
@@ -28,6 +27,7 @@ from ddpcheck.monitor.script.rank_log import (
     WatchedRank,
     WrapperMade,
 )
+from ddpcheck.monitor.script.reporting.program_judging import judge_held_states, judge_program, sums_over_ranks
 
 _REPLICAS_PART = {"DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"}
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded

@@ -1,0 +1,42 @@
+"""Comparisons of what optimizers are given on the ranks; pure functions on evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.script import OptimizerStep
+
+_TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
+
+Steps = Sequence[OptimizerStep]
+"""One optimizer before one of its steps, by rank."""
+
+
+def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
+    """The names under which not all ranks have the same number, but for rounding."""
+    names = list(dict.fromkeys(name for of_rank in values for name in of_rank))
+    return [name for name in names if not are_close([of_rank.get(name) for of_rank in values])]
+
+
+def are_close(values: Sequence[float | None]) -> bool:
+    """Whether the ranks have the same number, but for rounding; also where one has overflown."""
+    known = [value for value in values if value is not None]
+    if any(not math.isfinite(value) for value in known):
+        return True  # an overflow, which a gradient scaler skips
+    if len(known) < len(values):
+        return not known or max(known) == 0.0
+    return max(known) - min(known) <= _TOLERANCE * max(known)
+
+
+def gradients_differ(steps: Steps, name: str) -> bool:
+    """Whether all ranks have a gradient of a parameter in no wrapper, and not the same one."""
+    there = [one.gradients[name] for one in steps if name in one.gradients]
+    return len(there) == len(steps) and not are_near(there)
+
+
+def are_near(sketches: Sequence[Sequence[float]]) -> bool:
+    """Whether sketches are of the same gradient."""
+    first, *others = sketches
+    scale = max(math.hypot(*sketch) for sketch in sketches)
+    return all(math.dist(first, other) <= _TOLERANCE * scale for other in others)
