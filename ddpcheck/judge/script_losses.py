@@ -5,7 +5,6 @@ Pure functions from `findings.evidence.script` (gathered by `monitor.script.reco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
@@ -24,7 +23,7 @@ Losses = Sequence[Sequence[LossDifferentiated]]
 
 def judge_losses(losses: Losses) -> list[Finding]:
     """The findings on losses of which DDP averages the gradients."""
-    losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]
+    losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_place))) if by_place else []
     passes = [[of_rank[place] for of_rank in by_place] for place in common]
@@ -49,11 +48,13 @@ def are_sums(losses: Losses, wrapper: int) -> bool:
 def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
     """DDP303: a mean, multiplied or divided by the world size although DDP averages."""
     every = [one for of_ranks in passes for one in of_ranks]
-    factors = {round(math.log(abs(term.factor), world_size), 3) for one in every for term in one.terms if term.factor}
-    scaled = all(one.by_world_size and all(term.kind == "mean" for term in one.terms) for one in every)
-    if not scaled or len(factors) != 1 or any(one.number for one in every):
+    if not all(one.by_world_size and one.terms and all(term.kind == "mean" for term in one.terms) for one in every):
         return []
-    (power,) = factors
+    scales = {round(abs(term.factor) * (one.number + 1), 4) for one in every for term in one.terms}
+    divided = {round(1.0 / world_size, 4), float(world_size)}
+    if len(scales) != 1 or not scales <= divided or any(one.number + 1 == world_size for one in every):
+        return []  # as many micro-batches as ranks may be what it is for
+    power = max(scales) - 1
     says = "multiplied" if power > 0 else "divided"
     return one_finding(
         "DDP303",

@@ -203,8 +203,7 @@ class LossDifferentiated:
         number: Of the backward pass in that step, counted from 0.
         terms: Of the loss.
         location: The line of the script that calls backward.
-        by_world_size: Whether `factor` is the world size or one over it, and a line of the script multiplies or divides
-            a loss by that.
+        by_world_size: Whether a line of the script multiplies or divides a loss by the world size.
         wrappers: The numbers of the wrappers that have averaged its gradients.
     """
 

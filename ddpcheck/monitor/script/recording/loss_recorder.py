@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.exception_origin import passes_on
@@ -26,11 +25,12 @@ _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Uns
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
 _REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
+_WORLD_SIZE = r"(world(_?size)?|num_replicas|num_processes|n_?gpus|n_?procs|n(um)?_ranks)\b"
 _BY_WORLD_SIZE = re.compile(
-    r"loss\w*(\[.*?\]|\(.*?\))?\s*[*/]=?\s*[\w.(]*(world_?size|num_replicas|num_processes|n_gpus|n_ranks)"
-    r"|(world_?size|num_replicas|num_processes|n_gpus|n_ranks)\w*(\(\))?\s*\*\s*[\w.]*(loss|criterion)",
-    re.IGNORECASE,
+    rf"loss.*[*/]=?\s*[\w.(]*{_WORLD_SIZE}|{_WORLD_SIZE}(\(\))?\s*\*.*(loss|criterion)", re.IGNORECASE
 )
+_FOR_BACKWARD = re.compile(r"^\s*(self\.)?\w*loss\w*\s*[*/]?=(?!=)|\.backward\(|^\s*return\b", re.IGNORECASE)
+_FOR_A_LOG = re.compile(r"avg|average|mean_|total|running|epoch|log|val_|test|eval|print|item\(|detach", re.IGNORECASE)
 
 
 class LossRecorder:
@@ -74,11 +74,9 @@ class LossRecorder:
             for handle in handles:
                 handle.remove()
             terms = tuple(arrived[number] for number in sorted(arrived))
-            scales = bool(terms) and math.isclose(abs(math.log(abs(terms[0].factor) or 1.0)), math.log(_world_size()))
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
-            said = scales and _says_world_size()
-            self._sink(LossDifferentiated(step, before, terms, where, said, wrappers))
+            self._sink(LossDifferentiated(step, before, terms, where, _says_world_size(), wrappers))
 
         return guarded(ended)
 
@@ -121,15 +119,12 @@ def _chooses(node: Any) -> bool:
     return following is not None and following.name().startswith(_CHOICES)
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
+@functools.cache
 def _says_world_size() -> bool:
-    """Whether a line of the program multiplies or divides a loss by the world size."""
+    """Whether a line of the program multiplies or divides a loss by the world size, and not to log it."""
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     return any(
-        _BY_WORLD_SIZE.search(line)
+        _BY_WORLD_SIZE.search(line) and _FOR_BACKWARD.search(line) and not _FOR_A_LOG.search(line)
         for file in files
         if file.endswith(".py") and is_user_file(file) and not is_installed(file)
         for line in linecache.getlines(file)

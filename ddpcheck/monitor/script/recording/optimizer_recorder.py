@@ -94,6 +94,7 @@ class OptimizerRecorder:
         self._clips = 0
         self._follow_clips()
         self._states = StateRecorder(sink, watches)
+        self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
 
     @staticmethod
@@ -141,6 +142,8 @@ class OptimizerRecorder:
         """An all_reduce of all ranks has left a sum in `tensor`."""
         if type(tensor) is torch.Tensor and self._is_written(self.steps) and len(self._sums) < _MOST_SUMS:
             self._sums[id(tensor)] = ref(tensor), tensor._version, location
+            if tensor.is_floating_point():  # of several gradients in one, perhaps
+                self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
 
     def _is_written(self, count: int) -> bool:
         return is_probed(count) or bool(self._every and count % self._every == 0)
@@ -170,6 +173,7 @@ class OptimizerRecorder:
             if known.steps:
                 self._states.look(known.number, known.steps, _parameters_of(optimizer))
         self._sums.clear()
+        self._flat.clear()
         known.reductions = sum(watch.step for watch in watches)
         known.steps += 1
 
@@ -185,7 +189,8 @@ class OptimizerRecorder:
         reductions = sum(watch.step for watch in watches)
         settled = not known.joins and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
-        summed = {name: line for name, p in alone.items() if (line := self._sum_in(p.grad)) is not None}
+        summed: dict[str, Location | None] = {name: line for name, p in alone.items() if (line := self._sum_in(p.grad))}
+        summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
         names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
         return OptimizerStep(
             known.number,
@@ -213,6 +218,15 @@ class OptimizerRecorder:
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), None),
         )
+
+    def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
+        """Those that are what tensors hold which have been reduced: as many elements, of the same norm."""
+        elements, power = sum(part[0] for part in self._flat), sum(part[1] for part in self._flat)
+        if not gradients or elements != sum(gradient.numel() for _, gradient in gradients):
+            return {}
+        norms = _norms(dict(gradients)).values()
+        alike = math.isclose(power, sum(norm * norm for norm in norms), rel_tol=1e-4)
+        return {name: self._flat[0][2] for name, _ in gradients} if alike and power else {}
 
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
         """The line of the all_reduce that has left a gradient as it is."""
