@@ -528,6 +528,7 @@ def merge_causes(findings: list[Finding]) -> list[Finding]:
     [
         (finding("DDP104", "a"), finding("DDP301", "a", "b")),
         (finding("DDP223", "lr"), finding("DDP306", "a")),
+        (finding("DDP309", "all_reduce"), finding("DDP303", "loss")),
         (finding("DDP518", "metric"), finding("DDP507", "lr")),
         (finding("DDP111", "a"), finding("DDP208", "a")),
         (finding("DDP112", "a"), finding("DDP302", "a")),
