@@ -1,8 +1,9 @@
 """Writes docs/scripts.md: each script of examples/scripts under torchrun and under `ddpcheck run`, and its fixed twin.
 
-    python -m tests.faultsuite.scripts_page
+    python -m tests.faultsuite.scripts_page [NAME ...]
 
-It takes about ten minutes. What torchrun says is the first exception on standard error.
+With names, only their rows are made anew; all of them take half an hour. What torchrun says is the first exception on
+standard error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,12 +99,15 @@ def row(script: Path) -> str:
     return f"| [{script.stem}](../{name}) | {title} | {said_by_torchrun(plain)} | {found} |".replace("``", "`")
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
+    page = ROOT / "docs" / "scripts.md"
+    known = {found[1]: line for line in page.read_text().splitlines() if (found := re.match(r"\| \[(\w+)\]", line))}
     rows = []
     for script in sorted(SCRIPTS.glob("*.py")):
-        rows.append(row(script))
+        kept = known.get(script.stem) if names and script.stem not in names else None
+        rows.append(kept or row(script))
         print(rows[-1], flush=True)
-    page = "\n".join(
+    text = "\n".join(
         (
             "<!-- Written by `python -m tests.faultsuite.scripts_page`. -->",
             "# Scripts with a fault, under torchrun and under ddpcheck run",
@@ -117,8 +122,8 @@ def main() -> None:
             "",
         )
     )
-    (ROOT / "docs" / "scripts.md").write_text(page)
+    page.write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
