@@ -312,6 +312,20 @@ def inner_loops() -> None:
         outer.step()
 
 
+def inner_loops_beside_a_wrapper() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for x, y in own_batches(18):
+        copied = copy.deepcopy(model.module)
+        inner = sgd(copied)
+        train(copied, inner, x, y)
+        named = dict(model.module.named_parameters())
+        gradients = torch.autograd.grad(cross_entropy(model.module(x), y), list(named.values()))
+        fast = {name: named[name] - 0.1 * g for name, g in zip(named, gradients, strict=True)}
+        y = torch.func.functional_call(copied, fast, (x,)).argmax(1)
+        train(model, optimizer, x, y)
+
+
 def uneven_and_again() -> None:
     inner = net()
     model = DistributedDataParallel(inner)
@@ -359,7 +373,15 @@ def files_after_a_message() -> None:
 LOOPS: tuple[Callable[[], None], ...] = (
     *(slices_of_a_global_batch, parts_of_a_global_draw, shards, chunks, held_out_by_a_sampler, rows_by_number),
     *(a_ring_of_neighbours, attacks, clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook),
-    *(local_steps, rounds_of_new_optimizers, inner_loops, uneven_and_again, trials, files_after_a_message),
+    *(
+        local_steps,
+        rounds_of_new_optimizers,
+        inner_loops,
+        inner_loops_beside_a_wrapper,
+        uneven_and_again,
+        trials,
+        files_after_a_message,
+    ),
 )
 
 if __name__ == "__main__":

@@ -284,6 +284,17 @@ def test_the_exception_that_came_first_is_the_cause_and_the_lost_connection_is_n
     assert (finding.code, finding.ranks) == ("DDP401", (1,)) and "ValueError: of the script" in finding.message
 
 
+@pytest.mark.parametrize(("text", "found"), [("Connection closed by peer", "DDP404"), ("of the script", "DDP401")])
+def test_a_rank_that_is_killed_is_the_cause_of_the_connection_that_another_one_loses(
+    tmp_path: Path, text: str, found: str
+) -> None:
+    rank_log(tmp_path, 0, "all_reduce").add(RankRaised(described(RuntimeError(text), "", "")))
+    rank_log(tmp_path, 1, "all_reduce")
+    (finding,) = judge_ending(read_logs(tmp_path), Ending(1, {0: 1, 1: -9}), [])
+    assert finding.code == found and finding.ranks == ((1,) if found == "DDP404" else (0,))
+    assert not any("had finished" in line for line in finding.evidence)
+
+
 @pytest.mark.parametrize(
     ("codes", "found"), [({0: 5, 1: 5}, []), ({1: -9}, ["DDP404"]), ({0: -15, 1: -11}, ["DDP404"])]
 )

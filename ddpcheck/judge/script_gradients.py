@@ -40,3 +40,14 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
     first, *others = sketches
     scale = max(math.hypot(*sketch) for sketch in sketches)
     return all(math.dist(first, other) <= _TOLERANCE * scale for other in others)
+
+
+def all_gradients_agree(steps: Steps) -> bool:
+    """Whether every gradient that an optimizer is about to use is the same on all ranks."""
+    return bool(steps[0].norms or steps[0].gradients) and not any_gradient_differs(steps)
+
+
+def any_gradient_differs(steps: Steps) -> bool:
+    """Whether a gradient that an optimizer is about to use is another one on some ranks."""
+    named = any(gradients_differ(steps, name) for name in steps[0].alone)
+    return named or bool(differing([one.norms for one in steps]))

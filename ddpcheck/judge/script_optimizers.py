@@ -28,7 +28,7 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.script_alone import are_local
-from ddpcheck.judge.script_gradients import Steps, are_close, differing, gradients_differ
+from ddpcheck.judge.script_gradients import Steps, all_gradients_agree, any_gradient_differs, are_close, differing
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
@@ -153,7 +153,7 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
     apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
     if any(len({one.step for one in of_rank}) < len(of_rank) for of_rank in clips):
         return []  # a clip for each sample, say
-    averaged = [one for of_one in steps for one in of_one if _all_gradients_agree(one)]
+    averaged = [one for of_one in steps for one in of_one if all_gradients_agree(one)]
     if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
         return []
     first = apart[0]
@@ -167,20 +167,10 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
     )
 
 
-def _all_gradients_agree(steps: Steps) -> bool:
-    """Whether every gradient that an optimizer is about to use is the same on all ranks."""
-    return bool(steps[0].norms or steps[0].gradients) and not _any_gradient_differs(steps)
-
-
-def _any_gradient_differs(steps: Steps) -> bool:
-    named = any(gradients_differ(steps, name) for name in steps[0].alone)
-    return named or bool(differing([one.norms for one in steps]))
-
-
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
     for of_ranks in steps:
-        if _any_gradient_differs(of_ranks):
+        if any_gradient_differs(of_ranks):
             return []  # ranks that train apart, whose parameters are averaged perhaps
         states = [one.states for one in of_ranks]
         if any(set(one) != set(states[0]) for one in states) and all(one for one in states):

@@ -16,7 +16,7 @@ RULES = (
             "called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
         ),
         fix=(
-            "Call the wrapped module, not ddp.module; leave no_sync before the last backward; wrap after the module "
+            "Call the wrapper, and not ddp.module; leave no_sync before the last backward; wrap after the module "
             "is complete; and fix unused parameters (DDP1xx) first."
         ),
         example="""\

@@ -16,7 +16,7 @@ RULES = (
             "nothing is raised. (PyTorch docs, DistributedDataParallel: torch.autograd.grad does not work with it; "
             "call the wrapped module.)"
         ),
-        fix="Call the wrapped module and loss.backward(); move what uses parameters into the module's forward.",
+        fix="Call the wrapper, and not the module in it; move what uses parameters into the module's forward.",
         example="""\
 output = ddp.module(x)                   # right: output = ddp(x)
 output.sum().backward()

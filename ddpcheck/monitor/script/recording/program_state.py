@@ -81,6 +81,8 @@ class StateRecorder:
                 continue
             seen.add(id(value))
             state = self._copied(path, value, wrapped)
+            if any(tensor.grad_fn is not None for tensor in state.values()):
+                continue  # of an inner loop, which differentiates it
             copies = bool(state)
             if not state and isinstance(value, nn.Module) and not any(id(p) in trained for p in value.parameters()):
                 state = self._of_criterion(value)
@@ -96,14 +98,22 @@ class StateRecorder:
         """The parameters of a copy of one of the modules that are wrapped."""
         if isinstance(value, nn.Module):
             tensors = dict(value.named_parameters())
-            return tensors if tensors and _shapes(tensors) in map(_shapes, wrapped) else {}
+            if not tensors or _shapes(tensors) not in map(_shapes, wrapped):
+                return {}
+            stays = value in self._used  # and is no copy of one step, for an inner loop
+            self._use_of(value)
+            return tensors if stays else {}
         if not value or "grad" in path or not all(isinstance(item, torch.Tensor) for item in _items(value)):
             return {}
         if isinstance(value, dict):
             tensors = {str(name).removeprefix("module."): item for name, item in value.items()}
             ours = next((one for one in wrapped if one.keys() <= tensors.keys()), {})
-            found = {name: tensors[name] for name in ours}
-            return found if all(found[name].shape == ours[name].shape for name in ours) else {}
+            found = {name: tensors[name] for name in ours if not tensors[name].requires_grad}
+            return (
+                found
+                if len(found) == len(ours) and all(found[name].shape == ours[name].shape for name in found)
+                else {}
+            )
         before, self._seen[path] = self._seen.get(path), ref(value[0])
         if before is None or before() is not value[0]:  # gradients, say, made anew in each step
             return {}

@@ -49,7 +49,9 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
     if known and all(follows_from_another_rank(failure) for failure in ordered):
         return []
     error = RankError("", ordered)
-    error.results = {rank.started.rank: None for rank in ranks if rank.started.rank not in {one.rank for one in found}}
+    failed = {one.rank for one in found}
+    ended = {rank.started.rank for rank in ranks if any(isinstance(entry, ProgramEnded) for entry in rank.entries)}
+    error.results = dict.fromkeys(sorted(ended - failed))
     logs = comparable_logs(ranks)
     judged = judge_failure(error, logs, len(ranks))
     if ending.interrupted:
@@ -94,4 +96,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
 
 def _was_ended(failure: RankFailure, found: Sequence[RankFailure]) -> bool:
     """Whether a rank was ended by torchrun, after another one had failed."""
-    return failure.exit_code in (-15, -9) and any(one.exit_code not in (-15, -9) for one in found)
+    others = [one for one in found if one.exit_code not in (-15, -9)]
+    if failure.exit_code == -9:  # else it may be the first that failed: the connection of the others is lost by it
+        return any(not follows_from_another_rank(one) for one in others)
+    return failure.exit_code == -15 and len(others) + sum(one.exit_code == -9 for one in found) > 0

@@ -27,7 +27,12 @@ from ddpcheck.monitor.script.rank_log import (
     WatchedRank,
     WrapperMade,
 )
-from ddpcheck.monitor.script.reporting.program_judging import judge_held_states, judge_program, sums_over_ranks
+from ddpcheck.monitor.script.reporting.program_judging import (
+    averages_by_hand,
+    judge_held_states,
+    judge_program,
+    sums_over_ranks,
+)
 
 _REPLICAS_PART = {"DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"}
 _TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
@@ -75,6 +80,8 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     found = []
     for wrapper in wrappers:
         findings = _judge_wrapper(wrapper)
+        if averages_by_hand(ranks, wrapper.number):
+            findings = [finding for finding in findings if finding.code != "DDP501"]
         if sums_over_ranks(wrapper.ranks, wrapper.number):  # of which a hook sums the gradients, and rightly
             findings = [finding for finding in findings if finding.code != "DDP303"]
         if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script

@@ -27,6 +27,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_gradients import all_gradients_agree
 from ddpcheck.judge.script_losses import are_sums, judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_clips,
@@ -56,6 +57,18 @@ def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]
     if not ended:
         data += judge_expected_batches([_passes(rank) for rank in ranks])
     return [*_judge_optimizers(ranks, optimizers), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
+
+
+def averages_by_hand(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
+    """Whether gradients of a wrapper that has averaged none are the same on all ranks, step after step."""
+    steps = [
+        of_ranks
+        for of_optimizer, _ in _optimizers(ranks)
+        for of_ranks in of_optimizer
+        if any(name.startswith(f"{wrapper}/") for name in of_ranks[0].norms)
+    ]
+    never = all(one.reductions == 0 for of_ranks in steps for one in of_ranks)
+    return len(steps) > 1 and never and all(all_gradients_agree(of_ranks) for of_ranks in steps)
 
 
 def sums_over_ranks(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
