@@ -118,6 +118,15 @@ class Names:
         return one_finding(code, self.subjects(names), message, **{"location": self.location(names), **more})
 
 
+def format_place(finding: Finding) -> str:
+    """Where and when: "at train.py:3, on rank 1, in step 2"."""
+    place = [f"at {finding.location}"] if finding.location else []
+    place.append(f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank")
+    if finding.steps:
+        place.append(f"in {format_steps(finding.steps)}")
+    return ", ".join(place)
+
+
 def make_finding(
     code: str,
     subjects: Sequence[str],

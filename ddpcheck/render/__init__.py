@@ -107,9 +107,13 @@ def _escaped(character: str) -> str:
 FORMATS: Mapping[str, Format] = {
     "text": Format("ddpcheck.render.terminal:TerminalRenderer", (".txt", ".log")),
     "json": Format("ddpcheck.render:JsonRenderer", (".json",)),
+    "markdown": Format("ddpcheck.render.markdown:MarkdownRenderer", (".md",)),
+    "sarif": Format("ddpcheck.render.sarif:SarifRenderer", (".sarif",)),
+    "junit": Format("ddpcheck.render.junit:JunitRenderer", (".xml",)),
+    "github": Format("ddpcheck.render.github:GithubRenderer", ()),
 }
 MATRIX_FORMATS: Mapping[str, Format] = {
-    **FORMATS,
+    "json": FORMATS["json"],
     "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
 }
 """The formats of a `Matrix`."""

@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
-from ddpcheck.findings.wording import counted, format_ranks, format_steps
+from ddpcheck.findings.wording import counted, format_place
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 
 MOST_FINDINGS = 50
@@ -81,11 +81,7 @@ class TerminalRenderer(TextRenderer):
         if finding.subjects:
             yield indented(styled((_listed(finding.subjects, MOST_SUBJECTS), "bold")))
         yield indented(styled(finding.message))
-        place = [] if finding.location is None else [f"at {finding.location}"]
-        place.append("on every rank" if not finding.ranks else f"on {format_ranks(finding.ranks)}")
-        if finding.steps:
-            place.append(f"in {format_steps(finding.steps)}")
-        yield indented(styled((", ".join(place), "cyan")))
+        yield indented(styled((format_place(finding), "cyan")))
         for fact in finding.evidence[:MOST_EVIDENCE]:
             yield indented(styled((fact, "dim")), 4)
         if len(finding.evidence) > MOST_EVIDENCE:

@@ -1,0 +1,68 @@
+"""A report as workflow commands of GitHub Actions, which annotates lines of a pull request by them.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, format_place
+from ddpcheck.render import Medium
+from ddpcheck.report.matrix.matrix import Matrix
+
+MOST_OF_A_KIND = 10  # annotations that GitHub shows of one step ("Workflow commands", in GitHub's documentation)
+_COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+
+
+class GithubRenderer:
+    """An annotation for each finding, worst first, and the summary as a last line."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+
+    def render(self, report: Report | Matrix) -> str:
+        """One command a line."""
+        assert isinstance(report, Report)
+        text = "\n".join(_lines(report)) + "\n"
+        encoding = self._medium.encoding
+        return text if self._medium.shows(text) else text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    left: Counter[Severity] = Counter()
+    room = dict.fromkeys(Severity, MOST_OF_A_KIND)
+    if report.error is not None:
+        room[Severity.ERROR] -= 1
+        yield f"::error title=ddpcheck::{_data(report.error.message)}"
+    for finding in sorted(report.findings, key=Finding.sort_key):
+        if room[finding.severity]:
+            room[finding.severity] -= 1
+            yield _annotation(finding)
+        else:
+            left[finding.severity] += 1
+    more = ", ".join(f"{counted(number, f'more {severity.value}')} not annotated" for severity, number in left.items())
+    yield _data(f"ddpcheck: {'; '.join(filter(None, (report.summary, more)))}")
+
+
+def _annotation(finding: Finding) -> str:
+    rule = RULES.get(finding.code)
+    place = {"file": finding.location.path, "line": str(finding.location.line)} if finding.location else {}
+    about = {**place, "title": " ".join(filter(None, (finding.code, rule.name if rule else "")))}
+    fix = [f"fix: {finding.what_to_do}"] if finding.what_to_do else []
+    text = "\n".join((f"{finding.message} ({format_place(finding)})", *finding.evidence, *fix))
+    return f"::{_COMMANDS[finding.severity]} {','.join(f'{k}={_property(v)}' for k, v in about.items())}::{_data(text)}"
+
+
+def _data(text: str) -> str:
+    """As the toolkit of Actions escapes it: a message of somebody else's is no command."""
+    escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

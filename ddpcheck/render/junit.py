@@ -1,0 +1,90 @@
+"""A report as JUnit XML, for whatever shows the results of tests.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from ddpcheck.findings.report import CheckResult, Finding, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import format_place, join_names
+from ddpcheck.render import Medium
+from ddpcheck.report.matrix.matrix import Matrix
+
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # section 2.2 of XML 1.0
+
+
+class JunitRenderer:
+    """A test case for each check and for each finding; a finding that is no error is a case that has passed."""
+
+    def __init__(self, medium: Medium) -> None:
+        del medium  # XML in ASCII: every medium shows it
+
+    def render(self, report: Report | Matrix) -> str:
+        """The XML."""
+        assert isinstance(report, Report)
+        cases = [_case_of_check(report.target, check) for check in report.checks]
+        cases += [_case_of_finding(report.target, finding) for finding in sorted(report.findings, key=Finding.sort_key)]
+        if report.error is not None:
+            case = _case(report.target, "the whole", 0.0)
+            _child(case, "error", report.error.message, report.error.detail)
+            cases.append(case)
+        suite = ElementTree.Element(
+            "testsuite", {"name": _clean(f"ddpcheck {report.target}"), "tests": str(len(cases))}
+        )
+        for kind, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            suite.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
+        suite.set("time", f"{sum(check.seconds for check in report.checks):.3f}")
+        suite.extend(cases)
+        suites = ElementTree.Element("testsuites")
+        suites.append(suite)
+        ElementTree.indent(suites)
+        text: bytes = ElementTree.tostring(suites, "us-ascii", xml_declaration=True)
+        return text.decode() + "\n"
+
+
+def _case_of_check(target: str, check: CheckResult) -> ElementTree.Element:
+    case = _case(target, check.name, check.seconds)
+    if check.status == "error":
+        _child(case, "error", check.detail)
+    elif check.status == "skipped":
+        _child(case, "skipped", check.detail)
+    elif check.detail:
+        _child(case, "system-out", text=check.detail)  # what has failed is a case of its own: the finding
+    return case
+
+
+def _case_of_finding(target: str, finding: Finding) -> ElementTree.Element:
+    rule = RULES.get(finding.code)
+    name = (finding.code, rule.name if rule else "", join_names(finding.subjects))
+    case = _case(target, " ".join(filter(None, name)))
+    fix = [f"fix: {finding.what_to_do}"] if finding.what_to_do else []
+    text = "\n".join((finding.message, format_place(finding), *finding.evidence, *fix))
+    if finding.severity is Severity.ERROR:
+        _child(case, "failure", finding.message, text).set("type", finding.code)
+    else:
+        _child(case, "system-out", text=f"{finding.severity.value}: {text}")
+    if finding.location:
+        case.set("file", _clean(finding.location.path))
+        case.set("line", str(finding.location.line))
+    return case
+
+
+def _case(target: str, name: str, seconds: float = 0.0) -> ElementTree.Element:
+    about = {"classname": _clean(f"ddpcheck {target}"), "name": _clean(name), "time": f"{seconds:.3f}"}
+    return ElementTree.Element("testcase", about)
+
+
+def _child(case: ElementTree.Element, kind: str, message: str = "", text: str = "") -> ElementTree.Element:
+    child = ElementTree.SubElement(case, kind, {"message": _clean(message)} if message else {})
+    child.text = _clean(text) or None
+    return child
+
+
+def _clean(text: str) -> str:
+    """A text without what XML has no way to say, which is shown as Python escapes it."""
+    return _NOT_IN_XML.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

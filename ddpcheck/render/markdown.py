@@ -1,0 +1,89 @@
+"""A report as Markdown: for an issue, or for the summary of a job.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.wording import counted, format_place
+from ddpcheck.render import Medium
+from ddpcheck.report.matrix.matrix import Matrix
+
+MOST_FINDINGS = 100
+_MARKS = {"passed": "✓", "warned": "~", "failed": "✗", "ignored": "·", "skipped": "-", "error": "!"}
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&@-])")
+
+
+class MarkdownRenderer:
+    """The verdict first, then the findings, then the checks in a table."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+
+    def render(self, report: Report | Matrix) -> str:
+        """The Markdown, in GitHub's flavour; names and messages are escaped."""
+        assert isinstance(report, Report)
+        text = "\n".join(_lines(report)) + "\n"
+        encoding = self._medium.encoding
+        return text if self._medium.shows(text) else text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"## ddpcheck: {_escaped(report.summary)}"
+    size = report.world.get("world_size")
+    ranks = f" on {counted(size, 'rank')}" if size else ""
+    yield f"\n{_code(report.target)}{ranks}"
+    if report.error is not None:
+        yield f"\n**Stopped:** {_escaped(report.error.message)}"
+        if report.error.detail:
+            yield f"\n{_block(report.error.detail)}"
+    findings = sorted(report.findings, key=Finding.sort_key)
+    for finding in findings[:MOST_FINDINGS]:
+        yield from _finding(finding)
+    if len(findings) > MOST_FINDINGS:
+        yield f"\nAnd {counted(len(findings) - MOST_FINDINGS, 'more finding')}, in the JSON report."
+    if report.checks:
+        yield "\n| check | | |\n|---|---|---|"
+        for check in report.checks:
+            yield f"| {_escaped(check.name)} | {_MARKS[check.status]} {check.status} | {_escaped(check.detail)} |"
+    versions = [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
+    tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
+    yield f"\n{_escaped(', '.join((tool, *versions)))}"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    rule = RULES.get(finding.code)
+    yield f"\n### {finding.severity.value}: {finding.code} {_escaped(rule.name if rule else '')}\n"
+    if finding.subjects:
+        shown = ", ".join(map(_code, finding.subjects[:12]))
+        more = len(finding.subjects) - 12
+        yield f"{shown}{f' and {more} more' if more > 0 else ''}\n"
+    yield _escaped(finding.message)
+    yield f"\n{_escaped(format_place(finding))}"
+    if finding.evidence:
+        yield "\n" + "\n".join(f"- {_escaped(fact)}" for fact in finding.evidence)
+    if finding.what_to_do:
+        yield f"\n**What to do:** {_escaped(finding.what_to_do)}"
+
+
+def _escaped(text: str) -> str:
+    printable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return _SPECIAL.sub(r"\\\1", printable).replace("\n", "<br>")
+
+
+def _code(text: str) -> str:
+    """A text as code, between as many backticks as it needs."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text).replace("|", "\\|")
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def _block(text: str) -> str:
+    fence = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    return f"{fence}text\n{text.rstrip()}\n{fence}"

@@ -1,0 +1,115 @@
+"""A report as SARIF 2.1.0 (OASIS standard), for code scanning.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
+
+from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, format_place
+from ddpcheck.render import Medium
+from ddpcheck.report.matrix.matrix import Matrix
+
+MOST_RESULTS = 5000  # that GitHub shows of a run ("SARIF support for code scanning", in GitHub's documentation)
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
+_ON_A_RANK = re.compile(r"^rank (\d+)\b.*?\bat (\S+\.py:\d+)")  # evidence: where a rank stood
+
+
+class SarifRenderer:
+    """One run of the tool: a result for each finding, worst first, and a notification for what went wrong."""
+
+    def __init__(self, medium: Medium) -> None:
+        del medium  # JSON in ASCII: every medium shows it
+
+    def render(self, report: Report | Matrix) -> str:
+        """The log file."""
+        assert isinstance(report, Report)
+        findings = sorted(report.findings, key=Finding.sort_key)
+        codes = sorted({finding.code for finding in findings})
+        shown = findings[:MOST_RESULTS]
+        run = {
+            "tool": {"driver": {**_tool(report), "rules": [_rule(code) for code in codes]}},
+            "invocations": [_invocation(report, len(findings) - len(shown))],
+            "results": [_result(finding, codes.index(finding.code), report.target) for finding in shown],
+            "columnKind": "unicodeCodePoints",
+        }
+        return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _tool(report: Report) -> dict[str, Any]:
+    version = report.tool.get("version")
+    return {"name": report.tool.get("name", "ddpcheck"), **({"version": version} if version else {})}
+
+
+def _rule(code: str) -> dict[str, Any]:
+    rule = RULES.get(code)
+    if rule is None:  # of a newer ddpcheck
+        return {"id": code}
+    return {
+        "id": code,
+        "name": rule.name,
+        "shortDescription": {"text": rule.summary},
+        "fullDescription": {"text": f"{rule.summary} {rule.why}"},
+        "help": {"text": rule.fix},
+        "defaultConfiguration": {"level": _LEVELS[rule.severity]},
+    }
+
+
+def _invocation(report: Report, left_off: int) -> dict[str, Any]:
+    notes = [] if report.error is None else [("error", report.error.message)]
+    if report.shortfall:
+        notes.append(("warning", report.shortfall))
+    if left_off:
+        notes.append(("warning", f"{counted(left_off, 'finding')} of the least severe are left off"))
+    told = [{"level": level, "message": {"text": text}} for level, text in notes]
+    return {"executionSuccessful": report.error is None, "toolExecutionNotifications": told}
+
+
+def _result(finding: Finding, index: int, target: str) -> dict[str, Any]:
+    fix = f"What to do: {finding.what_to_do}" if finding.what_to_do else ""
+    location = finding.location or Location(target.partition("::")[0].partition(" ")[0] or "unknown", 1)
+    result = {
+        "ruleId": finding.code,
+        "ruleIndex": index,
+        "level": _LEVELS[finding.severity],
+        "message": {"text": "\n".join(filter(None, (finding.message, format_place(finding), *finding.evidence, fix)))},
+        "locations": [_location(location)],
+        "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
+        "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
+    }
+    flows = _flows(finding.evidence)
+    return {**result, "codeFlows": [{"threadFlows": flows}]} if flows else result
+
+
+def _location(location: Location, text: str = "") -> dict[str, Any]:
+    path = PurePath(location.path)
+    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    place = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(location.line, 1)}}
+    return {"physicalLocation": place, **({"message": {"text": text}} if text else {})}
+
+
+def _fingerprint(finding: Finding) -> str:
+    """The same for the same fault where lines have moved and numbers are others."""
+    path = finding.location.path if finding.location else ""
+    return hashlib.sha256(json.dumps([finding.code, list(finding.subjects), path]).encode()).hexdigest()[:32]
+
+
+def _flows(evidence: Sequence[str]) -> list[dict[str, Any]]:
+    """One thread for each rank of which the evidence says where it stood."""
+    places: dict[str, list[dict[str, Any]]] = {}
+    for fact in evidence:
+        found = _ON_A_RANK.match(fact)
+        if found and (location := Location.parse(found[2])):
+            places.setdefault(f"rank {found[1]}", []).append({"location": _location(location, fact)})
+    return [{"id": rank, "locations": locations} for rank, locations in places.items()]
