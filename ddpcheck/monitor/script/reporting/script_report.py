@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 
 from ddpcheck import __version__
@@ -59,6 +60,11 @@ def report_on_script(
         )
     elif ending.exit_code:
         detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
+        if aborted := _aborted_at_exit(ranks, ending):
+            detail = (
+                f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
+                "process at its exit, under plain torchrun too"
+            )
         checks.insert(0, CheckResult("script", "error", detail=detail))
     if any(wrapper.steps for wrapper in wrappers):
         checks += _parts(kept, wrappers)
@@ -74,6 +80,14 @@ def report_on_script(
         findings=tuple(sorted(kept, key=Finding.sort_key)),
         ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
     )
+
+
+def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
+    """The ranks that were aborted after all of the script had run; none where another rank is at fault."""
+    to_the_end = {rank.started.rank for rank in ranks if any(isinstance(e, ProgramEnded) for e in rank.entries)}
+    aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
+    others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
+    return [] if others or not to_the_end.issuperset(aborted) else aborted
 
 
 def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
