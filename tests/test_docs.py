@@ -125,6 +125,16 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
 
 
+def test_every_picture_is_shown_and_says_what_it_shows() -> None:
+    shown = {
+        (page.parent / path).resolve(): text
+        for page in pages()
+        for text, path in re.findall(r"!\[(.*?)\]\((.*?)\)", page.read_text(encoding="utf-8"))
+    }
+    assert set(shown) == {*DOCS.rglob("*.svg")}
+    assert all(len(text.split()) > 8 for text in shown.values())
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of headings, as GitHub and MyST make them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
