@@ -12,7 +12,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady scripts models bench pictures clean
+.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady scripts models bench docs pictures clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,9 @@ bench: $(READY) ## what a distributed test and a step of the wrapper cost beside
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	$(BIN)/python -m benchmarks.harnesses --write
 	$(BIN)/python -m benchmarks.wrapper --write
+
+docs: $(READY) ## the documentation as HTML, into build/docs; warnings are errors
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 # A test holds docs/graph.dot to what ddpcheck draws; docs/graph.svg, laid out by Graphviz, is made of it.
 pictures: $(READY) ## draw the pictures of the documentation afresh; needs Graphviz

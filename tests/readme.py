@@ -1,4 +1,15 @@
-"""The reports that the README shows: `python -m tests.readme` runs them afresh and writes them there."""
+"""The output that the README and the documentation show: `python -m tests.readme` makes it afresh and writes it there.
+
+A block of output follows a comment that says what it is of: `<!-- KIND: TARGET -->`, where KIND is
+
+    report, matrix, findings             `ddpcheck report TARGET`, with --matrix, or its findings alone
+    run report, run findings             `ddpcheck run` on a script
+    hang report, hang findings           `ddpcheck hang` on the Flight Recorder dumps of that run
+    pytest                               a failing test
+    torchrun                             the exception of rank 0 under torchrun
+
+Names of pages may follow on the command line: then only theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +17,41 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 from ddpcheck import cli
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 BLOCK = re.compile(
-    r"<!-- (?P<kind>report|findings|matrix): (?P<target>\S+) -->\n```text\n(?P<text>.*?)```\n", re.DOTALL
+    r"<!-- (?P<kind>report|matrix|findings|(?:run|hang) (?:report|findings)|pytest|torchrun): (?P<target>[^\n]+?) -->\n"
+    r"```text\n(?P<text>.*?)```\n",
+    re.DOTALL,
 )
-FLAGS = {"report": [], "findings": [], "matrix": ["--matrix"]}
+LAUNCH = ("--standalone", "--nproc-per-node", "2")
+
+
+class Block(NamedTuple):
+    """Output that a page shows."""
+
+    kind: str
+    target: str
+    text: str
+
+
+def pages() -> list[Path]:
+    """The README and every page of the documentation."""
+    return [README, *sorted(DOCS.rglob("*.md"))]
 
 
 def printed(target: str, *flags: str) -> tuple[int, str]:
-    """Exit code and output of `ddpcheck report` on `target`, as wide as the README."""
+    """Exit code and output of `ddpcheck report` on `target`, as wide as a page."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     plain = patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "DDPCHECK_PRELOAD": "sklearn.datasets"})
     with contextlib.chdir(ROOT), plain, contextlib.redirect_stdout(output):
@@ -30,25 +61,74 @@ def printed(target: str, *flags: str) -> tuple[int, str]:
     return code, output.read()
 
 
-def shown(kind: str, target: str) -> str:
-    """What the README shows of the report on `target`: all of it, or the findings alone; or of its matrix."""
-    return excerpt(kind, target, printed(target, *FLAGS[kind])[1])
+def said_by(module: str, *arguments: str) -> str:
+    """Standard output and error of `python -m MODULE` in a process of its own, as wide as a page.
+
+    Once more where gloo has aborted a healthy process at its exit, as it now and then does.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    for variable in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[variable]
+    call = [sys.executable, "-m", module, *arguments]
+    for _ in range(3):
+        done = subprocess.run(
+            call, cwd=ROOT, env=environment, text=True, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        if "terminate called without an active exception" not in done.stdout:
+            break
+    return done.stdout
+
+
+def output_of(kind: str, target: str) -> str:
+    """What is printed of `target`."""
+    if kind in ("report", "findings", "matrix"):
+        return printed(target, *(["--matrix"] if kind == "matrix" else []))[1]
+    if kind == "pytest":
+        return said_by("pytest", "-p", "no:cacheprovider", "-n", "0", target)
+    if kind == "torchrun":
+        return said_by("torch.distributed.run", *LAUNCH, *target.split())
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = f"--check-flight-recorder={folder}"
+        text = said_by("ddpcheck", "run", *LAUNCH, "--check-timeout=10", recorder, *target.split())
+        if kind.startswith("hang"):
+            text = said_by("ddpcheck", "hang", folder).replace(folder, "dumps")
+    return text
 
 
 def excerpt(kind: str, target: str, text: str) -> str:
-    """What the README shows of the output `text`."""
-    if kind == "findings":
-        end = r"(?=\n\n(?:gradients against|note:|\d+ finding))"
-        found = re.search(rf"^DDP\d{{3}} .*?{end}", text, re.DOTALL | re.MULTILINE)
-        assert found, text
-        text = found.group(0)
-    lead = f"$ {' '.join(['ddpcheck report', target, *FLAGS[kind]])}\n" if kind != "findings" else ""
-    return lead + text.rstrip() + "\n"
+    """What a page shows of the output `text`."""
+    if kind.endswith("findings"):
+        end = r"(?=\n\n(?:gradients against|note:|\d+ findings? ))"
+        return _found(rf"^DDP\d{{3}} .*?{end}", text).rstrip() + "\n"
+    if kind == "pytest":
+        shown = _found(r"^_{5,} .*?(?=^={5,} short)", text)
+        shown = re.sub(r'"[^"\n]*site-packages/', '"', shown)
+        return f"$ pytest {target}\n" + re.sub(
+            r"^([_-])+ (.*) [_-]+$", r"\1\1\1\1 \2 \1\1\1\1", shown, flags=re.MULTILINE
+        )
+    if kind == "torchrun":
+        lines = [line.removeprefix("[rank0]: ") for line in text.splitlines() if line.startswith("[rank0]: ")]
+        start = next(number for number, line in enumerate(lines) if re.match(r"[\w.]*Error", line))
+        return f"$ torchrun {' '.join(LAUNCH)} {target}\n" + "\n".join(lines[start:]) + "\n"
+    command = {
+        "report": ["report", target],
+        "matrix": ["report", target, "--matrix"],
+        "run report": ["run", *LAUNCH, target],
+        "hang report": ["hang", "dumps"],
+    }[kind]
+    return f"$ ddpcheck {' '.join(command)}\n{_found(r'^ddpcheck(?: [0-9]|: ).*', text).rstrip()}\n"
 
 
-def blocks() -> list[tuple[str, str, str]]:
-    """Kind, target and text of each report in the README."""
-    return [(m["kind"], m["target"], m["text"]) for m in BLOCK.finditer(README.read_text(encoding="utf-8"))]
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.DOTALL | re.MULTILINE)
+    assert match, text
+    return match.group(0)
+
+
+def blocks() -> list[Block]:
+    """What all pages show; what several show is there once."""
+    found = [Block(*m.groups()) for page in pages() for m in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    return list(dict.fromkeys(found))
 
 
 def comparable(text: str) -> str:
@@ -59,19 +139,25 @@ def comparable(text: str) -> str:
     text = re.sub(r" +\d+\.\d+ s", " _ s", text)
     text = re.sub(r"python \S+", "python _", text)
     text = re.sub(r"torch \d\S+", "torch _", text)
+    text = re.sub(r'("torch/\S+", line) \d+', r"\1 _", text)
+    text = re.sub(r"(pair\.cc:|\[127\.0\.0\.1\]:)\d+", r"\1_", text)
     text = re.sub(r"-?\d+\.\d+(e[-+]\d+)?", "_", text)
     return re.sub(r"\s+", " ", text)
 
 
-def update() -> None:
-    """Write every report afresh."""
+def update(names: list[str]) -> None:
+    """Write the output afresh that the pages show, or those named."""
 
     def fresh(match: re.Match[str]) -> str:
+        kind, target = match["kind"], match["target"]
         head = match.group(0)[: match.start("text") - match.start()]
-        return f"{head}{shown(match['kind'], match['target'])}```\n"
+        return f"{head}{excerpt(kind, target, output_of(kind, target))}```\n"
 
-    README.write_text(BLOCK.sub(fresh, README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (not names or page.name in names) and (new := BLOCK.sub(fresh, text)) != text:
+            page.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    update()
+    update(sys.argv[1:])

@@ -94,7 +94,18 @@ def test_rules_as_json_hold_all_that_explain_says(capsys) -> None:
     assert cli.main(["rules", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [rule["code"] for rule in data["rules"]] == list(RULES) and data["families"]["DDP1"]
-    assert set(data["rules"][0]) == {"code", "name", "severity", "summary", "why", "fix", "example"}
+    assert set(data["rules"][0]) == {
+        "code",
+        "name",
+        "severity",
+        "summary",
+        "why",
+        "fix",
+        "detected",
+        "ignore",
+        "reports",
+        "example",
+    }
     assert data["rules"][0]["severity"] in ("error", "warning", "note")
     assert cli.main(["rules", "--format", "html"]) == 2
     assert "there is no format 'html'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import ROOT, Case, all_cases
-from tests.faultsuite.rules_page import PAGE, rules_page
+from tests.faultsuite.rules_page import FOLDER, PAGE, rules_pages
 from tests.faultsuite.runs import faults_in, faults_in_twin, report_on
 from tests.faultsuite.selection import fastest_of_each_code, fastest_of_each_family
 from tests.faultsuite.steady import TIMES, verdicts
@@ -62,8 +62,9 @@ def test_a_fault_is_named_once() -> None:
     assert len(set(titles)) == len(titles)
 
 
-def test_the_page_of_rules_is_that_of_today() -> None:
-    assert PAGE.read_text(encoding="utf-8") == rules_page(CASES), "run python -m tests.faultsuite.rules_page"
+def test_the_pages_of_rules_are_those_of_today() -> None:
+    there = {path: path.read_text(encoding="utf-8") for path in (PAGE, *FOLDER.glob("*.md"))}
+    assert there == rules_pages(CASES), "run python -m tests.faultsuite.rules_page"
 
 
 def test_the_page_of_faults_has_a_row_for_each_case() -> None:

@@ -37,7 +37,7 @@ def test_the_rank_that_fails_alone_is_named_and_the_other_is_one_line(session: S
     assert "rank 0 waits in barrier at examples/pytest/test_metric_broken.py" in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/testing.md"])
+@pytest.mark.parametrize("page", ["docs/testing.md", "docs/tutorials/pytest.md"])
 def test_the_documentation_shows_the_hang_of_today(session: Session, page: str) -> None:
     first = "rank 0 waits in a collective, and rank 1 has finished without it"
     blocks = (ROOT / page).read_text(encoding="utf-8").split("```text\n")

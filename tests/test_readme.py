@@ -1,35 +1,34 @@
-"""The README shows what ddpcheck prints today; its reports without a matrix are held to that by `test_examples.py`."""
+"""The README and the documentation show what ddpcheck prints today; `test_examples.py` holds reports to that, too."""
 
 import pytest
 
-from tests.readme import ROOT, blocks, comparable, shown
+from tests.readme import README, ROOT, Block, blocks, comparable, excerpt, output_of
 
-MATRICES = [block for block in blocks() if block[0] == "matrix"]
-# Examples that have tests and pages of their own.
-ELSEWHERE = (
-    "pytest",
-    "training_loop",
-    "transformers",
-    "accelerate",
-    "lightning",
-    "mmengine",
-    "scripts",
-)
+EXAMPLES = ("examples/digits/", "examples/language_model/")  # whose reports `test_examples.py` compares
+OTHERS = [
+    block for block in blocks() if block.kind not in ("report", "findings") or not block.target.startswith(EXAMPLES)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "target", "text"), MATRICES, ids=[target for _, target, _ in MATRICES])
-def test_the_readme_shows_the_matrix_of_today(
-    kind: str, target: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("block", OTHERS, ids=[f"{block.kind} {block.target}" for block in OTHERS])
+def test_a_page_shows_the_output_of_today(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)  # step times are not compared
-    assert comparable(shown(kind, target)) == comparable(text)
+    text = excerpt(block.kind, block.target, output_of(block.kind, block.target))
+    assert comparable(text) == comparable(block.text), "run python -m tests.readme"
 
 
 def test_every_broken_example_is_shown() -> None:
     examples = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "examples").glob("*/*.py")
-        if not path.stem.endswith("_training") and path.stem != "healthy" and path.parent.name not in ELSEWHERE
+        for folder in EXAMPLES
+        for path in (ROOT / folder).glob("*.py")
+        if not path.stem.endswith("_training") and path.stem != "healthy"
     }
-    assert examples == {target for _, target, _ in blocks()} - {"examples/digits/healthy.py"}
+    assert examples <= {block.target for block in blocks()}
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert "make report " in text and "make test " in text

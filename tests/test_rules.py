@@ -35,9 +35,10 @@ def test_names_are_unique_kebab_case() -> None:
 
 @pytest.mark.parametrize("rule", RULE_LIST, ids=lambda rule: rule.code)
 def test_a_rule_says_what_why_and_what_to_do(rule) -> None:
-    for text in (rule.summary, rule.why, rule.fix):
+    for text in (rule.summary, *(text for _, text in rule.sections())):
         assert text == text.strip() and text.endswith((".", ".)")) and "\n" not in text and "  " not in text
     assert isinstance(rule.severity, Severity)
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in rule.reports)
     assert not rule.example or (rule.example.endswith("\n") and max(map(len, rule.example.splitlines())) <= 115)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from ddpcheck.cli.output import print_out
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.report import SCHEMA_VERSION
-from ddpcheck.findings.rules import FAMILIES, RULES, Rule, matching_rules
+from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of, matching_rules
 from ddpcheck.render import Medium
 
 
@@ -28,10 +28,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def _explanation(rule: Rule) -> str:
     width = min(Medium.of(sys.stdout).width or 100, 100)
     parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", textwrap.fill(rule.summary, width)]
-    for heading, text in (("Why it matters", rule.why), ("What to do", rule.fix)):
+    for heading, text in rule.sections():
         parts += ["", heading, textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  ")]
     if rule.example:
         parts += ["", "Example", textwrap.indent(rule.example.rstrip(), "  ")]
+    if rule.reports:
+        parts += ["", "Public reports", *(f"  {address_of(report)}" for report in rule.reports)]
     return "\n".join(parts)
 
 

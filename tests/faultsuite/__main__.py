@@ -1,4 +1,5 @@
-"""Run the suite and write what was heard: `docs/faults.md`, the comparison of tools in the README, `tests/evidence`.
+"""Run the suite and write what was heard: `docs/faults.md`, the tables of tools in the README and in
+`docs/comparison.md`, `tests/evidence`.
 
 python -m tests.faultsuite                  all of it
 python -m tests.faultsuite parameters/      the cases whose name begins like this; prints, writes nothing
@@ -14,14 +15,14 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
 
 from tests.faultsuite.cases import ROOT, all_cases
 from tests.faultsuite.recorded import forget_others, write_evidence
 from tests.faultsuite.runs import faults_in, faults_in_twin, run_case
-from tests.faultsuite.table import comparison, faults_page
+from tests.faultsuite.table import comparison, endings, faults_page
 
 WORKERS = 2  # cases at a time; each has two ranks, which wait for each other most of the time
-MARK = re.compile(r"(<!-- comparison -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
@@ -48,15 +49,22 @@ def main() -> int:
     else:
         (ROOT / "docs").mkdir(exist_ok=True)
         (ROOT / "docs" / "faults.md").write_text(page, encoding="utf-8")
-        readme = ROOT / "README.md"
-        text, count = MARK.subn(rf"\g<1>{table}\n\g<2>", readme.read_text(encoding="utf-8"))
-        assert count == 1, "the README has no place for the comparison"
-        readme.write_text(text, encoding="utf-8")
+        for name in ("README.md", "docs/comparison.md"):
+            put(ROOT / name, "comparison", table)
+        put(ROOT / "docs" / "comparison.md", "endings", endings(page))
         for row in rows:
             write_evidence(row.case, row.evidence)
         forget_others(cases)
     print(f"{len(rows)} faults in {time.perf_counter() - begun:.0f} s, {wrong} not as expected", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def put(page: Path, mark: str, table: str) -> None:
+    """Put a table into the place that a page has for it."""
+    place = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = place.subn(rf"\g<1>{table}\n\g<2>", page.read_text(encoding="utf-8"))
+    assert count == 1, f"{page.name} has no place for the table"
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
@@ -71,6 +72,25 @@ def comparison(rows: Sequence[Row]) -> str:
     alarms = sum(bool(faults_in_twin(row.twin)) for row in rows)
     lines.append(f"| **ddpcheck** | **{found}** | {total - found - silent} | 0 | {silent} | {alarms} |")
     return "\n".join(lines)
+
+
+def endings(page: str) -> str:
+    """How plain DDP ended, counted by family, from the page of all faults."""
+    lines = ["| faults | in silence | raises | hangs | aborts or exits | all |", "|---|---|---|---|---|---|"]
+    total = Counter[str]()
+    for section in page.split("\n## ")[1:]:
+        found = re.findall(
+            r"^\| \[.*?\]\(\S+\) \| (?:\*\*)?(silent|raises|hangs|aborts|exits)\b", section, re.MULTILINE
+        )
+        counts = Counter("aborts" if ending == "exits" else ending for ending in found)
+        total += counts
+        lines.append(_counted(section.partition("\n")[0], counts))
+    return "\n".join([*lines, _counted("all", total)])
+
+
+def _counted(name: str, counts: Counter[str]) -> str:
+    numbers = [counts[ending] for ending in ("silent", "raises", "hangs", "aborts")]
+    return f"| {name} | {' | '.join(map(str, [*numbers, sum(numbers)]))} |"
 
 
 def kind_of(row: Row, heard: Heard) -> str:

@@ -6,10 +6,19 @@ import difflib
 from collections.abc import Mapping
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.rules import environment, gradients, parameters, ranks, running, training
-from ddpcheck.findings.rules.rule import Rule
+from ddpcheck.findings.rules import (
+    buffers,
+    data,
+    environment,
+    gradients,
+    parameters,
+    ranks,
+    running,
+    training,
+)
+from ddpcheck.findings.rules.rule import Rule, address_of
 
-__all__ = ["FAMILIES", "RULES", "Rule", "find_rule", "matching_rules"]
+__all__ = ["FAMILIES", "RULES", "Rule", "address_of", "find_rule", "matching_rules"]
 
 FAMILIES: Mapping[str, str] = {
     "DDP1": "parameters and the loss",
@@ -22,8 +31,19 @@ FAMILIES: Mapping[str, str] = {
 
 RULES: Mapping[str, Rule] = {
     rule.code: rule
-    for family in (parameters, ranks, gradients, running, training, environment)
-    for rule in sorted(family.RULES, key=lambda rule: rule.code)
+    for rule in sorted(
+        (
+            *parameters.RULES,
+            *ranks.RULES,
+            *buffers.RULES,
+            *gradients.RULES,
+            *running.RULES,
+            *training.RULES,
+            *data.RULES,
+            *environment.RULES,
+        ),
+        key=lambda rule: rule.code,
+    )
 }
 
 

@@ -15,6 +15,15 @@ RULES = (
             "for a clean model and any world size. INFO is safe."
         ),
         fix="Set TORCH_DISTRIBUTED_DEBUG=INFO, or call dist.set_debug_level(DETAIL) after init_process_group.",
+        detected=(
+            "No check reports this code: the crash ends the process before a line of ddpcheck can run. Ranks that "
+            "ddpcheck starts do not inherit the variable."
+        ),
+        ignore="It is never reported.",
+        example="""\
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+DistributedDataParallel(model)           # with gloo; right: "INFO"
+""",
     ),
     Rule(
         code="DDP602",
@@ -27,6 +36,11 @@ RULES = (
             "same."
         ),
         fix="Start every rank from the same image and the same environment variables.",
+        detected=(
+            "No check reports this code today. The head of a report names the platform and the versions of Python "
+            "and torch."
+        ),
+        ignore="It is never reported.",
     ),
     Rule(
         code="DDP603",
@@ -41,5 +55,14 @@ RULES = (
             "torch.distributed, environment variable initialization.)"
         ),
         fix="Start with torchrun, mpirun or srun, and unset variables left over from another launcher.",
+        detected=(
+            "`ddpcheck.init_dist` and `python -m ddpcheck` read the variables of torchrun, Open MPI, MPICH, Intel "
+            "MPI and SLURM, and compare those that say the same."
+        ),
+        ignore="It is an error of start-up, and cannot be ignored.",
+        example="""\
+os.environ["RANK"] = "0"                 # and no WORLD_SIZE; right: start the script with torchrun
+ddpcheck.init_dist()
+""",
     ),
 )

@@ -19,6 +19,13 @@ RULES = (
             "Call the wrapper, and not ddp.module; leave no_sync before the last backward; wrap after the module "
             "is complete; and fix unused parameters (DDP1xx) first."
         ),
+        detected=(
+            "After a synchronising backward, a fingerprint of each gradient is compared between ranks. Right "
+            "gradients are bit-identical, so there is no tolerance. Causes with a rule of their own (DDP101, "
+            "DDP501, DDP503 and others) are looked for first."
+        ),
+        ignore="If gradients are changed per rank on purpose after they were averaged.",
+        reports=("pytorch/pytorch#112152", "pytorch/pytorch#109191"),
         example="""\
 output = ddp.module(x)                   # right: output = ddp(x)
 output.sum().backward()
@@ -38,6 +45,11 @@ output.sum().backward()
             "Take the communication hook off and check again; call zero_grad() before each accumulation; reduce once "
             "a step; compare parameter order on the ranks (DDP202)."
         ),
+        detected=(
+            "The same module runs on the same shards without the wrapper, and its gradients are averaged by a "
+            "plain all-reduce. What DDP left is not that average, although all ranks have the same."
+        ),
+        ignore="With a compressing communication hook whose rounding you accept; ddpcheck allows what bfloat16 loses.",
         example="""\
 loss = ddp(x).sum()
 loss.backward(retain_graph=True)
@@ -59,6 +71,13 @@ loss.backward()                          # only the first of the two is reduced;
             "Make the loss a mean over the local batch and do not scale it by the world size; for a sum, multiply "
             "the loss by the world size."
         ),
+        detected=(
+            "The gradients are those of the reference times one factor, to within rounding, and the factor is one "
+            "that the world size explains. `ddpcheck run` compares the loss with the mean that it was made of, "
+            "and looks at gradients that are summed by hand."
+        ),
+        ignore="If the learning rate was tuned with this factor; it changes when the number of ranks does.",
+        reports=("neuralmagic/sparseml#135", "facebookresearch/3detr#56", "ultralytics/ultralytics#18616"),
         example="""\
 loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides already; right: no division
 """,
@@ -77,6 +96,13 @@ loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides alread
             "Convert with nn.SyncBatchNorm.convert_sync_batchnorm, use GroupNorm or LayerNorm, or gather the batch "
             "with a differentiable all_gather; if per-rank coupling is meant, ignore DDP304."
         ),
+        detected=(
+            "Each term of the loss is differentiated on the global batch and on each shard in a single process. "
+            "Coupling is reported if it was shown: a module whose output for one sample depends on others, a line "
+            "at which samples meet, or gradients of some samples that change with others."
+        ),
+        ignore="If coupling within a rank is meant: plain BatchNorm, local negatives, batch dice.",
+        reports=("pytorch/pytorch#49794", "huggingface/accelerate#1154"),
         example="""\
 model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
 # right: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -93,6 +119,13 @@ model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
             "(PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)"
         ),
         fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.",
+        detected=(
+            "The gradients of the shards, weighted, add up to that of the global batch, and the weights are not "
+            "those of DDP. The counts that ranks divide by are found in the loss or the batch. The wrapper and "
+            "`ddpcheck run` measure what weight each target has."
+        ),
+        ignore="If each rank is to have the same weight whatever it holds, or if counts differ by very little.",
+        reports=("pytorch/pytorch#37359", "huggingface/transformers#24725"),
         example="""\
 loss = (token_loss * mask).sum() / mask.sum()
 # right: total = mask.sum(); dist.all_reduce(total)
@@ -113,6 +146,11 @@ loss = (token_loss * mask).sum() / mask.sum()
             "Find the first cause (gradients: DDP301; options: DDP223; start values: DDP208) and make the step the "
             "same on all ranks."
         ),
+        detected=(
+            "Fingerprints of parameters and optimizer state are compared after the optimizer's step. `ddpcheck "
+            "run` also compares copies of a model beside the wrapper, such as an EMA."
+        ),
+        ignore="If ranks drift on purpose between averages, as in local SGD; compare at the averaging steps then.",
         example="""\
 if loss.item() < threshold:              # decided from local data: some ranks step, others do not
     optimizer.step()                     # right: all_reduce the decision first
@@ -128,6 +166,8 @@ if loss.item() < threshold:              # decided from local data: some ranks s
             "a pass."
         ),
         fix="Give the recipe a batch and a loss with a gradient: no empty mask, no factor of zero, no frozen model.",
+        detected="The norms of all gradients, of the single process and of the ranks, are zero in every step.",
+        ignore="Never. The check says nothing then.",
         example="""\
 def loss(model, batch):
     return (model(batch["x"]) * batch["mask"]).sum()   # the mask is all zeros; right: a batch with something in it
@@ -147,6 +187,11 @@ def loss(model, batch):
             "Make model, batch and loss functions of their arguments and the seed: use torch's default generator, no "
             "state kept between calls, no time or process id; then check again."
         ),
+        detected=(
+            "One step is run twice on a rank from the same state with the same seed, and the gradients differ by "
+            "more than rounding."
+        ),
+        ignore="If the randomness is meant and cannot be seeded; the checks that it withholds stay undone.",
         example="""\
 def batch(step):
     generator = numpy.random.default_rng()             # right: numpy.random.default_rng(step)
@@ -167,6 +212,13 @@ def batch(step):
             "Use torch.distributed.nn.functional.all_reduce or all_gather, which autograd differentiates; reduce what "
             "is only logged on a detached copy."
         ),
+        detected=(
+            "The collectives of the forward pass are recorded. One that autograd does not differentiate stands "
+            "between parameters and the loss, and the gradient is not that of the global batch. `ddpcheck run` "
+            "reports a loss that was all-reduced in place and then differentiated."
+        ),
+        ignore="If the values from other ranks are to be constants, as negatives of a contrastive loss often are.",
+        reports=("mlfoundations/open_clip#616", "KevinMusgrave/pytorch-metric-learning#10"),
         example="""\
 dist.all_gather(parts, features)         # parts carry no gradient
 everything = torch.cat(parts)            # right: torch.cat(torch.distributed.nn.functional.all_gather(features))
@@ -183,6 +235,12 @@ everything = torch.cat(parts)            # right: torch.cat(torch.distributed.nn
             "diverge. (PyTorch docs, DistributedDataParallel and register_comm_hook.)"
         ),
         fix="Clip and step after backward has returned; to act inside the reduction, use register_comm_hook.",
+        detected=(
+            "A loss twice as large does not give gradients twice as large, or the gradients on the ranks are "
+            "wrong although their losses are right. The hooks on the way of the gradients are named. `ddpcheck "
+            "run` watches clip_grad_norm_, and whether the gradients are averaged after it."
+        ),
+        ignore="If each rank is to clip its own gradients, as some private or robust training does.",
         example="""\
 for p in model.parameters():
     p.register_hook(lambda g: g.clamp(-1, 1))   # right: clip_grad_norm_(model.parameters(), 1.0) after backward
@@ -203,6 +261,12 @@ for p in model.parameters():
             "Run one forward on the concatenated inputs, clone the buffer before it is used, or pass "
             "broadcast_buffers=False and synchronise buffers yourself."
         ),
+        detected=(
+            "Autograd or DDP raises in backward, and the same step without the wrapper does not. The version "
+            "counters of parameters and buffers show which of them was overwritten."
+        ),
+        ignore="Never. Backward has failed or has used wrong values.",
+        reports=("pytorch/pytorch#22095", "pytorch/pytorch#65907", "pytorch/pytorch#175024", "pytorch/pytorch#110363"),
         example="""\
 real, fake = ddp(a), ddp(b)              # the second call overwrites buffers that the first one saved
 (real - fake).mean().backward()          # right: real, fake = ddp(torch.cat([a, b])).chunk(2)
@@ -223,6 +287,11 @@ real, fake = ddp(a), ddp(b)              # the second call overwrites buffers th
             "Compare the loss of a batch with the mean of the losses of its two halves, term by term: the first that "
             "differs depends on more than its own samples. Return the terms of the loss as a dict, and check again."
         ),
+        detected=(
+            "The gradients differ from those of the single process by more than measured rounding, and no "
+            "explanation of DDP303 to DDP310, DDP514 and DDP516 fits."
+        ),
+        ignore="If you have explained the difference yourself. Report it otherwise: the pattern may deserve a rule.",
         example="""\
 weight = 1 / (1 + labels.unique().numel())   # depends on the whole batch; right: a constant
 loss = weight * cross_entropy(model(x), labels)

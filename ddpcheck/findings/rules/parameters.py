@@ -21,6 +21,21 @@ RULES = (
             "Use the parameter in the forward pass, remove it, or freeze it with requires_grad_(False) before "
             "wrapping; if it is used in some steps only, pass find_unused_parameters=True."
         ),
+        detected=(
+            "At the start of backward, the autograd engine is asked which parameters it will reach. For those "
+            "that it will not, the forward pass is run once more under a mode that records which parameters are "
+            "read; no operation reads this one."
+        ),
+        ignore=(
+            "Never, where it is an error. Under find_unused_parameters=True it is a warning: ignore it if the "
+            "parameter is trained in another phase."
+        ),
+        reports=(
+            "pytorch/pytorch#43259",
+            "open-mmlab/mmdetection#2117",
+            "Megvii-BaseDetection/YOLOX#885",
+            "pytorch/pytorch#112152",
+        ),
         example="""\
 class Net(nn.Module):
     def __init__(self):
@@ -45,6 +60,16 @@ class Net(nn.Module):
             "on DDP.)"
         ),
         fix="Add what it computes to the loss, stop computing it, or return it from forward detached and freeze it.",
+        detected=(
+            "The autograd engine does not reach the parameter from the loss, although an operation of the forward "
+            "pass reads it. The search goes from its last operation towards the loss, and finds no cut on the "
+            "way."
+        ),
+        ignore=(
+            "Under find_unused_parameters=True, if the output is left out of the loss on purpose; freeze the "
+            "parameters rather than ignoring the rule."
+        ),
+        reports=("pytorch/pytorch#57473",),
         example="""\
 def forward(self, x):
     return self.main(x), self.auxiliary(x)
@@ -72,6 +97,16 @@ def loss(model, batch):
             "Remove the cut at the place named in the finding (use a differentiable operation instead of argmax, "
             "round or .item()), or, if it is meant, freeze the parameters before it with requires_grad_(False)."
         ),
+        detected=(
+            "The autograd engine does not reach the parameter, and the recorded forward pass shows where its path "
+            "ends: detach(), no_grad, inference_mode, .data, .item(), an operation without derivative, or a "
+            "re-entrant checkpoint of which no input requires grad."
+        ),
+        ignore=(
+            "If the cut is meant and the parameters train elsewhere. It is better to freeze them with "
+            "requires_grad_(False), which DDP understands."
+        ),
+        reports=("pytorch/pytorch#43259",),
         example="""\
 def forward(self, x):
     h = self.encoder(x).detach()         # the encoder never learns
@@ -93,6 +128,16 @@ def forward(self, x):
             "Make the branch the same on every rank (decide it from the step or a shared seed, not from the rank or "
             "its data), add 0.0 * output.sum() of the branch not taken, or pass find_unused_parameters=True."
         ),
+        detected=(
+            "Each rank says before its first reduction which parameters backward will not reach. A parameter that "
+            "is missing on some ranks of a step and not on others is reported, so that the finding comes before "
+            "the hang."
+        ),
+        ignore=(
+            "Never without find_unused_parameters=True. With it, DDP handles such parameters, and ddpcheck does "
+            "not report them."
+        ),
+        reports=("lhotse-speech/lhotse#554",),
         example="""\
 def forward(self, x):
     if dist.get_rank() == 0:             # or: if x.mean() > 0, which differs with the shard
@@ -115,6 +160,12 @@ def forward(self, x):
             "Pass find_unused_parameters=True and no static_graph, or let the skipped part add 0.0 * output.sum() to "
             "the loss."
         ),
+        detected=(
+            "The parameters that backward reaches are compared from step to step. A parameter that is missing on "
+            "all ranks in some of the watched steps is reported, with these steps."
+        ),
+        ignore="Never without find_unused_parameters=True. With it, ddpcheck does not report them.",
+        reports=("Yuanhy1997/SeqDiffuSeq#25",),
         example="""\
 def forward(self, x):
     h = self.body(x)
@@ -135,6 +186,12 @@ def forward(self, x):
             "all parameters must be registered before wrapping, and none added or removed later.)"
         ),
         fix="Register it before wrapping: nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter.",
+        detected=(
+            "The leaves that receive a gradient in backward are compared with the parameters of the wrapped "
+            "module. A leaf that is none of them is looked up in the attributes of modules, in globals and in "
+            "closures, for a name."
+        ),
+        ignore="If you average its gradient yourself, or if it is an input whose gradient is only looked at.",
         example="""\
 self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides them from DDP
 # right: self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
@@ -154,6 +211,12 @@ self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides 
             "Find the factor that is zero (a mask, a weight, a dead ReLU, a clamp) and remove it; when it is there "
             "only to please DDP, ignore DDP107 for it."
         ),
+        detected=(
+            "The gradient is exactly zero on every rank in every step. The parameters are then moved a little and "
+            "the step is run again: a gradient that is zero by chance is gone. The operation in which it becomes "
+            "zero is named."
+        ),
+        ignore="If the factor of zero is there on purpose, for example 0.0 * output.sum() to satisfy DDP.",
         example="""\
 loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should learn: a weight that is not zero
 """,
@@ -172,6 +235,11 @@ loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should
             "Return the gradient for that input from backward of the Function that the finding names, or freeze the "
             "parameter."
         ),
+        detected=(
+            "Backward reaches the parameter, and no gradient arrives in .grad. The custom autograd Function that "
+            "returned None for it is found by its hooks."
+        ),
+        ignore="Never. Freeze the parameter if it needs no gradient.",
         example="""\
 class Scale(torch.autograd.Function):
     @staticmethod
@@ -196,6 +264,11 @@ class Scale(torch.autograd.Function):
             "find_unused_parameters; DDP itself warns about it once.)"
         ),
         fix="Remove find_unused_parameters=True; use ddpcheck to notice when it is needed again.",
+        detected=(
+            "find_unused_parameters=True is set, and backward reached every parameter in every step on every rank."
+        ),
+        ignore="If later phases of training leave parameters out, which the watched steps do not show.",
+        reports=("speechbrain/speechbrain#701",),
         example="""\
 DistributedDataParallel(model, find_unused_parameters=True)   # right here: DistributedDataParallel(model)
 """,
@@ -210,6 +283,11 @@ DistributedDataParallel(model, find_unused_parameters=True)   # right here: Dist
             "module with uninitialised parameters. (PyTorch docs, LazyModuleMixin: initialise with dry runs.)"
         ),
         fix="Run one forward pass with a batch of the right shape (under no_grad) on every rank before wrapping.",
+        detected=(
+            "The parameters of the module are looked at right before it is wrapped. A parameter whose shape is "
+            "not known yet is reported."
+        ),
+        ignore="Never. DDP refuses such a module.",
         example="""\
 model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
 DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) first
@@ -225,6 +303,11 @@ DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) firs
             "reduced. The parameter receives each rank's own gradient, and its copies drift apart without a word."
         ),
         fix="Take its name off the list, freeze it with requires_grad_(False), or reduce its gradient yourself.",
+        detected=(
+            "The list of names that the wrapper ignores is read from the module. A name on it is reported if its "
+            "parameter gets a gradient and the gradients differ between ranks."
+        ),
+        ignore="If you average its gradient yourself, or if each rank is to train its own.",
         example="""\
 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
 DistributedDataParallel(model)           # right: leave out names of parameters that train
@@ -242,6 +325,11 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
             "DistributedDataParallel, forward outputs.)"
         ),
         fix="Return a tensor, tuple, list, dict or dataclass of tensors from forward.",
+        detected=(
+            "ddpcheck looks for tensors in the output of forward in the way DDP does, and finds none, although "
+            "parameters contribute to the loss."
+        ),
+        ignore="Without find_unused_parameters and static_graph, DDP does not need the tensors.",
         example="""\
 class Output:                            # right: decorate it with @dataclass
     def __init__(self, logits):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+from ddpcheck.findings.rules.rule import ERROR, Rule
 
 RULES = (
     Rule(
@@ -17,6 +17,12 @@ RULES = (
             "DistributedDataParallel: the model must be the same on every rank.)"
         ),
         fix="Build the same module on every rank: take the rank, its data and its environment out of the constructor.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the names of parameters."
+        ),
+        ignore="Never. Ranks with other parameters cannot train one model.",
+        reports=("pytorch/pytorch#102438", "huggingface/accelerate#1481", "NJU-PCALab/STAR#44"),
         example="""\
 if dist.get_rank() == 0:
     model.probe = nn.Linear(8, 8)        # right: on every rank, or on none
@@ -36,6 +42,12 @@ if dist.get_rank() == 0:
             "Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or "
             "os.listdir()."
         ),
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the order of parameters that all ranks "
+            "have."
+        ),
+        ignore="Never. DDP pairs parameters by position.",
         example="""\
 for name in {"left", "right"}:           # the order of a set of strings differs between processes
     self.add_module(name, nn.Linear(8, 8))   # right: for name in ("left", "right")
@@ -55,6 +67,11 @@ for name in {"left", "right"}:           # the order of a set of strings differs
             "Give every rank the same size: compute it once (vocabulary, number of classes) and broadcast it, or "
             "configure it."
         ),
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the shapes of parameters by name."
+        ),
+        ignore="Never.",
         example="""\
 classes = len(set(local_labels))         # counts what this rank happens to see; right: a constant for all ranks
 self.head = nn.Linear(8, classes)
@@ -74,6 +91,11 @@ self.head = nn.Linear(8, classes)
             "Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local "
             "device."
         ),
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the dtypes of parameters by name."
+        ),
+        ignore="Never.",
         example="""\
 model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks
 """,
@@ -92,6 +114,11 @@ model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the sa
             "Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before "
             "wrapping."
         ),
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the strides of parameters by name."
+        ),
+        ignore="Never. DDP refuses it, or averages elements of different places.",
         example="""\
 if torch.cuda.is_available():            # true on some machines only
     model = model.to(memory_format=torch.channels_last)   # right: on every rank
@@ -108,6 +135,12 @@ if torch.cuda.is_available():            # true on some machines only
             "(PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)"
         ),
         fix="Freeze the same parameters on every rank, before wrapping.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare requires_grad by name. It is compared "
+            "again after a forward pass that may change it."
+        ),
+        ignore="Never. Freeze the same parameters on every rank.",
         example="""\
 model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on every rank
 """,
@@ -123,6 +156,12 @@ model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on
             "between ranks. (PyTorch docs, DistributedDataParallel, device_ids.)"
         ),
         fix="Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the kind of device of each parameter, "
+            "between ranks and within one."
+        ),
+        ignore="Never.",
         example="""\
 device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a word
 DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing
@@ -143,6 +182,12 @@ DistributedDataParallel(model.to(device))                 # right: raise where t
             "Let DDP synchronise at construction (init_sync=True), and load or change values before wrapping, on "
             "every rank."
         ),
+        detected=(
+            "Right after the wrapper was constructed, each rank fingerprints its parameters on their device, and "
+            "the fingerprints are compared. `ddpcheck run` also compares the start values of parameters whose "
+            "gradients a script averages by hand."
+        ),
+        ignore="If the ranks are to train different models on purpose.",
         example="""\
 torch.manual_seed(dist.get_rank())       # every rank starts from other weights
 model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sync at True
@@ -161,109 +206,14 @@ model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sy
             "Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, "
             "loading)."
         ),
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare which names share one tensor."
+        ),
+        ignore="Never.",
         example="""\
 if os.path.exists(checkpoint):           # true on one machine only
     model.head.weight = model.embedding.weight   # right: on every rank
-""",
-    ),
-    Rule(
-        code="DDP211",
-        name="buffer-set",
-        severity=ERROR,
-        summary="The module has other buffers on one rank than on another.",
-        why=(
-            "Buffers are broadcast by position. One buffer fewer on a rank aborts the process inside the backend, "
-            "without a Python traceback, or shifts all that follow. (PyTorch docs, DistributedDataParallel, "
-            "broadcast_buffers.)"
-        ),
-        fix="Register the same buffers on every rank, before wrapping.",
-        example="""\
-if dist.get_rank() == 0:
-    model.register_buffer("best", torch.zeros(()))   # right: on every rank, or a plain Python attribute
-""",
-    ),
-    Rule(
-        code="DDP212",
-        name="buffer-order",
-        severity=ERROR,
-        summary="The same buffers are registered in another order on one rank than on another.",
-        why=(
-            "Buffers are broadcast by position, not by name: rank 0's running mean overwrites another rank's running "
-            "variance, without a word where the shapes are equal."
-        ),
-        fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
-        example="""\
-for name in {"mean", "variance"}:        # right: for name in ("mean", "variance")
-    self.register_buffer(name, torch.zeros(8))
-""",
-    ),
-    Rule(
-        code="DDP213",
-        name="buffer-shape-or-dtype",
-        severity=ERROR,
-        summary="A buffer has another shape or dtype on one rank than on another.",
-        why=(
-            "DDP compares nothing about buffers. The broadcast copies bytes from rank 0: it aborts where sizes "
-            "differ, and reinterprets them where only the type does."
-        ),
-        fix="Give the buffer the same shape and dtype on every rank: pad it, or keep what is local out of the buffers.",
-        example="""\
-self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size that all ranks share
-""",
-    ),
-    Rule(
-        code="DDP214",
-        name="buffer-value",
-        severity=WARNING,
-        summary="A buffer has drifted: its value differs between ranks.",
-        why=(
-            "With broadcast_buffers=False nothing synchronises buffers, not even at construction, and each rank "
-            "evaluates another model; a checkpoint keeps rank 0's alone. With broadcast_buffers=True they are equal "
-            "only right after a synchronising forward begins. (PyTorch docs, DistributedDataParallel, "
-            "broadcast_buffers.)"
-        ),
-        fix=(
-            "Compute the buffer from what all ranks see (SyncBatchNorm, or an all_reduce of the statistics), or "
-            "synchronise it before evaluation and saving."
-        ),
-        example="""\
-model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-DistributedDataParallel(model, broadcast_buffers=False)
-# right: DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
-""",
-    ),
-    Rule(
-        code="DDP215",
-        name="buffer-overwritten",
-        severity=WARNING,
-        summary="What a rank computed into a buffer is discarded: the broadcast replaces it with rank 0's.",
-        why=(
-            "DDP broadcasts rank 0's buffers at the start of each synchronising forward. Statistics, counters and "
-            "queues that the other ranks gathered are lost; what is left describes rank 0's shard alone. (PyTorch "
-            "docs, DistributedDataParallel, broadcast_buffers.)"
-        ),
-        fix=(
-            "Reduce the buffer over all ranks yourself (SyncBatchNorm, all_reduce before the update), or accept that "
-            "it is a sample from rank 0 and ignore DDP215 for it."
-        ),
-        example="""\
-def forward(self, x):
-    self.seen += x.shape[0]              # right: count = torch.tensor(x.shape[0]); dist.all_reduce(count)
-    return self.body(x)
-""",
-    ),
-    Rule(
-        code="DDP216",
-        name="unregistered-state",
-        severity=WARNING,
-        summary="A tensor that is a plain attribute of a module, neither parameter nor buffer, differs between ranks.",
-        why=(
-            "DDP synchronises parameters and buffers. Any other tensor is built on each rank from its own random "
-            "numbers or data, stays different, and is missing from the state dict."
-        ),
-        fix="Register it with register_buffer before wrapping, or build it from the same seed on every rank.",
-        example="""\
-self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
 """,
     ),
     Rule(
@@ -277,6 +227,11 @@ self.projection = torch.randn(8, 8)      # right: self.register_buffer("projecti
             "broadcast_buffers that differs leaves a rank alone in a broadcast."
         ),
         fix="Pass the same options on every rank; take them from one configuration that all ranks read.",
+        detected=(
+            "The arguments with which DistributedDataParallel was constructed are written into the digest of each "
+            "rank, and compared before its first collective."
+        ),
+        ignore="Never. The options decide which collectives run.",
         example="""\
 DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
 """,
@@ -291,6 +246,12 @@ DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # 
             "rank, gives gradients of different models, and DDP averages them without a word."
         ),
         fix="Build the same structure on every rank, and call train() or eval() on every rank at the same places.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the classes of modules and their mode "
+            "(training or evaluating), by name. The mode is compared again in later steps."
+        ),
+        ignore="If the modules of the ranks are to compute different functions on purpose.",
         example="""\
 if dist.get_rank() == 0:
     evaluate(model)                      # calls model.eval() and does not go back; right: model.train() after it
@@ -308,6 +269,11 @@ if dist.get_rank() == 0:
             "updates.)"
         ),
         fix="Construct the optimizer from the same options and the same order of parameters on every rank.",
+        detected=(
+            "The class, the options and the parameter groups of the optimizer are compared between ranks, before "
+            "training and at the optimizer's steps."
+        ),
+        ignore="If an optimizer holds parameters that only one rank trains.",
         example="""\
 SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank
 """,

@@ -20,6 +20,9 @@ class Rule:
         summary: One sentence: what is the case.
         why: What DDP makes of it, and where that is documented.
         fix: What to do, as a command.
+        detected: What is compared or watched, and what makes a finding of it.
+        ignore: When it is no defect.
+        reports: Public threads on it, as OWNER/REPOSITORY#NUMBER.
         example: A few lines of code that break the rule, with a comment on what would not.
     """
 
@@ -29,4 +32,22 @@ class Rule:
     summary: str
     why: str
     fix: str
+    detected: str
+    ignore: str
+    reports: tuple[str, ...] = ()
     example: str = ""
+
+    def sections(self) -> tuple[tuple[str, str], ...]:
+        """The headings and texts that every output shows, in their order."""
+        return (
+            ("Why it matters", self.why),
+            ("What to do", self.fix),
+            ("How it is detected", self.detected),
+            ("When to ignore it", self.ignore),
+        )
+
+
+def address_of(report: str) -> str:
+    """The address of a public thread, OWNER/REPOSITORY#NUMBER."""
+    repository, _, number = report.partition("#")
+    return f"https://github.com/{repository}/issues/{number}"

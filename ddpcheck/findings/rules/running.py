@@ -15,6 +15,11 @@ RULES = (
             "such as 'Connection closed by peer' that name the wrong place; the first failure is the one to read."
         ),
         fix="Fix the exception shown; the ranks listed after it only fell with it.",
+        detected=(
+            "The exit of every rank is watched, and failures are ordered by time. The first exception that is no "
+            "consequence of another rank's failure is reported, with its traceback."
+        ),
+        ignore="Never.",
         example="""\
 def loss(model, batch):
     return cross_entropy(model(batch["x"]), batch["label"])   # KeyError; right: a key that the batch has
@@ -34,6 +39,12 @@ def loss(model, batch):
             "Compare the places and stacks of the ranks: bring the rank that is somewhere else into the same "
             "collective; where a rank is at work and only slow, give it more time (--timeout)."
         ),
+        detected=(
+            "No rank has failed, and some did not finish in time. Each rank's log of collectives and its Python "
+            "stack say where it stands; ranks that do not wait for others are named as the cause."
+        ),
+        ignore="If the rank is only slow: give it more time with --timeout or --check-timeout.",
+        reports=("Lightning-AI/pytorch-lightning#10947",),
         example="""\
 if dist.get_rank() == 0:
     dist.barrier()                       # right: outside the condition, on every rank
@@ -50,6 +61,13 @@ if dist.get_rank() == 0:
             "torch.distributed: collectives must be called in the same order on all ranks.)"
         ),
         fix="Call the same collectives in the same order with the same shapes and dtypes on every rank.",
+        detected=(
+            "Each rank logs its collectives before it makes them, with operation, shape, dtype and line. The logs "
+            "of each process group are lined up by number; the first place where they differ, or where the lines "
+            "part, is reported. `ddpcheck hang` does the same with Flight Recorder dumps."
+        ),
+        ignore="Never, where operations differ. Lines alone are reported only if a rank hangs because of them.",
+        reports=("alan-turing-institute/autocast#386",),
         example="""\
 if dist.get_rank() == 0:
     dist.all_reduce(metric)              # the others are in backward already; right: on every rank
@@ -70,6 +88,11 @@ loss.backward()
             "Read the signal and the last output: for SIGKILL use less memory or fewer ranks; for SIGABRT look for a "
             "mismatch (DDP2xx)."
         ),
+        detected=(
+            "The parent sees how the process of the rank ended: by which signal, or with which exit code, without "
+            "an exception in Python."
+        ),
+        ignore="Never.",
         example="""\
 os._exit(3)                              # right: raise an exception
 """,
@@ -85,6 +108,12 @@ os._exit(3)                              # right: raise an exception
             "DistributedDataParallel.join and DistributedSampler, drop_last.)"
         ),
         fix="Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join():` around the loop.",
+        detected=(
+            "Some ranks have no samples in a step in which others do, or the loaders of the ranks have different "
+            "numbers of batches, and the ranks hang or fail on it."
+        ),
+        ignore="Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.",
+        reports=("pytorch/pytorch#38174", "pytorch/pytorch#33148", "microsoft/PyMarlin#80"),
         example="""\
 files = all_files[rank::world_size]      # 5 files on rank 0, 4 on rank 1
 for file in files:                       # right: with ddp.join(): around the loop
@@ -103,6 +132,17 @@ for file in files:                       # right: with ddp.join(): around the lo
             "issue 109191). (PyTorch docs, DistributedDataParallel and torch.utils.checkpoint.)"
         ),
         fix="Use checkpoint(..., use_reentrant=False), call shared parts inside forward, or set static_graph=True.",
+        detected=(
+            "Hooks count how often the gradient of each parameter arrives in one backward pass. DDP's own "
+            "sentence, where it raises, gives the names."
+        ),
+        ignore="With static_graph=True, DDP handles a second arrival.",
+        reports=(
+            "huggingface/accelerate#389",
+            "microsoft/FocalNet#4",
+            "lucidrains/DALLE2-pytorch#225",
+            "pytorch/pytorch#109191",
+        ),
         example="""\
 h = checkpoint(self.block, x, use_reentrant=True)
 h = checkpoint(self.block, h, use_reentrant=True)   # right: use_reentrant=False in both
@@ -118,6 +158,11 @@ h = checkpoint(self.block, h, use_reentrant=True)   # right: use_reentrant=False
             "different things are added up."
         ),
         fix="Pack in one order on every rank: sort the names before flattening, and send missing entries as zeros.",
+        detected=(
+            "The step is repeated with the same samples on every rank. The numbers that ranks put into a "
+            "reduction are then the same, in another order."
+        ),
+        ignore="Never.",
         example="""\
 flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
 dist.all_reduce(flat)                    # right: for name in sorted(losses)

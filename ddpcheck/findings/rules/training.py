@@ -1,8 +1,8 @@
-"""DDP5xx: the training loop around the wrapper, and the data that it feeds."""
+"""DDP5xx: the training loop around the wrapper; `data` has those on its data."""
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+from ddpcheck.findings.rules.rule import ERROR, Rule
 
 RULES = (
     Rule(
@@ -17,6 +17,13 @@ RULES = (
             "call the wrapped module.)"
         ),
         fix="Call the wrapper, and not the module in it; move what uses parameters into the module's forward.",
+        detected=(
+            "The calls of the wrapper's forward are recorded. The loss depends on parameters of the wrapped "
+            "module, and the wrapper was not called for it. `ddpcheck run` also reports parameters that an "
+            "optimizer trains and no wrapper holds."
+        ),
+        ignore="If the gradients are averaged by other means, or if each rank is to train these parameters for itself.",
+        reports=("jingyaogong/minimind#853", "intel/e2eAIOK#198", "kohya-ss/sd-scripts#989"),
         example="""\
 output = ddp.module(x)                   # right: output = ddp(x)
 output.sum().backward()
@@ -37,6 +44,13 @@ output.sum().backward()
             "Put forward and backward of all micro-steps but the last inside `with ddp.no_sync():`, the last one "
             "outside."
         ),
+        detected=(
+            "Calls of no_sync, entering and leaving it, forward and backward passes and optimizer steps are "
+            "recorded in order. Reported are a step of which no backward pass was averaged, a step on what came "
+            "after the average, and a no_sync without effect (a warning)."
+        ),
+        ignore="In local SGD, where ranks step by themselves on purpose and average parameters now and then.",
+        reports=("huggingface/accelerate#1726", "NVlabs/stylegan2-ada-pytorch#233"),
         example="""\
 loss = ddp(x).sum()
 with ddp.no_sync():                      # no_sync takes effect in forward
@@ -56,6 +70,12 @@ with ddp.no_sync():                      # no_sync takes effect in forward
             "parameters after wrapping.)"
         ),
         fix="Finish the module first, wrap it last; wrap again after any such change.",
+        detected=(
+            "The parameters of the module are compared with those that the wrapper found when it was constructed: "
+            "identity, dtype, device, requires_grad."
+        ),
+        ignore="If a parameter is frozen after wrapping and find_unused_parameters=True is set.",
+        reports=("pytorch/pytorch#104336", "Lightning-AI/pytorch-lightning#17937"),
         example="""\
 ddp = DistributedDataParallel(model)
 model.head = nn.Linear(8, 3)             # right: replace the head first, then wrap
@@ -71,36 +91,15 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then w
             "the model does not move. (PyTorch docs, torch.optim: construct optimizers after moving the model.)"
         ),
         fix="Construct the optimizer after the module has its final parameters, device and dtype.",
+        detected=(
+            "The tensors that the optimizer holds are compared with the parameters of the modules. Parameters "
+            "that get gradients are reported if no optimizer holds them and they do not move."
+        ),
+        ignore="If parameters are moved by other code than an optimizer.",
         example="""\
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model.head = nn.Linear(8, 3)             # right: replace the head first, then make the optimizer
 """,
-    ),
-    Rule(
-        code="DDP505",
-        name="duplicate-data",
-        severity=ERROR,
-        summary="Ranks train on the same samples in the same step.",
-        why=(
-            "The average of equal gradients is the same gradient: W ranks do the work of one. Usually the loader has "
-            "no DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, DistributedSampler.)"
-        ),
-        fix="Give the loader a DistributedSampler, or split the data by rank and world size.",
-        example="""\
-def shard(batch, rank, world_size):
-    return batch[: len(batch) // world_size]   # right: return batch[rank::world_size]
-""",
-    ),
-    Rule(
-        code="DDP506",
-        name="sampler-epoch",
-        severity=WARNING,
-        summary="The sampler's epoch never changes, so every epoch sees the same order.",
-        why=(
-            "DistributedSampler shuffles from seed + epoch. Without set_epoch the epoch stays 0. (PyTorch docs, "
-            "DistributedSampler: call set_epoch before creating the iterator of each epoch.)"
-        ),
-        fix="Call sampler.set_epoch(epoch) at the start of every epoch, on every rank.",
     ),
     Rule(
         code="DDP507",
@@ -113,6 +112,15 @@ def shard(batch, rank, world_size):
             "all processes must make the same parameter updates.)"
         ),
         fix="Feed schedulers with values that all ranks share: all_reduce the metric first.",
+        detected=(
+            "`ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the "
+            "first step, and differ later."
+        ),
+        ignore="If ranks are to use different rates on purpose.",
+        example="""\
+schedule = ReduceLROnPlateau(optimizer)
+schedule.step(loss)                      # the loss of this rank's samples; right: all_reduce it first
+""",
     ),
     Rule(
         code="DDP508",
@@ -124,6 +132,11 @@ def shard(batch, rank, world_size):
             "averaged with another step of the others, silently, until the counts run out and the job hangs."
         ),
         fix="all_reduce the decision, so that every rank skips or none does.",
+        detected=(
+            "The numbers of backward passes and of optimizer steps between two averages are compared between ranks."
+        ),
+        ignore="If a rank skips a step on purpose and its parameters are synchronised afterwards.",
+        reports=("NVIDIA-NeMo/Automodel#2468", "ecmwf/WeatherGenerator#2718", "pytorch/pytorch#64636"),
         example="""\
 if torch.isfinite(loss):                 # right: all_reduce the decision first
     optimizer.step()
@@ -143,26 +156,15 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
             "Call forward once and backward once a step; add losses up before backward; use no_grad for forwards "
             "that do not train."
         ),
+        detected=(
+            "Forward and backward passes of the wrapper are recorded in order. A second backward pass without a "
+            "forward of its own comes after the one that ended the reduction."
+        ),
+        ignore="If the gradients of the second pass are only looked at, and no optimizer uses them.",
         example="""\
 one, other = ddp(a).mean(), ddp(b).mean()
 one.backward()
 other.backward()                         # right: (one + other).backward()
-""",
-    ),
-    Rule(
-        code="DDP510",
-        name="shared-augmentation-seed",
-        severity=WARNING,
-        summary="Ranks draw the same random numbers for augmentation or dropout.",
-        why=(
-            "One seed for all ranks gives each the same crops, flips, noise and dropout masks: less variety than the "
-            "size of the global batch suggests."
-        ),
-        fix="Seed model construction equally and data workers with seed + rank.",
-        example="""\
-def forward(self, x):
-    torch.manual_seed(0)                 # right: seed once, before the first step, with seed + rank
-    return self.head(self.dropout(x))
 """,
     ),
     Rule(
@@ -178,18 +180,12 @@ def forward(self, x):
             "Call train() and eval() on every rank at the same places; evaluate on all ranks, or go back to train() "
             "after it."
         ),
-    ),
-    Rule(
-        code="DDP512",
-        name="checkpoint-race",
-        severity=ERROR,
-        summary="Several ranks write the same checkpoint, or one reads it before it is complete.",
-        why=(
-            "Writers overwrite each other, and a reader finds half a file; without map_location every rank loads "
-            "onto rank 0's device. (PyTorch tutorial, 'Getting Started with Distributed Data Parallel', save and "
-            "load checkpoints.)"
-        ),
-        fix="Save on rank 0 only, barrier before others read, and load with map_location.",
+        detected="No check reports this code today: a mode that differs between ranks is reported as DDP222.",
+        ignore="See DDP222.",
+        example="""\
+if rank == 0:
+    model.eval()                         # right: on every rank, and back to model.train() after it
+""",
     ),
     Rule(
         code="DDP513",
@@ -202,6 +198,12 @@ def forward(self, x):
             "DistributedDataParallel, static_graph.)"
         ),
         fix="Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.",
+        detected=(
+            "static_graph=True is set, and the parameters that backward reaches differ between steps, or DDP says "
+            "that the graph has changed."
+        ),
+        ignore="Never. DDP relies on the first iteration.",
+        reports=("pytorch/pytorch#58111", "pytorch/pytorch#97030", "deepinsight/insightface#2288"),
     ),
     Rule(
         code="DDP514",
@@ -218,6 +220,16 @@ def forward(self, x):
             "Divide each micro-step's loss by the number of micro-steps of this accumulation; where they hold unequal "
             "numbers of tokens, divide sums over tokens by the number of tokens in all of them."
         ),
+        detected=(
+            "The backward passes of a step are counted, and the gradient is that number times the global batch's. "
+            "The wrapper and `ddpcheck run` also measure what weight each target of the cross entropy has in each "
+            "micro-batch."
+        ),
+        ignore=(
+            "If the learning rate was tuned with the sum, or if micro-batches are to have the same weight "
+            "whatever they hold."
+        ),
+        reports=("huggingface/transformers#34191", "huggingface/transformers#24725", "meta-pytorch/torchtune#1875"),
         example="""\
 for part in batch.split(4):
     loss(ddp, part).backward()           # right: (loss(ddp, part) / len(batch.split(4))).backward()
@@ -234,26 +246,16 @@ for part in batch.split(4):
             "after construction.)"
         ),
         fix="Make the change on every rank from the same data, or broadcast the parameters after it.",
+        detected=(
+            "Fingerprints of parameters are taken when the wrapper was constructed, and compared between ranks "
+            "before the first forward pass and in later steps."
+        ),
+        ignore="If the values are put back before the optimizer steps, as in sharpness-aware minimisation.",
         example="""\
 ddp = DistributedDataParallel(model)
 if dist.get_rank() == 0:
     model.load_state_dict(checkpoint)    # right: load before wrapping, or on every rank
 """,
-    ),
-    Rule(
-        code="DDP516",
-        name="rank-dependent-program-data",
-        severity=ERROR,
-        summary="Data that the program derives (label map, split, vocabulary, order) differs between ranks.",
-        why=(
-            "Class 3 on one rank is class 5 on another, or a validation sample on one is a training sample on the "
-            "next. Shapes agree, so nothing is raised. Sets, directory listings and unseeded shuffles are the usual "
-            "sources."
-        ),
-        fix=(
-            "Sort what comes from sets and directories, seed shuffles equally, or compute it on rank 0 and broadcast "
-            "it."
-        ),
     ),
     Rule(
         code="DDP517",
@@ -265,37 +267,15 @@ if dist.get_rank() == 0:
             "computed and reduced; the model trains on a part of the batch, or not at all."
         ),
         fix="Call zero_grad right after step, or right before the first micro-step, and nowhere else.",
+        detected=(
+            "Calls of zero_grad, backward passes and optimizer steps are recorded in order. Gradients that are "
+            "zeroed before a step has used them, again and again, are reported."
+        ),
+        ignore="If a step is skipped on purpose, and its gradients with it.",
         example="""\
 for part in parts:
     optimizer.zero_grad()                # right: once, before the loop
     loss(ddp, part).backward()
-""",
-    ),
-    Rule(
-        code="DDP518",
-        name="unreduced-metric",
-        severity=WARNING,
-        summary="A metric that is logged or decides something is the value of one rank's shard.",
-        why=(
-            "Rank 0's loss or accuracy describes 1/W of the data, and early stopping or best-model decisions made "
-            "from it differ between ranks. DDP reduces gradients and nothing else."
-        ),
-        fix="all_reduce sums and counts over the ranks, then divide.",
-    ),
-    Rule(
-        code="DDP519",
-        name="samples-left-out",
-        severity=WARNING,
-        summary="Samples of the global batch are on no rank.",
-        why=(
-            "What no shard holds is not trained on. A remainder that is cut off shrinks the batch by up to world size "
-            "- 1 samples; a split by fixed sizes loses the same samples in every step. (PyTorch docs, "
-            "DistributedSampler, drop_last.)"
-        ),
-        fix="Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.",
-        example="""\
-def shard(batch, rank, world_size):
-    return batch[5 * rank : 5 * rank + 5]   # of 12 samples two are left; right: return batch[rank::world_size]
 """,
     ),
 )

@@ -82,7 +82,7 @@ def assert_parity(
         rtol: Relative tolerance; together with `atol` it takes the place of the measured tolerances of
             `ddpcheck.check`. A gradient g is near enough to its reference r where
             norm(g - r) <= atol * sqrt(number of elements) + rtol * norm(r), with Frobenius norms, one parameter at a
-            time. Whatever passes `torch.testing.assert_close`, which asks |g - r| <= atol + rtol * |r| of every
+            time. Whatever passes `torch.testing.assert_close`, which asks `|g - r| <= atol + rtol * |r|` of every
             element, passes this (by the triangle inequality). Gradients are bit-identical between ranks all the same.
         atol: Absolute tolerance; `rtol` and `atol` are given together or not at all.
         select: Codes, prefixes or names of the rules to fail on; default: all. A comparison of which no rule is
@@ -160,7 +160,7 @@ def assert_same_on_all_ranks(
             values that differ travel from one rank to all.
         atol: Absolute tolerance; `rtol` and `atol` are given together or not at all. A value v is near enough to the
             value r of the rank that most ranks agree with (of equally many: with the lowest) where
-            |v - r| <= atol + rtol * |r|, element by element.
+            `|v - r| <= atol + rtol * |r|`, element by element.
         equal_nan: Whether a NaN equals a NaN.
         check_device: Whether the kind of device has to be the same; its index never has to.
         check_stride: Whether the strides of dense tensors have to be the same.

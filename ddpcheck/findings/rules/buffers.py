@@ -1,0 +1,149 @@
+"""DDP21x: buffers and other state of modules, which have to be the same on every rank."""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP211",
+        name="buffer-set",
+        severity=ERROR,
+        summary="The module has other buffers on one rank than on another.",
+        why=(
+            "Buffers are broadcast by position. One buffer fewer on a rank aborts the process inside the backend, "
+            "without a Python traceback, or shifts all that follow. (PyTorch docs, DistributedDataParallel, "
+            "broadcast_buffers.)"
+        ),
+        fix="Register the same buffers on every rank, before wrapping.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the buffers: their names."
+        ),
+        ignore="If broadcast_buffers=False and the buffer is local on purpose; make it a plain attribute then.",
+        example="""\
+if dist.get_rank() == 0:
+    model.register_buffer("best", torch.zeros(()))   # right: on every rank, or a plain Python attribute
+""",
+    ),
+    Rule(
+        code="DDP212",
+        name="buffer-order",
+        severity=ERROR,
+        summary="The same buffers are registered in another order on one rank than on another.",
+        why=(
+            "Buffers are broadcast by position, not by name: rank 0's running mean overwrites another rank's running "
+            "variance, without a word where the shapes are equal."
+        ),
+        fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the buffers: the order of those that all "
+            "ranks have."
+        ),
+        ignore="Never. Buffers are broadcast by position.",
+        example="""\
+for name in {"mean", "variance"}:        # right: for name in ("mean", "variance")
+    self.register_buffer(name, torch.zeros(8))
+""",
+    ),
+    Rule(
+        code="DDP213",
+        name="buffer-shape-or-dtype",
+        severity=ERROR,
+        summary="A buffer has another shape or dtype on one rank than on another.",
+        why=(
+            "DDP compares nothing about buffers. The broadcast copies bytes from rank 0: it aborts where sizes "
+            "differ, and reinterprets them where only the type does."
+        ),
+        fix="Give the buffer the same shape and dtype on every rank: pad it, or keep what is local out of the buffers.",
+        detected=(
+            "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
+            "the digests differ, the ranks exchange details and compare the buffers: shapes and dtypes by name."
+        ),
+        ignore="Never while buffers are broadcast.",
+        example="""\
+self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size that all ranks share
+""",
+    ),
+    Rule(
+        code="DDP214",
+        name="buffer-value",
+        severity=WARNING,
+        summary="A buffer has drifted: its value differs between ranks.",
+        why=(
+            "With broadcast_buffers=False nothing synchronises buffers, not even at construction, and each rank "
+            "evaluates another model; a checkpoint keeps rank 0's alone. With broadcast_buffers=True they are equal "
+            "only right after a synchronising forward begins. (PyTorch docs, DistributedDataParallel, "
+            "broadcast_buffers.)"
+        ),
+        fix=(
+            "Compute the buffer from what all ranks see (SyncBatchNorm, or an all_reduce of the statistics), or "
+            "synchronise it before evaluation and saving."
+        ),
+        detected=(
+            "Fingerprints of buffers are compared between ranks after wrapping and after each compared step, "
+            "where the wrapper does not broadcast them. `ddpcheck run` also compares the buffers of a criterion "
+            "outside of the wrapper."
+        ),
+        ignore=(
+            "If each rank is to keep statistics of its own samples, as plain BatchNorm does with "
+            "broadcast_buffers=False."
+        ),
+        reports=("pytorch/pytorch#13711", "open-mmlab/mmdetection#4582", "open-mmlab/mmpose#998"),
+        example="""\
+model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+DistributedDataParallel(model, broadcast_buffers=False)
+# right: DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+""",
+    ),
+    Rule(
+        code="DDP215",
+        name="buffer-overwritten",
+        severity=WARNING,
+        summary="What a rank computed into a buffer is discarded: the broadcast replaces it with rank 0's.",
+        why=(
+            "DDP broadcasts rank 0's buffers at the start of each synchronising forward. Statistics, counters and "
+            "queues that the other ranks gathered are lost; what is left describes rank 0's shard alone. (PyTorch "
+            "docs, DistributedDataParallel, broadcast_buffers.)"
+        ),
+        fix=(
+            "Reduce the buffer over all ranks yourself (SyncBatchNorm, all_reduce before the update), or accept that "
+            "it is a sample from rank 0 and ignore DDP215 for it."
+        ),
+        detected=(
+            "Fingerprints of buffers differ between ranks after a step, and the wrapper broadcasts rank 0's "
+            "before the next forward."
+        ),
+        ignore=(
+            "If rank 0's samples are representative enough, as most people accept for the running statistics of "
+            "BatchNorm."
+        ),
+        reports=("huggingface/pytorch-image-models#110", "facebookresearch/moco#41"),
+        example="""\
+def forward(self, x):
+    self.seen += x.shape[0]              # right: count = torch.tensor(x.shape[0]); dist.all_reduce(count)
+    return self.body(x)
+""",
+    ),
+    Rule(
+        code="DDP216",
+        name="unregistered-state",
+        severity=WARNING,
+        summary="A tensor that is a plain attribute of a module, neither parameter nor buffer, differs between ranks.",
+        why=(
+            "DDP synchronises parameters and buffers. Any other tensor is built on each rank from its own random "
+            "numbers or data, stays different, and is missing from the state dict."
+        ),
+        fix="Register it with register_buffer before wrapping, or build it from the same seed on every rank.",
+        detected=(
+            "Tensors that modules hold as plain attributes are found and fingerprinted on every rank, before the "
+            "first step and after each. They are reported if gradients are not those of the global batch, or if "
+            "they come to differ during training."
+        ),
+        ignore="If the tensor is a cache of the rank's own samples, or is meant to differ.",
+        example="""\
+self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
+""",
+    ),
+)

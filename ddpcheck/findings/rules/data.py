@@ -1,0 +1,166 @@
+"""DDP5xx on data: samples, seeds, files and what a program derives and measures."""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP505",
+        name="duplicate-data",
+        severity=ERROR,
+        summary="Ranks train on the same samples in the same step.",
+        why=(
+            "The average of equal gradients is the same gradient: W ranks do the work of one. Usually the loader has "
+            "no DistributedSampler, or the sampler was given fixed ranks. (PyTorch docs, DistributedSampler.)"
+        ),
+        fix="Give the loader a DistributedSampler, or split the data by rank and world size.",
+        detected=(
+            "The samples that each rank gets in a step are compared by fingerprints: those of a recipe's shards, "
+            "of a data loader with the indices of its sampler, and of the inputs of forward."
+        ),
+        ignore=(
+            "If all ranks are to see the same samples, for example with other augmentation or in a part of the loss."
+        ),
+        reports=("PatrickHua/SimSiam#16", "Lightning-AI/pytorch-lightning#7813", "coqui-ai/Trainer#144"),
+        example="""\
+def shard(batch, rank, world_size):
+    return batch[: len(batch) // world_size]   # right: return batch[rank::world_size]
+""",
+    ),
+    Rule(
+        code="DDP506",
+        name="sampler-epoch",
+        severity=WARNING,
+        summary="The sampler's epoch never changes, so every epoch sees the same order.",
+        why=(
+            "DistributedSampler shuffles from seed + epoch. Without set_epoch the epoch stays 0. (PyTorch docs, "
+            "DistributedSampler: call set_epoch before creating the iterator of each epoch.)"
+        ),
+        fix="Call sampler.set_epoch(epoch) at the start of every epoch, on every rank.",
+        detected=(
+            "`ddpcheck run` records the order of indices that each sampler gives. A sampler that shuffles and "
+            "gives the same order in each epoch is reported."
+        ),
+        ignore="If one order is meant, for example to compare two runs.",
+        reports=("pytorch/pytorch#31771", "kan-bayashi/ParallelWaveGAN#177", "lucidrains/DALLE-pytorch#230"),
+        example="""\
+for epoch in range(epochs):
+    for x in loader:                     # right: loader.sampler.set_epoch(epoch) before this loop
+        step(x)
+""",
+    ),
+    Rule(
+        code="DDP510",
+        name="shared-augmentation-seed",
+        severity=WARNING,
+        summary="Ranks draw the same random numbers for augmentation or dropout.",
+        why=(
+            "One seed for all ranks gives each the same crops, flips, noise and dropout masks: less variety than the "
+            "size of the global batch suggests."
+        ),
+        fix="Seed model construction equally and data workers with seed + rank.",
+        detected=(
+            "The random numbers that each rank draws for its samples are fingerprinted: in the process, in the "
+            "forward pass of a recipe, and in the workers of a data loader. Batches with other samples and the "
+            "same numbers are reported."
+        ),
+        ignore="If less variety is accepted, or if the same noise is meant on every rank.",
+        reports=("huggingface/transformers#37932", "huggingface/pytorch-image-models#1519"),
+        example="""\
+def forward(self, x):
+    torch.manual_seed(0)                 # right: seed once, before the first step, with seed + rank
+    return self.head(self.dropout(x))
+""",
+    ),
+    Rule(
+        code="DDP512",
+        name="checkpoint-race",
+        severity=ERROR,
+        summary="Several ranks write the same checkpoint, or one reads it before it is complete.",
+        why=(
+            "Writers overwrite each other, and a reader finds half a file; without map_location every rank loads "
+            "onto rank 0's device. (PyTorch tutorial, 'Getting Started with Distributed Data Parallel', save and "
+            "load checkpoints.)"
+        ),
+        fix="Save on rank 0 only, barrier before others read, and load with map_location.",
+        detected=(
+            "`ddpcheck run` records which rank writes and reads which file, and the collectives between. Two uses "
+            "by different ranks, of which one writes, are reported if no collective of all ranks is between them, "
+            "whatever the clock said in this run."
+        ),
+        ignore=(
+            "If something else than a collective keeps the two apart, such as a flag on disk, or if each machine "
+            "has a disk of its own."
+        ),
+        reports=("NVIDIA/apex#886", "karpathy/nanochat#336"),
+        example="""\
+torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, and dist.barrier() after it
+""",
+    ),
+    Rule(
+        code="DDP516",
+        name="rank-dependent-program-data",
+        severity=ERROR,
+        summary="Data that the program derives (label map, split, vocabulary, order) differs between ranks.",
+        why=(
+            "Class 3 on one rank is class 5 on another, or a validation sample on one is a training sample on the "
+            "next. Shapes agree, so nothing is raised. Sets, directory listings and unseeded shuffles are the usual "
+            "sources."
+        ),
+        fix=(
+            "Sort what comes from sets and directories, seed shuffles equally, or compute it on rank 0 and broadcast "
+            "it."
+        ),
+        detected=(
+            "Ranks whose gradients are not those of their shards are asked for the plain values that the program "
+            "holds; those that differ are reported. `ddpcheck run` compares dictionaries with the same keys and "
+            "values, and the random splits of datasets."
+        ),
+        ignore="If ranks are to hold other data on purpose, for example a table of each rank's neighbours.",
+        example="""\
+labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
+""",
+    ),
+    Rule(
+        code="DDP518",
+        name="unreduced-metric",
+        severity=WARNING,
+        summary="A metric that is logged or decides something is the value of one rank's shard.",
+        why=(
+            "Rank 0's loss or accuracy describes 1/W of the data, and early stopping or best-model decisions made "
+            "from it differ between ranks. DDP reduces gradients and nothing else."
+        ),
+        fix="all_reduce sums and counts over the ranks, then divide.",
+        detected=(
+            "`ddpcheck run` records the values that a learning rate schedule is given. Values that differ between "
+            "ranks are reported. Metrics that are only logged, or decide something else, are not seen."
+        ),
+        ignore="If the schedule is to follow one rank on purpose, and its result is broadcast.",
+        reports=("Lightning-AI/pytorch-lightning#379", "karpathy/llm.c#551"),
+        example="""\
+schedule.step(evaluate(ddp, local_data))  # right: all_reduce the sum and the count, then divide
+""",
+    ),
+    Rule(
+        code="DDP519",
+        name="samples-left-out",
+        severity=WARNING,
+        summary="Samples of the global batch are on no rank.",
+        why=(
+            "What no shard holds is not trained on. A remainder that is cut off shrinks the batch by up to world size "
+            "- 1 samples; a split by fixed sizes loses the same samples in every step. (PyTorch docs, "
+            "DistributedSampler, drop_last.)"
+        ),
+        fix="Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.",
+        detected=(
+            "The samples of all shards, or the indices that all samplers give, are compared with the batch or the "
+            "dataset. A remainder of less than one batch of each rank is not reported for a loader."
+        ),
+        ignore="If samples are held out on purpose.",
+        example="""\
+def shard(batch, rank, world_size):
+    return batch[5 * rank : 5 * rank + 5]   # of 12 samples two are left; right: return batch[rank::world_size]
+""",
+    ),
+)

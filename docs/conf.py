@@ -1,0 +1,77 @@
+"""How Sphinx builds the documentation: `make docs`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+import ddpcheck
+
+project = "ddpcheck"
+author = "The ddpcheck authors"
+copyright = author
+version = release = ddpcheck.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+exclude_patterns = ["build"]
+nitpicky = False
+suppress_warnings = ["misc.highlighting_failure"]  # what a program prints is no code
+
+# Docstrings are Google style and mark code by single backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_preserve_defaults = True
+add_module_names = False
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = f"ddpcheck {version}"
+html_static_path = ["_static"]
+html_css_files = ["ddpcheck.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+# Links to files outside of docs/ work on GitHub. Here a file is offered as it is, and a folder or a page of the
+# repository is named.
+_OUTSIDE = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>\.\./[^)#]+)\)")
+
+
+def name_what_is_outside(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace links to folders and to pages outside of docs/ by their names."""
+    folder = (Path(app.srcdir) / page).parent
+
+    def named(match: re.Match[str]) -> str:
+        path = (folder / match["path"]).resolve()
+        inside = path.is_relative_to(app.srcdir)
+        return match["text"] if not inside and (path.is_dir() or path.suffix == ".md") else match.group(0)
+
+    source[0] = _OUTSIDE.sub(named, source[0])
+
+
+def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the pages of rules below their list, and pages that no list names into the guides."""
+    if page == "rules":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nrules/*\n```\n"
+    if page == "index":
+        named = {*source[0].split(), "index"}
+        others = sorted(path.stem for path in Path(app.srcdir).glob("*.md") if path.stem not in named)
+        source[0] = source[0].replace("\nformats\n", "\n".join(["\nformats", *others, ""]))
+
+
+def scroll_wide_tables(app: Sphinx, page: nodes.document) -> None:
+    """Mark tables, so that the style sheet lets wide ones scroll on a phone."""
+    for table in page.findall(nodes.table):
+        table["classes"].append("scrolls")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above."""
+    app.connect("source-read", name_what_is_outside)
+    app.connect("source-read", list_pages)
+    app.connect("doctree-read", scroll_wide_tables)

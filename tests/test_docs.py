@@ -1,0 +1,226 @@
+"""The documentation holds to the program: its snippets run or are of examples, commands exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import re
+import shlex
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import ddpcheck
+from ddpcheck import cli
+from ddpcheck.cli.arguments import make_parser
+from ddpcheck.monitor.script.reporting.check_options import add_check_options
+from tests.faultsuite.table import endings
+from tests.readme import DOCS, README, ROOT, pages
+
+PAGES = [page for page in pages() if page.parent.name != "rules"]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+BLOCK = re.compile(r"(?:<!-- from: (?P<origin>\S+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+EXTERNAL = ("torchrun", "mpirun", "srun", "pip", "pytest", "make", "python", "ddpcheck", "for", "done")
+
+
+def snippets(page: Path, language: str) -> list[tuple[str, str]]:
+    """The code of the blocks in `language`, each with the file that it is from, or an empty string."""
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [(match["code"], match["origin"] or "") for match in found if match["language"] == language]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_is_python_and_what_is_from_a_file_is_in_it(page: Path) -> None:
+    for code, origin in snippets(page, "python"):
+        if origin:
+            assert code.strip("\n") in (ROOT / origin).read_text(encoding="utf-8"), f"{origin} does not have: {code}"
+        else:
+            ast.parse(textwrap.dedent(code))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_uses_what_ddpcheck_has(page: Path) -> None:
+    for code, origin in snippets(page, "python"):
+        for node in ast.walk(ast.parse("" if origin else textwrap.dedent(code))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ddpcheck":
+                assert hasattr(ddpcheck, node.attr), ast.unparse(node)
+            if isinstance(node, ast.ImportFrom) and node.module == "ddpcheck":
+                assert all(hasattr(ddpcheck, alias.name) for alias in node.names), ast.unparse(node)
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).removeprefix("ddpcheck.")
+                _has_keywords(node, getattr(ddpcheck, name, None) if name in ddpcheck.__all__ else None)
+
+
+def _has_keywords(call: ast.Call, function: object) -> None:
+    if not callable(function):
+        return
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    assert {keyword.arg for keyword in call.keywords} <= {*parameters}, ast.unparse(call)
+
+
+PROJECT = """
+import torch
+def Net():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+def load_samples(step, count):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(count, 3, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+"""
+
+
+@pytest.mark.parametrize("page", ["start.md", "report.md"])
+def test_the_first_recipe_is_checked(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_project.py").write_text(PROJECT)
+    (code,) = (code for code, _ in snippets(DOCS / page, "python") if code.startswith("# check_my_model.py"))
+    (tmp_path / "check_my_model.py").write_text(code)
+    assert cli.main(["report", str(tmp_path / "check_my_model.py")]) == 0
+    assert "clean: 6 checks passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for code, _ in snippets(page, "sh"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            assert words[0] in EXTERNAL, line
+            if words[0] == "make":
+                assert set(words[1:]) <= targets, line
+            if words[0] == "ddpcheck":
+                _is_a_command(words[1:], line)
+
+
+def _is_a_command(words: list[str], line: str) -> None:
+    """That the command has these options; what follows the script of `ddpcheck run` is the script's own."""
+    from torch.distributed.run import get_args_parser
+
+    parser = make_parser()
+    if words[0] == "run":
+        parser = get_args_parser()
+        add_check_options(parser)
+        words = words[1:]
+    try:
+        parser.parse_args(words)
+    except SystemExit:
+        pytest.fail(line)
+
+
+@pytest.mark.parametrize("page", pages(), ids=[page.relative_to(ROOT).as_posix() for page in pages()])
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http", "mailto")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_every_picture_is_shown_and_says_what_it_shows() -> None:
+    shown = {
+        (page.parent / path).resolve(): text
+        for page in pages()
+        for text, path in re.findall(r"!\[(.*?)\]\((.*?)\)", page.read_text(encoding="utf-8"))
+    }
+    assert set(shown) == {*DOCS.rglob("*.svg")}
+    assert all(len(text.split()) > 8 for text in shown.values())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of headings, as GitHub and MyST make them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    told = set(re.findall(r"^\.\. auto\w+:: (\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert told == set(ddpcheck.__all__) - {"__version__"}
+
+
+def test_the_comparison_is_that_of_the_pages_that_it_counts() -> None:
+    page = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    assert endings((DOCS / "faults.md").read_text(encoding="utf-8")) in page
+    table = re.search(r"<!-- comparison -->.*?<!-- end -->", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert table and table.group(0) in page
+    rows = re.findall(r"^\| \[\w+\].*? \| (nothing: \w+|after)", (DOCS / "scripts.md").read_text("utf-8"), re.MULTILINE)
+    counts = Counter(rows)
+    silent, waiting = counts["nothing: exit"], counts["nothing: it"]
+    words = (
+        f"lists {len(rows)} scripts .* {silent} ended with exit code 0 .* {waiting} waited .* {counts['after']} raised"
+    )
+    assert re.search(words.replace(" ", r"\s"), page, re.DOTALL), words
+
+
+SYMPTOM = re.compile(r"^### (?P<title>[^\n]*)\n(?P<text>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+SYMPTOMS = [match.groups() for match in SYMPTOM.finditer((DOCS / "troubleshooting.md").read_text(encoding="utf-8"))]
+# How a silent end, or one that waits, is recorded on the pages of faults and scripts.
+ENDINGS = ("silent", "**hangs**", "nothing: exit code 0", "nothing: it waits")
+# Messages that come after a timeout, from nccl or from torchrun, or as a warning: those pages do not record them.
+NOT_RECORDED = (
+    "Watchdog caught",
+    "Timed out waiting",
+    "Signal 9",
+    "find_unused_parameters=True was",
+    "Your training graph",
+)
+
+
+@pytest.mark.parametrize(("title", "text"), SYMPTOMS, ids=[title for title, _ in SYMPTOMS])
+def test_a_symptom_is_that_of_faults_and_leads_to_their_rules(title: str, text: str) -> None:
+    """What plain DDP said of each fault is recorded; that ddpcheck names its rule is held by the tests of the fault."""
+    assert "```sh\nddpcheck " in text
+    shown = re.search(r"<!-- shown by: (.*?) -->", text)
+    if not shown:
+        assert re.search(r"DDP60[13]|SyncBatchNorm", text)
+        return
+    message = title.strip('"') if title.startswith('"') else ""
+    for fault in shown[1].split(", "):
+        name, code = fault.split()
+        said, expected = recorded()[name]
+        assert code == expected and (code in text or code == "DDP401"), fault
+        if message and not message.startswith(NOT_RECORDED):
+            assert message[:60] in said.replace("\\", ""), (fault, said)
+        elif not message:
+            assert "Connection closed" in said or "Expected to have finished" in said or said.startswith(ENDINGS), said
+
+
+@functools.cache
+def recorded() -> dict[str, tuple[str, str]]:
+    """What plain DDP or torchrun said of each fault and script, and the rule that ddpcheck names."""
+    rows = re.findall(
+        r"^\| \[.*?\]\(\.\./examples/(?:faults/)?(\S+?)\.py\) \| (.*?) \| \*\*(DDP\d{3})\*\*",
+        "\n".join((DOCS / page).read_text(encoding="utf-8") for page in ("faults.md", "scripts.md")),
+        re.MULTILINE,
+    )
+    return {name: (said.rpartition(" | ")[2], code) for name, said, code in rows}
+
+
+def test_messages_are_those_of_the_installed_torch() -> None:
+    torch = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
+    texts = [path.read_bytes() for path in (torch / "lib").glob("libtorch_cpu*")]
+    texts += [
+        (torch / name).read_bytes()
+        for name in ("nn/parallel/distributed.py", "nn/modules/batchnorm.py", "distributed/rendezvous.py")
+    ]
+    texts += [(torch / "distributed/elastic/multiprocessing/errors/__init__.py").read_bytes()]
+    for title, _ in SYMPTOMS:
+        if title.startswith('"') and "Watchdog" not in title:  # of nccl, which the build for CPUs lacks
+            words = re.split(r"1800000|RANK|9 \(SIGKILL\)", title.strip('"'))
+            assert any(words[0].strip().encode() in text for text in texts), title
+
+
+def test_the_symptoms_that_people_search_for_are_there() -> None:
+    titles = " ".join(title for title, _ in SYMPTOMS)
+    assert len(SYMPTOMS) >= 15
+    for words in ("finished reduction", "ready only once", "closed by peer", "op.preamble", "Watchdog", "one GPU"):
+        assert words in titles
