@@ -152,6 +152,7 @@ def test_options_reach_the_check(stub_check) -> None:
         "preload": ("json", "csv.x"),
         "select": ("DDP1", "hang"),
         "ignore": ("DDP107", "DDP109"),
+        "suppress": (),
         "hosts": None,
     }
 

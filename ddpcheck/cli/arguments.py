@@ -66,6 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     how = report.add_argument_group("what comes of it")
     _add_fail_on(how)
+    how.add_argument(
+        "--baseline",
+        metavar="REPORT.json",
+        help="an earlier report, saved as JSON: its findings are shown as known, and only new ones count",
+    )
     _add_output(how)
     how.add_argument(
         "--repro",

@@ -47,10 +47,19 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _finding(finding)
     if len(findings) > MOST_FINDINGS:
         yield f"\nAnd {counted(len(findings) - MOST_FINDINGS, 'more finding')}, in the JSON report."
+    if report.accepted:
+        yield "\n### found, and not counted\n"
+    for one in report.accepted[:MOST_FINDINGS]:
+        how = "known" if one.by == "baseline" else "suppressed"
+        subjects = f" {', '.join(map(_code, one.finding.subjects[:12]))}" if one.finding.subjects else ""
+        yield f"- {one.finding.code}{subjects}: {how}, {_escaped(one.reason)}"
     if report.checks:
         yield "\n| check | | |\n|---|---|---|"
         for check in report.checks:
             yield f"| {_escaped(check.name)} | {_MARKS[check.status]} {check.status} | {_escaped(check.detail)} |"
+    notes = report.world.get("notes") or ()
+    for note in [notes] if isinstance(notes, str) else notes:
+        yield f"\nNote: {_escaped(note)}"
     versions = [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
     tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
     yield f"\n{_escaped(', '.join((tool, *versions)))}"

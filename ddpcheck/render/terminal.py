@@ -40,7 +40,7 @@ class TerminalRenderer(TextRenderer):
     def render(self, report: Report) -> str:
         """The report as text."""
         report = limited(report)
-        sections = (self.header, self._checks, self._findings, self._parity, self.notes, self.error)
+        sections = (self.header, self._checks, self._findings, self._accepted, self._parity, self.notes, self.error)
         return self.printed([section(report) for section in sections], self._verdict(report))
 
     def _checks(self, report: Report) -> Iterable[RenderableType]:
@@ -88,6 +88,21 @@ class TerminalRenderer(TextRenderer):
             yield indented(styled((f"and {counted(len(finding.evidence) - MOST_EVIDENCE, 'more line')}", "dim")), 4)
         if finding.what_to_do:
             yield indented(labelled("fix: ", finding.what_to_do))
+
+    def _accepted(self, report: Report) -> Iterable[RenderableType]:
+        """What was found and does not count, each with the reason."""
+        if not report.accepted:
+            return
+        yield styled(("found, and not counted", "bold"))
+        for one in report.accepted[:MOST_FINDINGS]:
+            rule = RULES.get(one.finding.code)
+            name = f" {rule.name}" if rule else ""
+            subjects = f"  {_listed(one.finding.subjects, MOST_SUBJECTS)}" if one.finding.subjects else ""
+            yield indented(styled((one.finding.code + name, "dim"), f"  {one.finding.severity.value}{subjects}"))
+            why = "known: " if one.by == "baseline" else "suppressed: "
+            yield indented(labelled(why, one.reason), 4)
+        if len(report.accepted) > MOST_FINDINGS:
+            yield indented(styled(f"and {len(report.accepted) - MOST_FINDINGS} more: see the JSON report"))
 
     def _parity(self, report: Report) -> Iterable[RenderableType]:
         worst: dict[str, ParityEntry] = {}
