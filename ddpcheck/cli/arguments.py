@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from ddpcheck import __version__
+from ddpcheck.cli.diff import run_diff
 from ddpcheck.cli.graph import run_graph
 from ddpcheck.cli.hang import run_hang
 from ddpcheck.cli.launched import on_launched_ranks
@@ -20,7 +21,7 @@ from ddpcheck.cli.report import run_report
 from ddpcheck.cli.rules import run_explain, run_rules
 from ddpcheck.cli.run import run_script
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE
-from ddpcheck.render import FORMATS
+from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
 
 EPILOG = """\
 exit codes: 0 no findings; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
@@ -113,6 +114,12 @@ def make_parser() -> argparse.ArgumentParser:
     listing = command("rules", run_rules, "list all rules")
     listing.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
 
+    diff = command("diff", run_diff, "say what is new, fixed and remaining between two saved reports")
+    diff.add_argument("old", metavar="OLD.json", help="a report that was saved as JSON, or - for standard input")
+    diff.add_argument("new", metavar="NEW.json", help="a later one of the same target")
+    _add_fail_on(diff)
+    _add_output(diff, DIFFERENCE_FORMATS)
+
     render = command("render", run_render, "show a report that was saved as JSON")
     render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
     _add_output(render)
@@ -148,9 +155,9 @@ def _add_fail_on(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
 
 
-def _add_output(parser: argparse._ActionsContainer) -> None:
+def _add_output(parser: argparse._ActionsContainer, formats: Iterable[str] = FORMATS) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to standard output")
-    names = ", ".join(FORMATS)
+    names = ", ".join(formats)
     parser.add_argument("--format", metavar="NAME", help=f"{names} (default: by the extension of FILE, else text)")
 
 

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Self, TextIO
 
+from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.render import FORMATS, Format, Medium, renderer_for
@@ -69,7 +70,7 @@ class ReportOutput(OutputFile):
             arguments.format, path=self._path, medium=medium, formats=formats, default=default
         )
 
-    def show(self, report: Report | Matrix) -> None:
+    def show(self, report: Report | Matrix | ReportDifference) -> None:
         text = self._renderer.render(report)
         if self._path is None:
             if self._to_stderr:
