@@ -20,6 +20,7 @@ from ddpcheck.cli.render import run_render
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.rules import run_explain, run_rules
 from ddpcheck.cli.run import run_script
+from ddpcheck.cli.schema import run_schema
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
 
@@ -119,6 +120,11 @@ def make_parser() -> argparse.ArgumentParser:
     diff.add_argument("new", metavar="NEW.json", help="a later one of the same target")
     _add_fail_on(diff)
     _add_output(diff, DIFFERENCE_FORMATS)
+
+    schema = command("schema", run_schema, "print the JSON Schema of what ddpcheck saves")
+    schema.add_argument(
+        "document", metavar="DOCUMENT", nargs="?", default="report", help="report, matrix or difference"
+    )
 
     render = command("render", run_render, "show a report that was saved as JSON")
     render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")

@@ -201,11 +201,11 @@ class Report(Document):
         checks: In the order in which they ran.
         findings: Sorted, worst first.
         ignored: The codes of findings that are not shown, since their rules are ignored or not selected; sorted.
-        accepted: Findings that do not count: suppressed with a reason, or known from a baseline.
         parity: Sorted by step, reference and parameter.
         timing: Seconds by phase.
         error: Set when the checks could not be finished.
         tool: Name and version of the tool that wrote the report.
+        accepted: Findings that do not count: suppressed with a reason, or known from a baseline.
     """
 
     target: str
@@ -214,11 +214,11 @@ class Report(Document):
     checks: tuple[CheckResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     ignored: tuple[str, ...] = added(())
-    accepted: tuple[AcceptedFinding, ...] = added(())
     parity: tuple[ParityEntry, ...] = ()
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
     tool: Mapping[str, str] = field(default_factory=dict)
+    accepted: tuple[AcceptedFinding, ...] = added(())
 
     @property
     def status(self) -> Status:
