@@ -17,6 +17,7 @@ from ddpcheck.findings.from_json import added
 from ddpcheck.findings.json_schema import schema_of
 from ddpcheck.findings.report import AcceptedFinding, Report
 from tests.test_from_json import FOUND, MATRIX, REPORT
+from tests.test_judges_on_evidence import ONE_OF_EACH_CODE, report_of
 from tests.test_render import REPORT as SHOWN
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
@@ -40,6 +41,12 @@ def validator(document: str) -> Any:
 def test_what_is_written_fits_its_schema(document: str) -> None:
     for made in MADE[document]:
         validator(document).validate(json.loads(made.to_json()))
+
+
+def test_reports_on_recorded_evidence_fit() -> None:
+    fitting = validator("report")
+    for case in ONE_OF_EACH_CODE:
+        fitting.validate(json.loads(report_of(case, "broken").to_json()))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

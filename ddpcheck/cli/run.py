@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.cli.output import ReportOutput, complain
+from ddpcheck.cli.parsing import Parser, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_HANG
 from ddpcheck.findings.report import Report
@@ -37,7 +38,10 @@ def run_script(arguments: argparse.Namespace) -> int:
     parser = get_args_parser()
     parser.prog = "ddpcheck run"
     add_check_options(parser)
-    given = parser.parse_args(arguments.rest)
+    parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
+    given, unknown = parser.parse_known_args(arguments.rest)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(parser, unknown)}")
     examine(given)
     accepted = Accepted.of(given)
     if given.check_flight_recorder is not None:

@@ -116,12 +116,20 @@ def find_file(place: str) -> Path:
         raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
     if not path.is_file():
         beside = path.with_name(f"{path.name}.py")
-        raise UsageError(f"no such file: {place}" + (f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else ""))
+        hint = f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else _near_file(path)
+        raise UsageError(f"no such file: {place}{hint}")
     if path.suffix != ".py":
         raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
     if not os.access(path, os.R_OK):
         raise UsageError(f"cannot read {place}: permission denied")
     return path.resolve()
+
+
+def _near_file(path: Path) -> str:
+    """The Python file in the same folder with the nearest name, in words; empty for none."""
+    names = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"; did you mean {path.with_name(close[0]).as_posix()!r}?" if close else ""
 
 
 def _import_file(place: str) -> ModuleType:
