@@ -16,6 +16,7 @@ from ddpcheck.cli.env import run_env
 from ddpcheck.cli.examples import examples_of
 from ddpcheck.cli.graph import run_graph
 from ddpcheck.cli.hang import run_hang
+from ddpcheck.cli.init import run_init
 from ddpcheck.cli.launched import on_launched_ranks
 from ddpcheck.cli.parsing import Parser
 from ddpcheck.cli.render import run_render
@@ -77,6 +78,12 @@ def make_parser() -> Parser:
     _add_graph(command("graph", on_launched_ranks(run_graph), "check a recipe and draw its loss's graph, with faults"))
     _add_on_rules(command)
     _add_on_saved(command)
+    init = command("init", run_init, "write a first recipe for a model, and check it")
+    init.add_argument("model", metavar="MODEL", help="its class, as path/to/file.py:Class or pkg.module:Class")
+    init.add_argument("--args", metavar="ARGS", default="", help="of its constructor, as Python writes them")
+    where = "write there; beside the file of the model (default: check_FILE.py, or check_MODULE.py here)"
+    init.add_argument("-o", "--output", metavar="FILE", help=where)
+    init.add_argument("--force", action="store_true", help="overwrite the file, if it is there")
     environment = command("env", run_env, "show versions, devices and variables, for a report of a bug")
     environment.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
     shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")

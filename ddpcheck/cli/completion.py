@@ -31,7 +31,7 @@ _VALUES: Mapping[str, Sequence[str]] = {
     "document": ("report", "matrix", "difference"),
     "shell": SHELLS,
 }
-_FILES = frozenset({"target", "output", "baseline", "path", "old", "new", "training_script"})
+_FILES = frozenset({"target", "model", "output", "baseline", "path", "old", "new", "training_script"})
 _FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
 
 

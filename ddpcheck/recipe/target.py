@@ -37,15 +37,9 @@ def load_target(target: str) -> Recipe:
     """
     from ddpcheck.recipe.recipe import Recipe, call, kind_of
 
-    place, attribute = split_target(target)
-    module = _import_file(place) if is_path(place) else _import_module(place)
-    if not attribute:
-        return _module_as_recipe(module, place)
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
-        value = getattr(value, part)
+    value = load_object(target)
+    if isinstance(value, ModuleType) and not split_target(target)[1]:
+        return _module_as_recipe(value, split_target(target)[0])
     if isinstance(value, Recipe):
         return value
     if not callable(value) or isinstance(value, type):
@@ -63,6 +57,23 @@ def load_target(target: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
     return recipe
+
+
+def load_object(target: str) -> Any:
+    """What a TARGET names, whatever that is; without an attribute the module.
+
+    Raises:
+        UsageError: There is no such file, module or attribute.
+        TargetError: The user's code raised while it was imported.
+    """
+    place, attribute = split_target(target)
+    module = _import_file(place) if is_path(place) else _import_module(place)
+    value: Any = module
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(value, part):
+            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
+        value = getattr(value, part)
+    return value
 
 
 def load_on_rank(target: Recipe | str) -> Recipe:
