@@ -18,7 +18,7 @@ from ddpcheck.cli.graph import run_graph
 from ddpcheck.cli.hang import run_hang
 from ddpcheck.cli.init import run_init
 from ddpcheck.cli.launched import on_launched_ranks
-from ddpcheck.cli.parsing import Parser
+from ddpcheck.cli.parsing import HelpFormatter, Parser
 from ddpcheck.cli.render import run_render
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.rules import run_explain, run_rules
@@ -45,7 +45,7 @@ def make_parser() -> Parser:
         prog="ddpcheck",
         description="Tells whether a model and its training loop are right under PyTorch DistributedDataParallel.",
         epilog=f"{examples_of('')}\n\n{EPILOG}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ddpcheck {__version__}")
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
             help=text,
             description=text[0].upper() + text[1:] + ".",
             epilog=examples_of(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
         made.add_argument(

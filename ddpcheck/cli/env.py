@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpcheck.cli.output import print_out
+from ddpcheck.cli.output import print_out, wrapped
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.wording import suggestion
+from ddpcheck.render import Medium
 from ddpcheck.report.environment import describe_environment
 
 
@@ -22,7 +24,9 @@ def run_env(arguments: argparse.Namespace) -> int:
         hint = suggestion(arguments.format, ("text", "json"), "formats")
         raise UsageError(f"there is no format {arguments.format!r} for the environment; {hint}")
     found = describe_environment()
-    print_out(json.dumps(found, indent=2) if arguments.format == "json" else "\n".join(_lines(found)))
+    width = Medium.of(sys.stdout).width
+    text = "\n".join(wrapped(line, width, "    ") for line in _lines(found))
+    print_out(json.dumps(found, indent=2) if arguments.format == "json" else text)
     return EXIT_CLEAN
 
 

@@ -13,6 +13,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck report recipe.py", "check a recipe on two ranks"),
         ("ddpcheck run --nproc-per-node 2 train.py", "run a script as torchrun does, and report on it"),
         ("ddpcheck explain DDP101", "what a rule means, and what to do"),
+        ("ddpcheck completion bash", "completion for a shell"),
     ),
     "report": (
         ("ddpcheck report recipe.py", "functions model, batch and loss in recipe.py"),

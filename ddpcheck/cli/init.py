@@ -9,10 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from ddpcheck.cli.output import reason_of
+from ddpcheck.cli.output import reason_of, wrapped
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.settings import CHECK_SETTINGS
 from ddpcheck.findings.errors import EXIT_TARGET, UsageError
+from ddpcheck.render import Medium
 from ddpcheck.report.first_recipe.first_recipe import make_first_recipe, place_of_recipe
 from ddpcheck.report.first_recipe.inputs import NoGuess
 
@@ -47,4 +48,4 @@ def _write(path: Path, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"ddpcheck: {text}", file=sys.stderr)
+    print(wrapped(f"ddpcheck: {text}", Medium.of(sys.stderr).width), file=sys.stderr)

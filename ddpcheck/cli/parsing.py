@@ -42,6 +42,18 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_USAGE)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Breaks lines at words; those that begin with a space, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = []
+        for paragraph in text.split("\n\n"):
+            lines = paragraph.splitlines()
+            as_it_is = any(line.startswith(" ") for line in lines)
+            filled.append(paragraph if as_it_is else super()._fill_text(paragraph, width, indent))
+        return "\n\n".join(filled)
+
+
 def better(message: str) -> str:
     """A message of argparse; of a wrong choice with the choice that was probably meant."""
     found = _CHOICE.match(message)

@@ -37,12 +37,14 @@ class Medium:
         colour: Whether it understands colours.
         encoding: What its characters are encoded in.
         interactive: Whether a person sits in front of it.
+        whole: Whether tracebacks are shown with every frame.
     """
 
     width: int | None = None
     colour: bool = False
     encoding: str = "utf-8"
     interactive: bool = False
+    whole: bool = False
 
     @classmethod
     def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:

@@ -17,11 +17,13 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
+from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented, labelled, styled
 
 MOST_FINDINGS = 50
 MOST_SUBJECTS = 8
 MOST_EVIDENCE = 16
+
+_OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
 
 MARKS = {
     "passed": ("✓", "ok", "green"),
@@ -119,11 +121,12 @@ class TerminalRenderer(TextRenderer):
             number = heading not in ("reference", "parameter")
             table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
         table.show_header, table.header_style = True, "dim"
+        room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entry in sorted(worst.items()):
             style = "red" if not entry.relative_error <= entry.tolerance else "green"
             table.add_row(
                 styled(reference),
-                styled(entry.parameter),
+                styled(broken(entry.parameter, room)),
                 str(entry.step),
                 styled((f"{entry.relative_error:.1e}", style)),
                 f"{entry.tolerance:.1e}",

@@ -60,7 +60,7 @@ def check(
         ignore: Those not to report.
         suppress: Findings that are shown with a reason, and do not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
-        progress: Called with a few words at the beginning of each phase.
+        progress: Called with a few words at the beginning of each phase, and where it waits for ranks.
         hosts: Processes that a launcher has started, which start the ranks instead; see `World`.
 
     Returns:

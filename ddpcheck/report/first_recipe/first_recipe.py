@@ -78,7 +78,8 @@ def make_first_recipe(model: str, arguments: str, path: Path) -> FirstRecipe:
 
 def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
     """Positional and named arguments, and how they are spelled."""
-    expected = f"--args: expected arguments of the constructor as Python writes them, such as '3, hidden=16', got {arguments!r}"
+    wanted = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
+    expected = f"--args: expected {wanted}, got {arguments!r}"
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError):
