@@ -124,7 +124,7 @@ def test_help_shows_examples_that_can_be_parsed(command: str, capsys) -> None:
     for example, words in EXAMPLES[command]:
         assert example in out and words in out
         asked = shlex.split(example.partition(" > ")[0])[1:]
-        if asked[0] != "run":
+        if asked[0] != "run":  # whose options are torchrun's
             assert make_parser().parse_args(asked).command
 
 
@@ -418,7 +418,10 @@ def test_the_format_can_be_set_in_the_environment_and_the_command_line_wins(
 def test_standard_output_that_is_full_or_closed_is_said_in_one_sentence() -> None:
     for redirection, reason in ((">/dev/full", "No space left on device"), (">&-", "it is closed")):
         command = f"exec {sys.executable} -m ddpcheck rules {redirection}"
-        done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        environ = dict(os.environ)  # and no COLUMNS that a library in C has set, as readline does
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, env=environ
+        )
         assert done.returncode == 2
         assert done.stderr.startswith("ddpcheck: error: cannot write to standard output") and reason in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -22,6 +22,12 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck report recipe.py --baseline report.json", "only findings that are new count"),
         ("ddpcheck report recipe.py --repro repro", "write a script that shows the first finding without ddpcheck"),
     ),
+    "run": (
+        ("ddpcheck run --nproc-per-node 2 train.py --epochs 3", "the options of torchrun, then the script and its own"),
+        ("ddpcheck run --nproc-per-node 2 -m pkg.train", "a module"),
+        ("ddpcheck run --check-output report.json --nproc-per-node 2 train.py", "save the report"),
+        ("ddpcheck run --check-baseline report.json --nproc-per-node 2 train.py", "only findings that are new count"),
+    ),
     "hang": (("ddpcheck hang dumps/", "dumps of Flight Recorder, one a rank"),),
     "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs Graphviz"),),
     "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpcheck.cli.examples import examples_of
 from ddpcheck.cli.output import ReportOutput, complain
-from ddpcheck.cli.parsing import Parser, near_option
+from ddpcheck.cli.parsing import HelpFormatter, Parser, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_HANG
 from ddpcheck.findings.report import Report
@@ -36,7 +37,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
-    parser.prog = "ddpcheck run"
+    parser.prog, parser.epilog, parser.formatter_class = "ddpcheck run", examples_of("run"), HelpFormatter
     add_check_options(parser)
     parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
     given, unknown = parser.parse_known_args(arguments.rest)

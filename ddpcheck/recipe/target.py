@@ -193,6 +193,7 @@ def _import_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             around, _, last = name.rpartition(".")
             hint = f", or {around}:{last} for an attribute of {around}" if around and error.name == name else ""
+            hint += _near_file(Path(*name.split(".")).with_suffix(".py"))
             raise UsageError(
                 f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
             ) from None
