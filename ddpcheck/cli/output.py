@@ -10,10 +10,13 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Self, TextIO
 
+from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.tracebacks import fold_traceback
 from ddpcheck.render import FORMATS, Format, Medium, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix
 
@@ -64,12 +67,14 @@ class ReportOutput(OutputFile):
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
         self._to_stderr = to_stderr
         stream = sys.stderr if to_stderr else sys.stdout
-        medium = Medium.of(stream) if self._path is None else Medium()
+        medium = replace(
+            Medium.of(stream) if self._path is None else Medium(), whole=getattr(arguments, "debug", False)
+        )
         self._renderer = renderer_for(
             arguments.format, path=self._path, medium=medium, formats=formats, default=default
         )
 
-    def show(self, report: Report | Matrix) -> None:
+    def show(self, report: Report | Matrix | ReportDifference) -> None:
         text = self._renderer.render(report)
         if self._path is None:
             if self._to_stderr:
@@ -133,10 +138,21 @@ def print_out(text: str) -> None:
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     """Print an error or a warning to standard error."""
     encoding = sys.stderr.encoding or "ascii"
-    text = f"ddpcheck: {kind}: {message}"
+    text = wrapped(f"ddpcheck: {kind}: {message}", Medium.of(sys.stderr).width)
     if detail.strip():
-        text += "\n" + textwrap.indent(detail.rstrip(), "  ")
+        text += "\n" + textwrap.indent(fold_traceback(detail.rstrip()), "  ")
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def wrapped(text: str, width: int | None, indent: str = "  ") -> str:
+    """A text with its lines broken at words, the second and later ones indented; as it is where there is no width."""
+    if width is None:
+        return text
+    lines = [
+        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)
 
 
 def reason_of(error: Exception) -> str:

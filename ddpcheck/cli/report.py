@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpcheck.cli.output import Progress, ReportOutput
+from ddpcheck.cli.saved import load_report
 from ddpcheck.cli.settings import CHECK_SETTINGS, command_settings
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
@@ -29,7 +30,10 @@ def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     """Check a recipe, or its matrix, show the report, and reproduce its first finding where that is asked for."""
     if arguments.matrix and arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
+    if arguments.matrix and arguments.baseline is not None:
+        raise UsageError("--baseline is for the findings of a report; run it without --matrix")
     settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
+    known = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
     with (
         ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
         ReproductionFolder(arguments.repro) as reproduction,
@@ -41,7 +45,7 @@ def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
         else:
             from ddpcheck.report.checking.check import check as run
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS}
-        report = run(arguments.target, progress=progress, hosts=hosts, **asked)
+        report = run(arguments.target, progress=progress, hosts=hosts, **asked, **known)
         progress.clear()
         output.show(report)
         if isinstance(report, Report):

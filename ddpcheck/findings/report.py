@@ -73,10 +73,25 @@ class Finding:
         return self.fix or (rule.fix if rule is not None else "")
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptedFinding:
+    """A finding that is shown and does not count.
+
+    Attributes:
+        finding: What was found.
+        by: A suppression of the configuration, or a baseline that knows it.
+        reason: Why it does not count.
+    """
+
+    finding: Finding
+    by: Literal["suppression", "baseline"]
+    reason: str
+
+
 CheckStatus = Literal["passed", "warned", "failed", "ignored", "skipped", "error"]
 """`passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
-same, and the finding is of a rule that is ignored or not selected. `skipped`: not all was compared. `error`: it stopped
-here."""
+same, and no finding on it counts: ignored, not selected, suppressed or known. `skipped`: not all was compared.
+`error`: it stopped here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +155,7 @@ class ReportError:
 
 Status = Literal["clean", "findings", "incomplete", "ignored", "error", "hang"]
 """`clean`: every check that was asked for was made, and held. `incomplete`: no findings, and some were not made.
-`ignored`: no findings but those of rules that are ignored or not selected."""
+`ignored`: no findings but those of rules that are ignored or not selected, and those that are `accepted`."""
 
 
 class Document:
@@ -190,6 +205,7 @@ class Report(Document):
         timing: Seconds by phase.
         error: Set when the checks could not be finished.
         tool: Name and version of the tool that wrote the report.
+        accepted: Findings that do not count: suppressed with a reason, or known from a baseline.
     """
 
     target: str
@@ -202,6 +218,7 @@ class Report(Document):
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
     tool: Mapping[str, str] = field(default_factory=dict)
+    accepted: tuple[AcceptedFinding, ...] = added(())
 
     @property
     def status(self) -> Status:
@@ -212,7 +229,7 @@ class Report(Document):
             return "findings"
         if self.not_made:
             return "incomplete"
-        return "ignored" if self.ignored else "clean"
+        return "ignored" if self.ignored or self.accepted else "clean"
 
     @property
     def not_made(self) -> tuple[str, ...]:
@@ -237,14 +254,19 @@ class Report(Document):
 
     @property
     def shortfall(self) -> str:
-        """The reasons why a report without findings is not clean: checks that were not made, and findings ignored."""
+        """The reasons why a report without findings is not clean: checks not made, findings that do not count."""
         words = []
         if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
             asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
             words.append(f"{len(self.not_made)} of {asked} checks {were} not made: {', '.join(self.not_made)}")
-        if self.ignored:
-            which = ", ".join(dict.fromkeys(self.ignored))
-            words.append(f"{len(self.ignored)} finding{'' if len(self.ignored) == 1 else 's'} ignored ({which})")
+        by = {
+            kind: [one.finding.code for one in self.accepted if one.by == kind] for kind in ("suppression", "baseline")
+        }
+        left_out = {"ignored": self.ignored, "suppressed": by["suppression"], "known": by["baseline"]}
+        for how, codes in left_out.items():
+            if codes:
+                which = ", ".join(dict.fromkeys(codes))
+                words.append(f"{len(codes)} finding{'' if len(codes) == 1 else 's'} {how} ({which})")
         return "; ".join(words)
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
@@ -284,7 +306,9 @@ class Report(Document):
         """
         data = checked_version(parse(text), "report")
         report = read(cls, data)
-        return dataclasses.replace(report, findings=tuple(map(without_rules_fix, report.findings)))
+        accepted = (dataclasses.replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
+        findings = tuple(map(without_rules_fix, report.findings))
+        return dataclasses.replace(report, findings=findings, accepted=tuple(accepted))
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,12 @@ def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
 def counted(number: object, noun: str) -> str:
     """A number of things in words: "1 step", "3 steps"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def suggestion(word: str, choices: Sequence[str], noun: str) -> str:
+    """What a misspelled `word` was probably meant to be, or what there is, in plural `noun`."""
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the {noun} are {', '.join(choices)}"
 
 
 def plural_verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:

@@ -17,14 +17,13 @@ from pathlib import PurePath
 from typing import Protocol, TextIO
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.report import Report
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.findings.report import Document, Report
 
 
 class Renderer(Protocol):
-    """Turns a report, or a matrix, whichever it is made for, into text."""
+    """Turns a report, a matrix or a difference, whichever it is made for, into text."""
 
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Document) -> str:
         """The whole output, with a newline at its end."""
         ...
 
@@ -38,12 +37,14 @@ class Medium:
         colour: Whether it understands colours.
         encoding: What its characters are encoded in.
         interactive: Whether a person sits in front of it.
+        whole: Whether tracebacks are shown with every frame.
     """
 
     width: int | None = None
     colour: bool = False
     encoding: str = "utf-8"
     interactive: bool = False
+    whole: bool = False
 
     @classmethod
     def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
@@ -86,12 +87,12 @@ class Format:
 
 
 class JsonRenderer:
-    """Writes what `Report.from_json` or `Matrix.from_json` reads."""
+    """Writes what `Report.from_json` or `Matrix.from_json` reads, or a difference."""
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
 
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Document) -> str:
         """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
         text = report.to_json()
         if not self._medium.shows(text):
@@ -117,6 +118,13 @@ MATRIX_FORMATS: Mapping[str, Format] = {
     "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
 }
 """The formats of a `Matrix`."""
+
+DIFFERENCE_FORMATS: Mapping[str, Format] = {
+    "text": Format("ddpcheck.render.difference:DifferenceTerminalRenderer", (".txt", ".log")),
+    "json": FORMATS["json"],
+    "markdown": Format("ddpcheck.render.difference:DifferenceMarkdownRenderer", (".md",)),
+}
+"""The formats of a `ReportDifference`."""
 
 
 def renderer_for(

@@ -17,11 +17,13 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
+from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented, labelled, styled
 
 MOST_FINDINGS = 50
 MOST_SUBJECTS = 8
 MOST_EVIDENCE = 16
+
+_OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
 
 MARKS = {
     "passed": ("✓", "ok", "green"),
@@ -40,7 +42,7 @@ class TerminalRenderer(TextRenderer):
     def render(self, report: Report) -> str:
         """The report as text."""
         report = limited(report)
-        sections = (self.header, self._checks, self._findings, self._parity, self.notes, self.error)
+        sections = (self.header, self._checks, self._findings, self._accepted, self._parity, self.notes, self.error)
         return self.printed([section(report) for section in sections], self._verdict(report))
 
     def _checks(self, report: Report) -> Iterable[RenderableType]:
@@ -89,6 +91,21 @@ class TerminalRenderer(TextRenderer):
         if finding.what_to_do:
             yield indented(labelled("fix: ", finding.what_to_do))
 
+    def _accepted(self, report: Report) -> Iterable[RenderableType]:
+        """What was found and does not count, each with the reason."""
+        if not report.accepted:
+            return
+        yield styled(("found, and not counted", "bold"))
+        for one in report.accepted[:MOST_FINDINGS]:
+            rule = RULES.get(one.finding.code)
+            name = f" {rule.name}" if rule else ""
+            subjects = f"  {_listed(one.finding.subjects, MOST_SUBJECTS)}" if one.finding.subjects else ""
+            yield indented(styled((one.finding.code + name, "dim"), f"  {one.finding.severity.value}{subjects}"))
+            why = "known: " if one.by == "baseline" else "suppressed: "
+            yield indented(labelled(why, one.reason), 4)
+        if len(report.accepted) > MOST_FINDINGS:
+            yield indented(styled(f"and {len(report.accepted) - MOST_FINDINGS} more: see the JSON report"))
+
     def _parity(self, report: Report) -> Iterable[RenderableType]:
         worst: dict[str, ParityEntry] = {}
         compared: Counter[str] = Counter()
@@ -104,11 +121,12 @@ class TerminalRenderer(TextRenderer):
             number = heading not in ("reference", "parameter")
             table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
         table.show_header, table.header_style = True, "dim"
+        room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entry in sorted(worst.items()):
             style = "red" if not entry.relative_error <= entry.tolerance else "green"
             table.add_row(
                 styled(reference),
-                styled(entry.parameter),
+                styled(broken(entry.parameter, room)),
                 str(entry.step),
                 styled((f"{entry.relative_error:.1e}", style)),
                 f"{entry.tolerance:.1e}",

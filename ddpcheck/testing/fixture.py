@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 _OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
-_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
+_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore", "suppress")
 
 
 class DdpWorld:

@@ -20,7 +20,8 @@ from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LocalStep, NoExplanation, SharedDraw
 from ddpcheck.findings.exception_origin import as_bug
-from ddpcheck.findings.report import Finding, ReportError
+from ddpcheck.findings.report import Finding, Report, ReportError
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import Names
 
 _NOISE_MULTIPLE = 5.0
@@ -40,6 +41,8 @@ class CheckOptions:
     preload: tuple[str, ...] = ()
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    suppress: tuple[Suppression, ...] = ()
+    baseline: Report | None = None
     launcher: str | None = None  # who has started the processes that the ranks belong to
 
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpcheck import __version__
-from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report, select_findings
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report
+from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.call_sites import judge_partings
 from ddpcheck.report.hang.dump_files import read_dumps
@@ -26,13 +27,20 @@ from ddpcheck.report.hang.flight_recorder import (
 )
 
 
-def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Report:
+def report_on_hang(
+    folder: str,
+    *,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
+) -> Report:
     """The report on the dumps in a folder.
 
     Args:
         folder: With one dump a rank.
         select: Codes, prefixes or names of the rules to report; all where there are none.
         ignore: Those that are not reported.
+        suppress: Findings that are shown with a reason, and do not count.
 
     Raises:
         UsageError: There are no dumps that can be read.
@@ -42,15 +50,14 @@ def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[
     groups = list(line_up(dumps))
     waits = [f"rank {rank}: {_wait(dump)}" for rank, dump in dumps.items()]
     findings = [finding for group in groups for finding in _judge(group, waits, set(dumps))]
-    kept = select_findings(findings, select=select, ignore=ignore)
-    return Report(
+    chosen = sort_out(findings, folder, select=select, ignore=ignore, suppress=suppress)
+    report = Report(
         target=folder,
         tool={"name": "ddpcheck", "version": __version__},
         world={"world_size": world_size_of(dumps)},
-        checks=(_ranks(dumps), _collectives(dumps, groups, findings, kept), _call_sites(dumps)),
-        findings=tuple(sorted(kept, key=Finding.sort_key)),
-        ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
+        checks=(_ranks(dumps), _collectives(dumps, groups, findings, chosen.kept), _call_sites(dumps)),
     )
+    return chosen.complete(report)
 
 
 @contextlib.contextmanager
