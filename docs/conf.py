@@ -25,10 +25,12 @@ suppress_warnings = ["misc.highlighting_failure"]  # what a program prints is no
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 add_module_names = False
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+smartquotes_action = "D"  # quotes are literal, as in messages
 
 html_theme = "furo"
 html_title = f"ddpcheck {version}"
@@ -64,14 +66,28 @@ def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("\nformats\n", "\n".join(["\nformats", *others, ""]))
 
 
+_LONG_PATH = re.compile(r"(\S{12,}/\S*)")
+
+
 def scroll_wide_tables(app: Sphinx, page: nodes.document) -> None:
-    """Mark tables, so that the style sheet lets wide ones scroll on a phone."""
+    """Mark tables, so that wide ones scroll, and let long paths in them break after slashes and underscores."""
     for table in page.findall(nodes.table):
         table["classes"].append("scrolls")
+        for text in [*table.findall(nodes.Text)]:
+            if not isinstance(text.parent, nodes.literal) and _LONG_PATH.search(text):
+                parts = re.split(r"(?<=[/_])(?=\S)", text)
+                breaks = [item for part in parts for item in (nodes.raw("", "<wbr>", format="html"), nodes.Text(part))]
+                text.parent.replace(text, breaks[1:])
+
+
+def shorten_types(app: Sphinx, what: str, name: str, thing: object, options: object, sign: str, back: str) -> object:
+    """Write types by their names alone, without the modules that they are in."""
+    return tuple(re.sub(r"~?\b(?:\w+\.)+(?=[A-Za-z_])", "", text or "") or None for text in (sign, back))
 
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("source-read", name_what_is_outside)
     app.connect("source-read", list_pages)
+    app.connect("autodoc-process-signature", shorten_types)
     app.connect("doctree-read", scroll_wide_tables)

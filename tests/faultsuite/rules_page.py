@@ -46,9 +46,9 @@ def rules_pages(cases: Sequence[Case]) -> dict[Path, str]:
 def _list() -> str:
     parts = [HEAD]
     for prefix, family in FAMILIES.items():
-        parts += [f"## {prefix}xx: {family}", "", "| rule | | severity | |", "|---|---|---|---|"]
+        parts += [f"## {prefix}xx: {family}", "", "| rule | severity | |", "|---|---|---|"]
         parts += [
-            f"| [{rule.code}](rules/{rule.code}.md) | {rule.name} | {rule.severity.value} | {cell(rule.summary)} |"
+            f"| [{rule.code}](rules/{rule.code}.md) {rule.name} | {rule.severity.value} | {cell(rule.summary)} |"
             for rule in RULES.values()
             if rule.code.startswith(prefix)
         ]

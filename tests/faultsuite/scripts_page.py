@@ -110,7 +110,7 @@ def main(names: Sequence[str]) -> None:
     text = "\n".join(
         (
             "<!-- Written by `python -m tests.faultsuite.scripts_page`. -->",
-            "# Scripts with a fault, under torchrun and under ddpcheck run",
+            "# Scripts under torchrun and ddpcheck run",
             "",
             "Each script of [examples/scripts](../examples/scripts) has one fault, and none with `--fixed`. This is",
             f"what a user reads of it: 2 ranks, gloo, CPU, 2 cores, `--check-timeout {TIMEOUT}`; from start to end,",

@@ -32,7 +32,7 @@ def faults_page(rows: Sequence[Row], versions: str) -> str:
     silent = sum(row.tools["plain"].ending == "trains on" for row in rows)
     stuck = sum(row.tools["plain"].ending in ("hangs", "aborts") for row in rows)
     lines = [
-        "# Every fault, and what is said of it",
+        "# Faults under plain DDP and ddpcheck",
         "",
         "Written by `make faults`, which runs each of these on real ranks; nothing here is typed. Each fault is a file",
         "with a broken recipe and its clean twin, short enough to read. Plain DDP is a training loop of a few steps",
