@@ -62,6 +62,14 @@ class TimeFirst(nn.Module):
     def forward(self, x):
         return self.fc(x).reshape(-1)[:12]
 
+class OfFour(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).reshape(4, -1)
+
+class Chooses(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).argmax(1)
+
 class Raises(nn.Module):
     def __init__(self):
         raise OSError("no weights")
@@ -108,7 +116,9 @@ def test_inputs_are_guessed_by_layers_and_names_and_tried(here: Path, name: str,
 
 def test_what_cannot_be_guessed_is_left_open(here: Path) -> None:
     assert guess("Odd", "2, 2") == NoGuess(("x",), 2, "ValueError: no: really")
-    assert isinstance(guess("TimeFirst"), NoGuess), "what is returned does not grow with the batch"
+    for name, arguments in (("TimeFirst", ""), ("OfFour", "2, 2")):
+        assert isinstance(guess(name, arguments), NoGuess), "what is returned does not grow with the batch"
+    assert isinstance(guess("Chooses", "2, 2"), NoGuess), "no loss can be made of it"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,3 +206,25 @@ def test_the_python_api_takes_suppressions_and_nothing_else() -> None:
 
     with pytest.raises(UsageError, match=r"suppress must be ddpcheck.Suppression values, not 'DDP101'"):
         check(str(Path(__file__)), suppress=["DDP101"])  # type: ignore[list-item]
+
+
+@pytest.mark.slow
+def test_suppressions_and_baselines_reach_a_script(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[1] / "examples" / "scripts" / "no_sampler.py")
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ddpcheck", "run", *options, "--standalone", "--nproc-per-node", "2", script]
+        environ = dict(os.environ)  # and no COLUMNS that a library in C has set, as readline does
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environ)
+
+    assert run("--check-output", "old.json").returncode == 1
+    (tmp_path / "pyproject.toml").write_text(
+        f"[[tool.ddpcheck.suppress]]\ncode = 'DDP101'\ntarget = '*/no_sampler.py'\nreason = '{WHY}'\n"
+    )
+    done = run("--check-baseline", "old.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("no findings; 1 finding known (DDP505)\n")
+    assert "note: the suppression of DDP101 matched no finding of this check" in done.stderr
+    (tmp_path / "pyproject.toml").write_text("[[tool.ddpcheck.suppress]]\ncode = 'DDP505'\n")
+    done = run()
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "table 1 needs a 'reason'" in done.stderr
