@@ -71,10 +71,11 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     data = json.loads(Report(target="t", findings=(UNUSED,)).to_json())
     assert set(data) == {
         *("schema_version", "tool", "target", "environment", "world", "status", "checks", "findings", "parity"),
-        *("timing", "error", "ignored"),
+        *("timing", "error", "ignored", "modules", "timelines", "excerpts"),
     }
     assert set(data["findings"][0]) == {
-        *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix")
+        *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix"),
+        "path",
     }
     assert data["findings"][0]["name"] == "unused-parameter"
     assert data["findings"][0]["fix"] == RULES["DDP101"].fix

@@ -9,28 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
+from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry, ParameterPath, SourceExcerpt, excerpts_of
 from ddpcheck.findings.from_json import added, parse, read
+from ddpcheck.findings.location import Location as Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Location:
-    """A line of source code. `path` is relative where it can be, with "/" between its parts."""
-
-    path: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
-
-    @classmethod
-    def parse(cls, text: str) -> Location | None:
-        """The location that prints as `text`; None where it is not one."""
-        path, _, line = text.rpartition(":")
-        return cls(path, int(line)) if path and line.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +32,7 @@ class Finding:
         location: The line that made the subject, when known.
         evidence: One fact a line: numbers, places, consequences.
         fix: What to do, in this case; the rule's advice when empty.
+        path: Of a parameter, which stands for all subjects, to where it ends; None where it is not known.
         tags: Beyond the code, for code that decides which finding causes which: words of a detector, and the codes of
             findings that came with this one. Not in the JSON.
     """
@@ -60,6 +46,7 @@ class Finding:
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
+    path: ParameterPath | None = added(None)
     tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
 
     def sort_key(self) -> tuple[Any, ...]:
@@ -190,6 +177,9 @@ class Report(Document):
         timing: Seconds by phase.
         error: Set when the checks could not be finished.
         tool: Name and version of the tool that wrote the report.
+        modules: Those of the model, in the order of registration; not all of a large one.
+        timelines: The last collectives of each process group, where ranks have failed or parted.
+        excerpts: The source around the lines that findings name, as it was when the report was made.
     """
 
     target: str
@@ -202,6 +192,9 @@ class Report(Document):
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
     tool: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[ModuleEntry, ...] = added(())
+    timelines: tuple[CollectiveTimeline, ...] = added(())
+    excerpts: tuple[SourceExcerpt, ...] = added(())
 
     @property
     def status(self) -> Status:
@@ -246,6 +239,13 @@ class Report(Document):
             which = ", ".join(dict.fromkeys(self.ignored))
             words.append(f"{len(self.ignored)} finding{'' if len(self.ignored) == 1 else 's'} ignored ({which})")
         return "; ".join(words)
+
+    def with_excerpts(self) -> Report:
+        """The same with the lines around those that its findings name, of files that are there now."""
+        paths = (finding.path for finding in self.findings if finding.path is not None)
+        places = (finding.location for finding in self.findings)
+        ends = (path.steps[-1].location for path in paths if path.steps)
+        return dataclasses.replace(self, excerpts=excerpts_of((*places, *ends)))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""

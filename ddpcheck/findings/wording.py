@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -138,6 +139,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     severity: Severity | None = None,
     fix: str = "",
+    path: ParameterPath | None = None,
     tags: tuple[str, ...] = (),
 ) -> Finding:
     """A finding with the severity and the advice (`fix`) of its rule, unless others are given."""
@@ -151,6 +153,7 @@ def make_finding(
         location=location,
         evidence=tuple(evidence),
         fix=fix,
+        path=path,
         tags=tags,
     )
 
