@@ -57,12 +57,16 @@ class ParameterPath:
             the last step made does not reach the loss.
         steps: In order; where there are many, the first and the last of them.
         left_out: How many are not among them.
+        reason: What cut the path ("detach()"), where something did.
+        begins_at: The line that is to blame for that, where it is not the line of the last step.
     """
 
     parameter: str
     end: Literal["unused", "cut", "unreachable"]
     steps: tuple[PathStep, ...] = ()
     left_out: int = 0
+    reason: str = ""
+    begins_at: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)

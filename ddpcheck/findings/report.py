@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,12 +47,19 @@ class Finding:
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
-    path: ParameterPath | None = added(None)
+    path: ParameterPath | None = field(default=None, metadata={"added": True})
     tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
 
     def sort_key(self) -> tuple[Any, ...]:
         """Worst first, then by code and subject, so that reports are stable."""
         return (self.severity.rank, self.code, self.subjects, self.ranks, self.steps, self.message)
+
+    @property
+    def places(self) -> tuple[Location, ...]:
+        """The lines that it names, each once: where what cut its path begins, the end of that, and its own."""
+        path = self.path
+        of_path = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
+        return tuple(dict.fromkeys(place for place in (*of_path, self.location) if place is not None))
 
     @property
     def what_to_do(self) -> str:
@@ -108,6 +116,18 @@ class ParityEntry:
     absolute_error: float = 0.0
     reference_norm: float = 0.0
     elements: int = 0
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether the error is more than it may be; NaN is."""
+        return not self.relative_error <= self.tolerance
+
+    @property
+    def excess(self) -> float:
+        """The error as a multiple of its tolerance; infinite for NaN."""
+        if math.isnan(self.relative_error):
+            return math.inf
+        return self.relative_error / self.tolerance if self.tolerance > 0 else self.relative_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +262,8 @@ class Report(Document):
 
     def with_excerpts(self) -> Report:
         """The same with the lines around those that its findings name, of files that are there now."""
-        paths = (finding.path for finding in self.findings if finding.path is not None)
-        places = (finding.location for finding in self.findings)
-        ends = (path.steps[-1].location for path in paths if path.steps)
-        return dataclasses.replace(self, excerpts=excerpts_of((*places, *ends)))
+        places = (place for finding in self.findings for place in finding.places)
+        return dataclasses.replace(self, excerpts=excerpts_of(places))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""

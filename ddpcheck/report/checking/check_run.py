@@ -82,6 +82,7 @@ class CheckRun(CheckWorlds):
         building = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
+            self.state.modules = built[0].modules
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
             if building is not None:

@@ -43,7 +43,7 @@ def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[
     waits = [f"rank {rank}: {_wait(dump)}" for rank, dump in dumps.items()]
     findings = [finding for group in groups for finding in _judge(group, waits, set(dumps))]
     kept = select_findings(findings, select=select, ignore=ignore)
-    return Report(
+    report = Report(
         target=folder,
         tool={"name": "ddpcheck", "version": __version__},
         world={"world_size": world_size_of(dumps)},
@@ -51,6 +51,7 @@ def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[
         findings=tuple(sorted(kept, key=Finding.sort_key)),
         ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
     )
+    return report.with_excerpts()
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def report_on_script(
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
         "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
     }
-    return Report(
+    report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
         world=world,
@@ -74,6 +74,7 @@ def report_on_script(
         findings=tuple(sorted(kept, key=Finding.sort_key)),
         ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
     )
+    return report.with_excerpts()
 
 
 def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
