@@ -85,8 +85,9 @@ class RankCollectives:
     Attributes:
         rank: The rank.
         first: The number of the first of `calls`, counted from 0.
-        calls: The last ones, as places in the list of the timeline.
-        waiting: Whether the last one had not ended.
+        calls: Some, around the point where ranks part, or the last ones; as places in the list of the timeline.
+        later: How many there were after these.
+        waiting: Whether the last one of all had not ended.
         waits_for: The ranks that it waits for: those that have not called what has its number.
         at_end: What the rank did at the end, in words; may be empty.
     """
@@ -94,6 +95,7 @@ class RankCollectives:
     rank: int
     first: int = 0
     calls: tuple[int, ...] = ()
+    later: int = 0
     waiting: bool = False
     waits_for: tuple[int, ...] = ()
     at_end: str = ""
@@ -101,10 +103,10 @@ class RankCollectives:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimeline:
-    """The last collectives of a process group.
+    """The collectives of a process group before and at the end.
 
     Attributes:
-        group: Its name; empty for the default group.
+        group: Its name.
         calls: Those that occur, each once.
         ranks: What each of its ranks has called.
         parts_at: The number of the collective at which the ranks part; None where they do not.

@@ -5,6 +5,7 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from ddpcheck.render.page.pictures import wait_picture
 MOST_GROUPS = 6
 _BEFORE = 4  # collectives before the point where the ranks part
 _MOST = 24  # in one table
-_MOST_DOING = 4  # different words on what the ranks of a group did at the end
+_MOST_DOING = 2  # different words on what the ranks of a group did at the end
+_MOST_ENDS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +42,22 @@ class _Group:
 
 def collectives(timelines: Sequence[CollectiveTimeline]) -> Content:
     """A table for each process group, and who waits for whom."""
-    return [_timeline(timeline) for timeline in timelines]
+    return [_timeline(timeline, named=len(timelines) > 1) for timeline in timelines]
 
 
-def _timeline(timeline: CollectiveTimeline) -> Content:
+def _timeline(timeline: CollectiveTimeline, *, named: bool) -> Content:
     groups = _groups(timeline)
     shown = groups[:MOST_GROUPS]
-    heading = tag("h3", "Process group ", code(timeline.group)) if timeline.group else None
+    heading = tag("h3", "Process group ", code(timeline.group)) if named else None
     said = f"{' | '.join(format_ranks(group.ranks) for group in shown)}: ranks that called the same share a column."
     if len(groups) > len(shown):
         others = sorted(rank for group in groups[MOST_GROUPS:] for rank in group.ranks)
         said += f" {format_ranks(others)} did otherwise still, and are left off."
-    endings = [[tag("dt", format_ranks(group.ranks)), tag("dd", _doing(group))] for group in shown if group.doing]
+    at_end = group_by((log for log in timeline.ranks if log.at_end), lambda log: log.at_end)
+    endings = [
+        [tag("dt", format_ranks(log.rank for log in logs)), tag("dd", text)]
+        for text, logs in itertools.islice(at_end.items(), _MOST_ENDS)
+    ]
     return [
         heading,
         tag("p", said, class_="muted"),
@@ -101,7 +107,7 @@ def _rows(timeline: CollectiveTimeline, groups: Sequence[_Group], start: int, en
         parts = number == timeline.parts_at
         mark: Content = [str(number), tag("div", "part here", class_="wait") if parts else None]
         class_ = "parts" if parts else None
-        waits = [group.log.waiting and number == group.end - 1 for group in groups]
+        waits = [group.log.waiting and not group.log.later and number == group.end - 1 for group in groups]
         if len(set(zip(found, waits, strict=True))) == 1 and found[0] is not None:
             call = _call(timeline.calls[found[0]], waits=waits[0])
             yield tag("tr", tag("td", mark), tag("td", call, colspan=len(groups), class_="alike"), class_=class_)
@@ -120,7 +126,7 @@ def _call(call: CalledCollective, *, waits: bool) -> Content:
         tag("strong", call.operation),
         f" {call.payload}" if call.payload else "",
         [" ", code(call.location)] if call.location else None,
-        tag("div", "waits here", class_="wait") if waits else None,
+        tag("div", "did not end", class_="wait") if waits else None,
     ]
 
 

@@ -45,7 +45,7 @@ def _finding(number: int, finding: Finding, report: Report) -> Markup:
         tag("div", tag("h4", "What to change"), tag("p", finding.what_to_do), class_="fix")
         if finding.what_to_do
         else None,
-        tag("div", tag("div", sources), picture, class_="pictures") if any(sources) or picture else None,
+        tag("div", tag("div", sources), picture, class_="pictures") if picture else sources,
         _evidence(finding.evidence),
         folded("Why this matters under DDP", *why) if why else None,
         class_=f"finding {kind}",

@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpcheck import __version__
+from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report, select_findings
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.call_sites import judge_partings
+from ddpcheck.judge.timelines import timelines
 from ddpcheck.report.hang.dump_files import read_dumps
 from ddpcheck.report.hang.flight_recorder import (
     DEFAULT_GROUP,
@@ -24,6 +26,8 @@ from ddpcheck.report.hang.flight_recorder import (
     line_up,
     world_size_of,
 )
+
+_MOST_TIMELINES = 8  # of process groups
 
 
 def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Report:
@@ -40,7 +44,8 @@ def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[
     with _without_collector():
         dumps = read_dumps(Path(folder))
     groups = list(line_up(dumps))
-    waits = [f"rank {rank}: {_wait(dump)}" for rank, dump in dumps.items()]
+    at_end = {rank: _wait(dump) for rank, dump in dumps.items()}
+    waits = [f"rank {rank}: {said}" for rank, said in at_end.items()]
     findings = [finding for group in groups for finding in _judge(group, waits, set(dumps))]
     kept = select_findings(findings, select=select, ignore=ignore)
     report = Report(
@@ -50,6 +55,7 @@ def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[
         checks=(_ranks(dumps), _collectives(dumps, groups, findings, kept), _call_sites(dumps)),
         findings=tuple(sorted(kept, key=Finding.sort_key)),
         ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
+        timelines=tuple(timeline for group in groups for timeline in _timelines(group, at_end))[:_MOST_TIMELINES],
     )
     return report.with_excerpts()
 
@@ -67,16 +73,8 @@ def _without_collector() -> Iterator[None]:
 
 
 def _judge(group: GroupLogs, waits: Sequence[str], here: set[int]) -> list[Finding]:
-    """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known.
-
-    A dump is of one moment, and that of another rank of another: what has ended, others have come to or will.
-    """
-    coming = {
-        rank
-        for rank, log in enumerate(group.logs)
-        if all(all(ended[len(log) :]) for other, ended in enumerate(group.ended) if other != rank)
-    }
-    found = judge_partings(group.logs, coming, {group.name: group.first})
+    """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known."""
+    found = judge_partings(group.logs, _coming(group), {group.name: group.first})
     if not found and not group.are_known and len(group.members) == 1:
         (rank,) = group.members
         pairs = zip(group.logs[rank], group.ended[rank], strict=True)
@@ -93,6 +91,23 @@ def _judge(group: GroupLogs, waits: Sequence[str], here: set[int]) -> list[Findi
     unknown = [f"{format_ranks(missing)}: no dump"] if missing else []
     which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
     return [replace(one, evidence=(*which, *one.evidence, *waits, *unknown)) for one in found]
+
+
+def _coming(group: GroupLogs) -> set[int]:
+    """The ranks that may still come to what the others have called.
+
+    A dump is of one moment, and that of another rank of another: what has ended, others have come to or will.
+    """
+    return {
+        rank
+        for rank, log in enumerate(group.logs)
+        if all(all(ended[len(log) :]) for other, ended in enumerate(group.ended) if other != rank)
+    }
+
+
+def _timelines(group: GroupLogs, at_end: Mapping[int, str]) -> tuple[CollectiveTimeline, ...]:
+    open_ones = {(group.name, rank) for rank, ended in enumerate(group.ended) if ended and not ended[-1]}
+    return timelines(group.logs, open_ones, at_end, _coming(group), {group.name: group.first})
 
 
 def _wait(dump: RankDump) -> str:

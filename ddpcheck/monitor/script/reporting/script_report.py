@@ -12,7 +12,7 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, 
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
-from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending
+from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.monitor.script.reporting.log_judging import (
     WatchedWrapper,
     describe_wrappers,
@@ -73,6 +73,7 @@ def report_on_script(
         checks=tuple(checks),
         findings=tuple(sorted(kept, key=Finding.sort_key)),
         ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
+        timelines=timelines_of(ranks, ending, findings),
     )
     return report.with_excerpts()
 
