@@ -8,6 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck.findings.errors import FindingsError
+from ddpcheck.findings.figures import (
+    CalledCollective,
+    CollectiveTimeline,
+    ModuleEntry,
+    ParameterPath,
+    PathStep,
+    RankCollectives,
+    SourceExcerpt,
+)
 from ddpcheck.findings.report import (
     CheckResult,
     CheckStatus,
@@ -40,6 +49,14 @@ findings = st.builds(
     location=st.none() | st.builds(Location, names, st.integers(0, 999)),
     evidence=st.lists(names, max_size=3).map(tuple),
     fix=names,
+    path=st.none() | st.builds(ParameterPath, names, st.sampled_from(["unused", "cut"]), st.just((PathStep("x()"),))),
+)
+timelines = st.builds(
+    CollectiveTimeline,
+    names,
+    st.just((CalledCollective("barrier", "", "a.py:1"),)),
+    st.lists(st.builds(RankCollectives, st.integers(0, 9), st.integers(0, 99), st.just((0, 0))), max_size=3).map(tuple),
+    st.none() | st.integers(0, 99),
 )
 reports = st.builds(
     Report,
@@ -56,6 +73,9 @@ reports = st.builds(
     timing=st.dictionaries(names, numbers, max_size=2),
     error=st.none() | st.builds(ReportError, names, st.sampled_from([3, 4]), names),
     tool=st.dictionaries(names, names, max_size=2),
+    modules=st.lists(st.builds(ModuleEntry, names, names, st.just(("weight",))), max_size=3).map(tuple),
+    timelines=st.lists(timelines, max_size=2).map(tuple),
+    excerpts=st.lists(st.builds(SourceExcerpt, names, st.integers(1, 9), st.just(("x",))), max_size=2).map(tuple),
 )
 
 

@@ -117,6 +117,15 @@ class CollectiveTimeline:
     ranks: tuple[RankCollectives, ...]
     parts_at: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse calls that are not in the list.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if any(not 0 <= call < len(self.calls) for one in self.ranks for call in one.calls):
+            raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
+
 
 @dataclass(frozen=True, slots=True)
 class SourceExcerpt:

@@ -82,8 +82,8 @@ def _doing(group: _Group) -> str:
 
 
 def _table(timeline: CollectiveTimeline, groups: Sequence[_Group]) -> Content:
-    last = max(group.end for group in groups)
-    start = max(min(group.log.first for group in groups), last - _MOST, 0)
+    last = max((group.end for group in groups), default=0)
+    start = max(min((group.log.first for group in groups), default=0), last - _MOST, 0)
     if timeline.parts_at is not None:
         start = min(start, timeline.parts_at) if timeline.parts_at < start else start
         start = max(start, timeline.parts_at - _BEFORE)

@@ -30,7 +30,8 @@ def gradients(parity: Sequence[ParityEntry]) -> Content:
 def _of_reference(reference: str, entries: Sequence[ParityEntry]) -> Content:
     by_name = group_by(entries, lambda entry: entry.parameter).values()
     worst = sorted(
-        (max(of_name, key=lambda one: one.excess) for of_name in by_name), key=lambda one: (-one.excess, one.parameter)
+        (max(of_name, key=lambda one: (one.is_beyond, one.excess)) for of_name in by_name),
+        key=lambda one: (-one.excess, one.parameter),
     )
     beyond = sum(entry.is_beyond for entry in worst)
     steps = counted(len({entry.step for entry in entries}), "step")
