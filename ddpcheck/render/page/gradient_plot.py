@@ -29,10 +29,8 @@ def gradients(parity: Sequence[ParityEntry]) -> Content:
 
 def _of_reference(reference: str, entries: Sequence[ParityEntry]) -> Content:
     by_name = group_by(entries, lambda entry: entry.parameter).values()
-    worst = sorted(
-        (max(of_name, key=lambda one: (one.is_beyond, one.excess)) for of_name in by_name),
-        key=lambda one: (-one.excess, one.parameter),
-    )
+    farthest = (max(of_name, key=lambda one: (one.is_beyond, one.excess)) for of_name in by_name)
+    worst = sorted(farthest, key=lambda one: (not one.is_beyond, -one.excess, one.parameter))
     beyond = sum(entry.is_beyond for entry in worst)
     steps = counted(len({entry.step for entry in entries}), "step")
     said = f"{counted(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
