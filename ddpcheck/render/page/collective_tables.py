@@ -95,8 +95,9 @@ def _table(timeline: CollectiveTimeline, groups: Sequence[_Group]) -> Content:
     before = f"the {counted(start, 'collective')} before these are not shown" if start else "from the first one on"
     after = f", nor the {last - end} after them" if last > end else ""
     caption = f"Collectives in the order in which each group of ranks has called them ({before}{after})"
-    made = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", rows), class_="steps")
-    return tag("div", made, class_="scrolls", tabindex=0, role="region", aria_label=caption)
+    made = tag("table", tag("thead", head), tag("tbody", rows), class_="steps")
+    box = tag("div", made, class_="scrolls", tabindex=0, role="region", aria_label=caption)
+    return [tag("p", caption, class_="muted"), box]
 
 
 def _rows(timeline: CollectiveTimeline, groups: Sequence[_Group], start: int, end: int) -> Iterator[Markup]:

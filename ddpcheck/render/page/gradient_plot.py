@@ -82,9 +82,13 @@ def _line(entry: ParityEntry, low: int, high: int) -> list[Content]:
     )
     number = [
         tag("span", "✗ " if beyond else "", class_="error"),
-        f"{entry.relative_error:.1e} / {entry.tolerance:.1e}",
+        f"{_brief(entry.relative_error)} / {_brief(entry.tolerance)}",
     ]
     return [tag("span", code(entry.parameter)), tag("span", drawn), tag("span", number)]
+
+
+def _brief(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
 
 
 def _tolerance(at: str) -> Markup:

@@ -88,17 +88,18 @@ def _row(row: MatrixRow) -> list[Content]:
     others = [finding for finding in row.findings if finding.code != row.code]
     if others:
         items = [tag("li", f"{one.severity.value} {one.code}: {one.message}") for one in others]
-        told.append(folded(f"{counted(len(others), 'more finding')}", tag("ul", items)))
+        told.append(folded(counted(len(others), "more finding" if row.code else "finding"), tag("ul", items)))
     return [tag("span", f"{mark} {row.verdict}", class_=f"status {class_}"), [code(row.title), own], told]
 
 
-def _step_time(row: MatrixRow, noise: float) -> str:
+def _step_time(row: MatrixRow, noise: float) -> Content:
     time = row.step_time
     if time is None:
-        return ""
+        return None
     if row.baseline:
-        return f"1 ({time.seconds * 1e3:.3g} ms)"
-    return f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})" if time.differs(noise) else "no difference"
+        return tag("span", f"1 ({time.seconds * 1e3:.3g} ms)", class_="nobr")
+    words = f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})" if time.differs(noise) else "no difference"
+    return tag("span", words, class_="nobr")
 
 
 def _reading() -> Content:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ddpcheck.findings.report import CheckResult, Report
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted
@@ -71,6 +72,8 @@ def _verdict(report: Report) -> Markup:
     elif report.findings:
         worst = min(report.findings, key=lambda finding: finding.severity.rank).severity
         class_, title = worst.value, kinds
+        if len(report.findings) == 1 and report.findings[0].code in RULES:
+            title += f": {RULES[report.findings[0].code].name}"
     elif report.status == "clean":
         class_, title = "ok", "Clean"
         passed = sum(check.status == "passed" for check in report.checks)
