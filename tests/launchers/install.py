@@ -1,4 +1,4 @@
-"""Install the launchers that are missing, and the browser for the HTML page, with Debian's packages, where this is root.
+"""Install launchers that are missing, and the browser for HTML pages, with Debian's packages, where this is root.
 
 `python -m tests.launchers.install` says what cannot be had, and why; the tests that need it are skipped with the same
 words.
