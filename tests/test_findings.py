@@ -75,6 +75,7 @@ reports = st.builds(
     tool=st.dictionaries(names, names, max_size=2),
     modules=st.lists(st.builds(ModuleEntry, names, names, st.just(("weight",))), max_size=3).map(tuple),
     timelines=st.lists(timelines, max_size=2).map(tuple),
+    command=names,
     excerpts=st.lists(st.builds(SourceExcerpt, names, st.integers(1, 9), st.just(("x",))), max_size=2).map(tuple),
 )
 
@@ -91,7 +92,7 @@ def test_json_has_the_promised_keys_and_no_others() -> None:
     data = json.loads(Report(target="t", findings=(UNUSED,)).to_json())
     assert set(data) == {
         *("schema_version", "tool", "target", "environment", "world", "status", "checks", "findings", "parity"),
-        *("timing", "error", "ignored", "modules", "timelines", "excerpts"),
+        *("timing", "error", "ignored", "modules", "timelines", "excerpts", "command"),
     }
     assert set(data["findings"][0]) == {
         *("code", "name", "severity", "message", "subjects", "ranks", "steps", "location", "evidence", "fix"),

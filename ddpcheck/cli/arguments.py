@@ -108,8 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
     listing = command("rules", run_rules, "list all rules")
     listing.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
 
-    render = command("render", run_render, "show a report that was saved as JSON")
-    render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
+    render = command("render", run_render, "show a report that was saved as JSON or as HTML")
+    render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add_output(render)
     return parser
 

@@ -37,6 +37,7 @@ def run_render(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{name} is not a complete report: {error}") from error
     except ValueError as error:
         raise UsageError(f"{name} is not a report: {error}") from error
+    arguments.command_line = ""  # that of the report is in it
     with ReportOutput(arguments, load_settings().format, MATRIX_FORMATS if saved is Matrix else FORMATS) as output:
         output.show(report)
     return EXIT_CLEAN

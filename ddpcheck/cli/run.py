@@ -34,6 +34,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     parser.prog = "ddpcheck run"
     add_check_options(parser)
     given = parser.parse_args(arguments.rest)
+    given.command_line = arguments.command_line
     examine(given)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
@@ -50,6 +51,7 @@ def run_script(arguments: argparse.Namespace) -> int:
 def report_output(given: argparse.Namespace) -> ReportOutput:
     """Where the report goes, by the options of the script's run."""
     given.output, given.format = given.check_output, given.check_format
+    given.command_line = getattr(given, "command_line", "")
     return ReportOutput(given, None, to_stderr=True)
 
 

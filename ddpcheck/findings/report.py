@@ -200,6 +200,7 @@ class Report(Document):
         modules: Those of the model, in the order of registration; not all of a large one.
         timelines: The last collectives of each process group, where ranks have failed or parted.
         excerpts: The source around the lines that findings name, as it was when the report was made.
+        command: The command line that made it; empty where none did.
     """
 
     target: str
@@ -215,6 +216,7 @@ class Report(Document):
     modules: tuple[ModuleEntry, ...] = added(())
     timelines: tuple[CollectiveTimeline, ...] = added(())
     excerpts: tuple[SourceExcerpt, ...] = added(())
+    command: str = added("")
 
     @property
     def status(self) -> Status:

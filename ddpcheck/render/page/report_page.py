@@ -127,10 +127,11 @@ def about(report: Report | Matrix) -> Content:
     notes = report.world.get("notes") or ()
     world = {key: value for key, value in report.world.items() if key != "notes" and value is not None}
     facts: list[tuple[str, Content]] = [("target", code(report.target))]
+    facts += [("command", code(report.command, 1000))] if report.command else []
     facts += [(_PHRASES.get(key, key.replace("_", " ")), str(value)) for key, value in world.items()]
     facts += [(key, str(value)) for key, value in sorted(report.environment.items()) if value is not None]
     facts += [("ddpcheck", report.tool.get("version", "unknown"))]
-    if "total" in report.timing:
+    if report.timing.get("total"):
         facts += [("time", f"{report.timing['total']:.2f} s")]
     parts: list[Content] = [tag("dl", [[tag("dt", key), tag("dd", value)] for key, value in facts], class_="facts")]
     if notes:
