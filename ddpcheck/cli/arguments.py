@@ -146,9 +146,10 @@ def _add_on_rules(command: Command) -> None:
     listing.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
 
 
+
 def _add_on_saved(command: Command) -> None:
-    render = command("render", run_render, "show a report that was saved as JSON")
-    render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
+    render = command("render", run_render, "show a report that was saved as JSON or as HTML")
+    render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add_output(render)
     diff = command("diff", run_diff, "say what is new, fixed and remaining between two saved reports")
     diff.add_argument("old", metavar="OLD.json", help="a report that was saved as JSON, or - for standard input")

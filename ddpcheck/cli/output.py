@@ -6,6 +6,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import textwrap
@@ -54,7 +55,10 @@ class OutputFile:
 
 
 class ReportOutput(OutputFile):
-    """Where a report goes: a file, or standard output, or standard error after the output of a script."""
+    """Where a report goes: a file, or standard output, or standard error after the output of a script.
+
+    The report is told the command line in `arguments`, unless that is empty.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class ReportOutput(OutputFile):
         to_stderr: bool = False,
     ) -> None:
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
+        self._command = arguments.command_line
         self._to_stderr = to_stderr
         stream = sys.stderr if to_stderr else sys.stdout
         medium = replace(
@@ -75,6 +80,8 @@ class ReportOutput(OutputFile):
         )
 
     def show(self, report: Report | Matrix | ReportDifference) -> None:
+        if self._command and not isinstance(report, ReportDifference):
+            report = dataclasses.replace(report, command=self._command)
         text = self._renderer.render(report)
         if self._path is None:
             if self._to_stderr:

@@ -1,4 +1,4 @@
-"""`ddpcheck render`: a report or a matrix that was saved as JSON.
+"""`ddpcheck render`: a report or a matrix that was saved as JSON or as HTML.
 
 This module is light: it never imports torch.
 """
@@ -16,9 +16,10 @@ from ddpcheck.report.settings import load_settings
 
 
 def run_render(arguments: argparse.Namespace) -> int:
-    """Show a saved report or matrix."""
+    """Show a report or a matrix that was saved as JSON or as HTML."""
     report = load_saved(arguments.path)
     formats = MATRIX_FORMATS if isinstance(report, Matrix) else FORMATS
+    arguments.command_line = ""  # that of the report is in it
     with ReportOutput(arguments, load_settings().format, formats) as output:
         output.show(report)
     return EXIT_CLEAN

@@ -43,6 +43,7 @@ def run_script(arguments: argparse.Namespace) -> int:
     given, unknown = parser.parse_known_args(arguments.rest)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(parser, unknown)}")
+    given.command_line = arguments.command_line
     examine(given)
     accepted = Accepted.of(given)
     if given.check_flight_recorder is not None:
@@ -60,6 +61,7 @@ def run_script(arguments: argparse.Namespace) -> int:
 def report_output(given: argparse.Namespace) -> ReportOutput:
     """Where the report goes, by the options of the script's run."""
     given.output, given.format = given.check_output, given.check_format
+    given.command_line = getattr(given, "command_line", "")
     return ReportOutput(given, None, to_stderr=True)
 
 

@@ -1,4 +1,4 @@
-"""Reports and matrices that were saved as JSON.
+"""Reports and matrices that were saved as JSON or as HTML.
 
 This module is light: it never imports torch.
 """
@@ -12,6 +12,7 @@ from ddpcheck.cli.output import reason_of
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.from_json import IncompleteError
 from ddpcheck.findings.report import Report
+from ddpcheck.render.page.frame import data_in
 from ddpcheck.report.matrix.matrix import Matrix, is_matrix
 
 
@@ -26,8 +27,9 @@ def load_saved(path: str) -> Report | Matrix:
         text = _standard_input() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {reason_of(error)}") from error
-    saved: type[Report] | type[Matrix] = Matrix if is_matrix(text) else Report
     try:
+        text = data_in(text) or text
+        saved: type[Report] | type[Matrix] = Matrix if is_matrix(text) else Report
         return saved.from_json(text)
     except IncompleteError as error:
         raise UsageError(f"{name} is not a complete report: {error}") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -145,6 +146,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     severity: Severity | None = None,
     fix: str = "",
+    path: ParameterPath | None = None,
     tags: tuple[str, ...] = (),
 ) -> Finding:
     """A finding with the severity and the advice (`fix`) of its rule, unless others are given."""
@@ -158,6 +160,7 @@ def make_finding(
         location=location,
         evidence=tuple(evidence),
         fix=fix,
+        path=path,
         tags=tags,
     )
 

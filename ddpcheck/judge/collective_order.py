@@ -62,8 +62,23 @@ def judge_collectives(
                 + (f", in {call.place}" if call is not None and call.place else "")
                 for rank, call in zip(ranks, found, strict=True)
             ],
+            tags=tags_of_parting(place),
         )
     return findings
+
+
+_PARTS_AT = "parts at "
+
+
+def tags_of_parting(number: int) -> tuple[str, ...]:
+    """The tag of a finding on the collective with this number."""
+    return (f"{_PARTS_AT}{number}",)
+
+
+def place_of_parting(finding: Finding) -> int | None:
+    """The number of the collective at which ranks part, of a finding that says so."""
+    found = [tag.removeprefix(_PARTS_AT) for tag in finding.tags if tag.startswith(_PARTS_AT)]
+    return int(found[0]) if found else None
 
 
 def first_mismatch(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:

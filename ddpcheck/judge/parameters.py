@@ -98,6 +98,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         severity=mildest if harmless else None,
         evidence=[*evidence, *more],
         fix=SPARSE_ADVICE if sparse else "",
+        path=end.path_of(group[0]),
     )
 
 

@@ -96,11 +96,12 @@ class JsonRenderer:
         """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
         text = report.to_json()
         if not self._medium.shows(text):
-            text = "".join(c if ord(c) < 128 else _escaped(c) for c in text)
+            text = "".join(c if ord(c) < 128 else json_escaped(c) for c in text)
         return text + "\n"
 
 
-def _escaped(character: str) -> str:
+def json_escaped(character: str) -> str:
+    """A character as strings in JSON may have any."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
@@ -111,10 +112,13 @@ FORMATS: Mapping[str, Format] = {
     "markdown": Format("ddpcheck.render.markdown:MarkdownRenderer", (".md",)),
     "sarif": Format("ddpcheck.render.sarif:SarifRenderer", (".sarif",)),
     "junit": Format("ddpcheck.render.junit:JunitRenderer", (".xml",)),
+    "html": Format("ddpcheck.render.page.report_page:HtmlRenderer", (".html", ".htm")),
+    "perfetto": Format("ddpcheck.render.perfetto:PerfettoRenderer", ()),
     "github": Format("ddpcheck.render.github:GithubRenderer", ()),
 }
 MATRIX_FORMATS: Mapping[str, Format] = {
     "json": FORMATS["json"],
+    "html": Format("ddpcheck.render.page.matrix_page:MatrixHtmlRenderer", (".html", ".htm")),
     "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
 }
 """The formats of a `Matrix`."""

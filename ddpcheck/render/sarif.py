@@ -93,7 +93,7 @@ def _result(finding: Finding, index: int, target: str) -> dict[str, Any]:
         "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
     }
-    flows = _flows(finding.evidence)
+    flows = _flows(finding.evidence) or _path(finding)
     return {**result, "codeFlows": [{"threadFlows": flows}]} if flows else result
 
 
@@ -116,6 +116,17 @@ def _fingerprint(finding: Finding) -> str:
     """The same for the same fault where lines have moved and numbers are others."""
     code, path, subjects = fingerprint(finding)
     return hashlib.sha256(json.dumps([code, subjects, path]).encode()).hexdigest()[:32]
+
+
+def _path(finding: Finding) -> list[dict[str, Any]]:
+    """A thread from a parameter to where its path to the loss ends, as far as lines are known."""
+    path = finding.path
+    if path is None or not path.steps:
+        return []
+    told = [(finding.location, path.parameter), *((step.location, step.operation) for step in path.steps)]
+    told.append((path.begins_at, f"{path.reason} begins here"))
+    locations = [{"location": _location(location, text)} for location, text in told if location is not None]
+    return [{"id": f"from {path.parameter} to where its path ends", "locations": locations}] if locations else []
 
 
 def _flows(evidence: Sequence[str]) -> list[dict[str, Any]]:

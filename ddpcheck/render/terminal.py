@@ -111,7 +111,7 @@ class TerminalRenderer(TextRenderer):
         compared: Counter[str] = Counter()
         for entry in report.parity:
             compared[entry.reference] += 1
-            if entry.reference not in worst or _excess(entry) > _excess(worst[entry.reference]):
+            if entry.reference not in worst or entry.excess > worst[entry.reference].excess:
                 worst[entry.reference] = entry
         if not worst:
             return
@@ -123,7 +123,7 @@ class TerminalRenderer(TextRenderer):
         table.show_header, table.header_style = True, "dim"
         room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entry in sorted(worst.items()):
-            style = "red" if not entry.relative_error <= entry.tolerance else "green"
+            style = "red" if entry.is_beyond else "green"
             table.add_row(
                 styled(reference),
                 styled(broken(entry.parameter, room)),
@@ -155,10 +155,3 @@ class TerminalRenderer(TextRenderer):
 def _listed(words: Sequence[str], most: int) -> str:
     shown = ", ".join(words[:most])
     return shown if len(words) <= most else f"{shown} and {len(words) - most} more"
-
-
-def _excess(entry: ParityEntry) -> float:
-    """The error of an entry as a multiple of its tolerance; infinite for NaN."""
-    if entry.relative_error != entry.relative_error:
-        return float("inf")
-    return entry.relative_error / entry.tolerance if entry.tolerance > 0 else entry.relative_error

@@ -77,8 +77,10 @@ def report_of(state: CheckState) -> Report:
         parity=tuple(sorted(_told_entries(state), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
         error=state.log.error or next(iter(state.log.bugs), None),
+        modules=state.modules,
+        timelines=state.timelines,
     )
-    return limited(chosen.complete(report))
+    return limited(chosen.complete(report).with_excerpts())
 
 
 # Check lines

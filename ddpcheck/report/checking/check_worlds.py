@@ -30,6 +30,7 @@ from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
+from ddpcheck.judge.timelines import timelines_of_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
@@ -234,6 +235,7 @@ class CheckWorlds:
             self.state.findings += empty
             self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
+        self.state.timelines = timelines_of_failure(error, self._logs())
         found = judge_wrapper_failure(self.state, error)
         found = found or judge_failure(error, self._logs(), self.asked.world_size)
         if first is not None and isinstance(first.exception, DdpcheckError):

@@ -14,7 +14,7 @@ from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
-from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending
+from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.monitor.script.reporting.log_judging import (
     WatchedWrapper,
     describe_wrappers,
@@ -87,8 +87,9 @@ def report_on_script(
         tool={"name": "ddpcheck", "version": __version__},
         world=world,
         checks=tuple(checks),
+        timelines=timelines_of(ranks, ending, findings),
     )
-    return chosen.complete(report)
+    return chosen.complete(report).with_excerpts()
 
 
 def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
