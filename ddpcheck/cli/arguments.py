@@ -146,7 +146,6 @@ def _add_on_rules(command: Command) -> None:
     listing.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
 
 
-
 def _add_on_saved(command: Command) -> None:
     render = command("render", run_render, "show a report that was saved as JSON or as HTML")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")

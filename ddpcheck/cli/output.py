@@ -11,7 +11,6 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Self, TextIO
 
 from ddpcheck.findings.difference import ReportDifference
@@ -72,7 +71,7 @@ class ReportOutput(OutputFile):
         self._command = arguments.command_line
         self._to_stderr = to_stderr
         stream = sys.stderr if to_stderr else sys.stdout
-        medium = replace(
+        medium = dataclasses.replace(
             Medium.of(stream) if self._path is None else Medium(), whole=getattr(arguments, "debug", False)
         )
         self._renderer = renderer_for(
@@ -145,7 +144,8 @@ def print_out(text: str) -> None:
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     """Print an error or a warning to standard error."""
     encoding = sys.stderr.encoding or "ascii"
-    text = wrapped(f"ddpcheck: {kind}: {message}", Medium.of(sys.stderr).width)
+    medium = Medium.of(sys.stderr)
+    text = wrapped(f"ddpcheck: {kind}: {message}", medium.width if medium.interactive else None)
     if detail.strip():
         text += "\n" + textwrap.indent(fold_traceback(detail.rstrip()), "  ")
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
