@@ -71,7 +71,7 @@ class StateRecorder:
         self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list, its first tensor when it was last seen
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
-        """Write down what the variables of the program hold before step `count` of an optimizer that holds `held`."""
+        """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
         wrapped = [watch.parameters for watch in self._watches if watch.parameters]
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
         trained.update(id(p) for watch in self._watches for p in watch.wrapped)
