@@ -28,13 +28,13 @@ def run_init(arguments: argparse.Namespace) -> int:
         names, tried = ", ".join(recipe.guess.names), recipe.guess.tried
         why = f"{tried} inputs were tried, the first gave {recipe.guess.error}" if tried else recipe.guess.error
         say(f"wrote {path}, without inputs: what goes into forward({names}) could not be guessed ({why})")
-        say(f"fill in batch() where {path} says TODO, then run: {check}")
+        say(f"fill in batch() where {path} says TODO, then run:\n  {check}")
         return EXIT_TARGET
     inputs = ", ".join(f"{one.name} = {one.code}" for one in recipe.guess.inputs)
     say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
     given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
     code = run_report(argparse.Namespace(**given, target=str(path), matrix=False, launcher="off"), None)
-    say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run: {check}")
+    say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
     return code
 
 
