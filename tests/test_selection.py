@@ -78,6 +78,16 @@ def test_a_target_is_matched_as_it_was_spelled_or_by_its_file(target: str) -> No
     assert not Suppression("DDP101", WHY, target="src/*.py").applies_to(target)
 
 
+def test_a_file_is_that_of_the_finding() -> None:
+    inside = Suppression("DDP1", WHY, file="n*.py")
+    assert sorted_out(AUX, suppress=[inside]).findings == ()
+    elsewhere = replace(AUX, location=Location("third_party/net.py", 7))
+    report = sorted_out(elsewhere, suppress=[inside])
+    assert report.findings == (elsewhere,)
+    assert notes(report) == ["the suppression of DDP1 in 'n*.py' matched no finding of this check"]
+    assert sorted_out(replace(AUX, location=None), suppress=[inside]).findings != ()
+
+
 def test_a_baseline_knows_a_fault_where_lines_have_moved_and_part_of_it_is_fixed() -> None:
     baseline = replace(PASSED, findings=(BOTH,))
     moved = replace(HEAD, location=Location("net.py", 99), message="other numbers")
