@@ -42,6 +42,7 @@ def run(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[st
 
 
 @INSTALLED
+@pytest.mark.slow
 def test_the_recipe_of_github_actions_says_what_is_new(tmp_path: Path) -> None:
     steps = blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"]
     checked, shown = [one["run"] for one in steps if "run" in one and "pip" not in one["run"]]
