@@ -171,7 +171,7 @@ def test_a_recipe_is_written_once_and_checked(here: Path, capsys) -> None:
     assert cli.main(["init", "models_of_init.py:Needs", "--args", "3, outputs=2"]) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("clean: 6 checks passed, no findings\n")
-    assert "says EDIT, then run: ddpcheck report check_models_of_init.py" in captured.err
+    assert "says EDIT, then run:\n  ddpcheck report check_models_of_init.py" in captured.err
     written = Path("check_models_of_init.py")
     assert "    return Needs(3, outputs=2)\n" in written.read_text()
     written.write_text("mine")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ddpcheck import cli
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.judge.call_sites import judge_call_sites, judge_partings
 from ddpcheck.monitor.script.rank_log import RankLog, RankStarted, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
@@ -231,6 +232,17 @@ def test_what_differs_rightly_between_ranks(tmp_path: Path) -> None:
         entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
     ]
     assert report_on_hang(write(tmp_path, root, other)).findings == ()
+
+
+def test_a_hang_that_is_suppressed_is_shown_and_does_not_count(tmp_path: Path, monkeypatch) -> None:
+    dumps = write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, "gloo:all_reduce")])
+    assert only(report_on_hang(dumps).findings).code == "DDP403"
+    report = report_on_hang(dumps, suppress=[Suppression("DDP403", "meant")])
+    assert (report.findings, report.status, report.accepted[0].reason) == ((), "ignored", "meant")
+    assert report.checks[1].status == "ignored"
+    (tmp_path / "pyproject.toml").write_text("[[tool.ddpcheck.suppress]]\ncode = 'DDP403'\nreason = 'meant'\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["hang", dumps]) == 0
 
 
 def test_lines_part_where_operations_pair_up(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from ddpcheck.cli.arguments import make_parser
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.selection import Suppression
+from ddpcheck.report.settings import load_settings
 from tests.test_selection import RECIPE
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -39,6 +42,7 @@ def run(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[st
 
 
 @INSTALLED
+@pytest.mark.slow
 def test_the_recipe_of_github_actions_says_what_is_new(tmp_path: Path) -> None:
     steps = blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"]
     checked, shown = [one["run"] for one in steps if "run" in one and "pip" not in one["run"]]
@@ -57,6 +61,14 @@ def test_every_command_of_the_recipes_can_be_parsed() -> None:
     for command in commands:
         words = shlex.split(command.partition(" >")[0].partition(" #")[0])
         assert make_parser().parse_args(words[1:]).command
+
+
+def test_the_table_of_the_docs_is_one_that_is_read(tmp_path: Path) -> None:
+    (table,) = re.findall(r"```toml\n(.*?)```", pages(), re.DOTALL)
+    (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
+    (one,) = load_settings(environ={}, start=tmp_path).suppress
+    assert {field.name for field in fields(Suppression)} == set(re.findall(r"^(\w+) =", table, re.MULTILINE))
+    assert one.file == "third_party/*"
 
 
 def pages() -> str:

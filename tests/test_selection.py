@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,12 +16,15 @@ from xml.etree import ElementTree
 import pytest
 
 from ddpcheck import cli
+from ddpcheck.cli import run as run_command
+from ddpcheck.cli.run import Accepted
 from ddpcheck.findings.errors import ConfigError, UsageError
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
+from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.script_report import _parts
-from ddpcheck.render import renderer_for
+from ddpcheck.render import Medium, renderer_for
 from ddpcheck.report.settings import load_settings
 
 AUX = Finding("DDP101", ("aux.bias", "aux.weight"), "Never read.", Severity.ERROR, location=Location("net.py", 7))
@@ -78,6 +82,16 @@ def test_a_target_is_matched_as_it_was_spelled_or_by_its_file(target: str) -> No
     assert not Suppression("DDP101", WHY, target="src/*.py").applies_to(target)
 
 
+def test_a_file_is_that_of_the_finding() -> None:
+    inside = Suppression("DDP1", WHY, file="n*.py")
+    assert sorted_out(AUX, suppress=[inside]).findings == ()
+    elsewhere = replace(AUX, location=Location("third_party/net.py", 7))
+    report = sorted_out(elsewhere, suppress=[inside])
+    assert report.findings == (elsewhere,)
+    assert notes(report) == ["the suppression of DDP1 in 'n*.py' matched no finding of this check"]
+    assert sorted_out(replace(AUX, location=None), suppress=[inside]).findings != ()
+
+
 def test_a_baseline_knows_a_fault_where_lines_have_moved_and_part_of_it_is_fixed() -> None:
     baseline = replace(PASSED, findings=(BOTH,))
     moved = replace(HEAD, location=Location("net.py", 99), message="other numbers")
@@ -109,12 +123,13 @@ def test_every_form_of_a_report_shows_what_does_not_count() -> None:
     for name in ("text", "markdown"):
         text = re.sub(r"\\(.)", r"\1", renderer_for(name).render(report))
         assert "found, and not counted" in text and WHY in text and "in the baseline" in text
+    narrow = renderer_for("text", medium=Medium(width=40)).render(report)
+    assert max(map(len, narrow.splitlines())) <= 40
     assert Report.from_json(renderer_for("json").render(report)) == report
     suite = ElementTree.fromstring(renderer_for("junit").render(report)).find("testsuite")
     assert suite is not None and [suite.get(key) for key in ("failures", "skipped")] == ["0", "2"]
     results = json.loads(renderer_for("sarif").render(report))["runs"][0]["results"]
     assert [one["suppressions"][0]["justification"] for one in results] == [WHY, "in the baseline"]
-    assert [one.get("baselineState") for one in results] == [None, "unchanged"]
 
 
 def test_the_line_of_a_script_says_that_nothing_counts() -> None:
@@ -128,6 +143,18 @@ def test_the_line_of_a_script_says_that_nothing_counts() -> None:
     wrappers: Any = [Wrapper()]
     assert next(_parts([AUX], [], wrappers)).status == "ignored"
     assert next(_parts([AUX, HEAD], [HEAD], wrappers)).status == "failed"
+
+
+def test_a_clean_script_still_tells_which_suppression_is_unused(tmp_path: Path, monkeypatch, capsys) -> None:
+    clean = replace(PASSED, world={"notes": ["the suppression of DDP101 matched no finding of this check"]})
+    monkeypatch.setattr(run_command, "report_on_script", lambda *args, **options: clean)
+    given = argparse.Namespace(**dict.fromkeys(f"check_{name}" for name in ("flight_recorder", "output", "format")))
+    given.check_select = given.check_ignore = ()
+    run_command.show_report("train.py", Ending(), tmp_path, given, run_command.report_output(given), Accepted())
+    assert capsys.readouterr().err.splitlines() == [
+        "ddpcheck: note: the suppression of DDP101 matched no finding of this check",
+        "ddpcheck: clean: ",
+    ]
 
 
 # Settings

@@ -6,14 +6,12 @@ This module is light: it never imports torch when it is imported.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from ddpcheck.cli.output import reason_of, wrapped
+from ddpcheck.cli.output import reason_of, say
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.settings import CHECK_SETTINGS
 from ddpcheck.findings.errors import EXIT_TARGET, UsageError
-from ddpcheck.render import Medium
 from ddpcheck.report.first_recipe.first_recipe import make_first_recipe, place_of_recipe
 from ddpcheck.report.first_recipe.inputs import NoGuess
 
@@ -29,14 +27,14 @@ def run_init(arguments: argparse.Namespace) -> int:
     if isinstance(recipe.guess, NoGuess):
         names, tried = ", ".join(recipe.guess.names), recipe.guess.tried
         why = f"{tried} inputs were tried, the first gave {recipe.guess.error}" if tried else recipe.guess.error
-        _say(f"wrote {path}, without inputs: what goes into forward({names}) could not be guessed ({why})")
-        _say(f"fill in batch() where {path} says TODO, then run: {check}")
+        say(f"wrote {path}, without inputs: what goes into forward({names}) could not be guessed ({why})")
+        say(f"fill in batch() where {path} says TODO, then run:\n  {check}")
         return EXIT_TARGET
     inputs = ", ".join(f"{one.name} = {one.code}" for one in recipe.guess.inputs)
-    _say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
+    say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
     given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
     code = run_report(argparse.Namespace(**given, target=str(path), matrix=False, launcher="off"), None)
-    _say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run: {check}")
+    say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
     return code
 
 
@@ -45,7 +43,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {reason_of(error)}") from error
-
-
-def _say(text: str) -> None:
-    print(wrapped(f"ddpcheck: {text}", Medium.of(sys.stderr).width), file=sys.stderr)

@@ -90,7 +90,7 @@ class ReportOutput(OutputFile):
                 print_out(text.removesuffix("\n"))
             return
         self.write(text.encode("utf-8", "backslashreplace"))
-        print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)
+        say(f"{report.summary}, written to {self._path}")
 
 
 class Progress:
@@ -139,6 +139,13 @@ def print_out(text: str) -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would fail again
         raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
+
+
+def say(text: str) -> None:
+    """Print a sentence on what was done to standard error."""
+    encoding = sys.stderr.encoding or "ascii"
+    text = wrapped(f"ddpcheck: {text}", Medium.of(sys.stderr).width)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
 
 
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:

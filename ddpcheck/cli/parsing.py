@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -48,10 +49,12 @@ class HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = []
         for paragraph in text.split("\n\n"):
-            lines = paragraph.splitlines()
-            as_it_is = any(line.startswith(" ") for line in lines)
-            filled.append(paragraph if as_it_is else super()._fill_text(paragraph, width, indent))
+            as_it_is = any(line.startswith(" ") for line in paragraph.splitlines())
+            filled.append(paragraph if as_it_is else "\n".join(self._split_lines(paragraph, width)))
         return "\n\n".join(filled)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
 def better(message: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpcheck.cli.output import Progress, ReportOutput
+from ddpcheck.cli.output import Progress, ReportOutput, say
 from ddpcheck.cli.saved import load_report
 from ddpcheck.cli.settings import CHECK_SETTINGS, command_settings
 from ddpcheck.findings.errors import UsageError
@@ -74,14 +74,15 @@ class ReproductionFolder:
         if self._folder is None:
             return
         if not report.findings:
-            print(f"ddpcheck: no finding to reproduce, nothing written to {self._folder}", file=sys.stderr)
+            say(f"no finding to reproduce, nothing written to {self._folder}")
             return
         first = report.findings[0]
         if demonstration_for(first) is None:
             what = f"{first.code} ({RULES[first.code].name})"
-            print(f"ddpcheck: no script shows {what}, nothing written to {self._folder}", file=sys.stderr)
+            say(f"no script shows {what}, nothing written to {self._folder}")
             return
         progress("writing a reproduction")
         script = write_reproduction(report, target, self._folder)
         progress.clear()
-        print(f"ddpcheck: wrote {script}; run it with: {command_for(report, script)}", file=sys.stderr)
+        command = command_for(report, script)
+        print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # unbroken, to be copied

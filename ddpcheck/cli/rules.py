@@ -27,9 +27,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 def _explanation(rule: Rule) -> str:
     width = min(Medium.of(sys.stdout).width or 100, 100)
-    parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", textwrap.fill(rule.summary, width)]
+    parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", wrapped(rule.summary, width, "")]
     for heading, text in rule.sections():
-        parts += ["", heading, textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  ")]
+        parts += ["", heading, wrapped(f"  {text}", width)]
     if rule.example:
         parts += ["", "Example", textwrap.indent(rule.example.rstrip(), "  ")]
     if rule.reports:

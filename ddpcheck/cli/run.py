@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.cli.examples import examples_of
-from ddpcheck.cli.output import ReportOutput, complain
+from ddpcheck.cli.output import ReportOutput, complain, say
 from ddpcheck.cli.parsing import HelpFormatter, Parser, near_option
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_HANG
@@ -103,7 +103,7 @@ def show_report(
     if report.status == "clean" and given.check_output is None and given.check_format is None:
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
-        print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)
+        say(f"clean: {report.checks[0].detail}")
     else:
         output.show(report)
     return report

@@ -24,22 +24,25 @@ class Suppression:
         reason: Shown in each report that it changes.
         parameter: A pattern such as "aux.*" for the subjects of a finding: parameters, buffers, modules or options.
         target: A pattern for the target, as it was spelled; with or without ":attr" or a script's arguments.
+        file: A pattern for the file that a finding is in, as the report shows it.
     """
 
     code: str
     reason: str
     parameter: str = "*"
     target: str = "*"
+    file: str = "*"
 
     def __post_init__(self) -> None:
-        for name in ("code", "reason", "parameter", "target"):
+        for name in ("code", "reason", "parameter", "target", "file"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value.strip():
                 raise UsageError(f"{name} of a suppression must be a text that is not empty, not {value!r}")
         matching_rules(self.code)
 
     def __str__(self) -> str:
-        return self.code if self.parameter == "*" else f"{self.code} for {self.parameter!r}"
+        subjects = f" for {self.parameter!r}" if self.parameter != "*" else ""
+        return f"{self.code}{subjects}{f' in {self.file!r}' if self.file != '*' else ''}"
 
     @property
     def codes(self) -> frozenset[str]:
@@ -54,7 +57,8 @@ class Suppression:
 
     def matched(self, finding: Finding) -> frozenset[str]:
         """The subjects of a finding that it matches; "" stands for those of a finding that has none."""
-        if finding.code not in self.codes:
+        path = finding.location.path if finding.location else ""
+        if finding.code not in self.codes or not fnmatchcase(path, self.file):
             return frozenset()
         subjects = finding.subjects or ("",)
         return frozenset(subject for subject in subjects if fnmatchcase(subject, self.parameter))

@@ -101,8 +101,7 @@ def _acceptance(accepted: AcceptedFinding | None) -> dict[str, Any]:
     """Why a result does not count; "external" in SARIF's words: not said in the source."""
     if accepted is None:
         return {}
-    known = {"baselineState": "unchanged"} if accepted.by == "baseline" else {}
-    return {**known, "suppressions": [{"kind": "external", "justification": accepted.reason}]}
+    return {"suppressions": [{"kind": "external", "justification": accepted.reason}]}
 
 
 def _location(location: Location, text: str = "") -> dict[str, Any]:
