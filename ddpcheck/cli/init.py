@@ -33,7 +33,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     inputs = ", ".join(f"{one.name} = {one.code}" for one in recipe.guess.inputs)
     say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
     given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
-    code = run_report(argparse.Namespace(**given, target=str(path), matrix=False, launcher="off"), None)
+    given |= {"target": str(path), "matrix": False, "launcher": "off", "command_line": check}
+    code = run_report(argparse.Namespace(**given), None)
     say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
     return code
 

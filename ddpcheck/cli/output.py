@@ -68,7 +68,7 @@ class ReportOutput(OutputFile):
         to_stderr: bool = False,
     ) -> None:
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
-        self._command = arguments.command_line
+        self._command = getattr(arguments, "command_line", "")
         self._to_stderr = to_stderr
         stream = sys.stderr if to_stderr else sys.stdout
         medium = dataclasses.replace(

@@ -61,7 +61,6 @@ def run_script(arguments: argparse.Namespace) -> int:
 def report_output(given: argparse.Namespace) -> ReportOutput:
     """Where the report goes, by the options of the script's run."""
     given.output, given.format = given.check_output, given.check_format
-    given.command_line = getattr(given, "command_line", "")
     return ReportOutput(given, None, to_stderr=True)
 
 
