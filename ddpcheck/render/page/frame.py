@@ -87,6 +87,18 @@ def folded(summary: Content, *content: Content, is_open: bool = False) -> Markup
     return tag("details", tag("summary", summary), *content, open="" if is_open else None)
 
 
+def brief(text: str, most: int) -> Markup:
+    """A name in one line: of a long one the beginning and the end, and all of it where the pointer rests."""
+    if len(text) <= most:
+        return tag("code", text)
+    return tag("code", fitted(text, most), title=text)
+
+
+def fitted(text: str, most: int) -> str:
+    """`text`, of a long one its beginning and its end."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
+
+
 def table(headings: Iterable[str], rows: Iterable[Iterable[Content]], caption: str, class_: str = "") -> Markup:
     """A table that scrolls in its own box where it is too wide."""
     head = tag("thead", tag("tr", [tag("th", heading, scope="col") for heading in headings]))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.wording import counted
-from ddpcheck.render.page.frame import Markup, tag
+from ddpcheck.render.page.frame import Markup, fitted, tag
 
 _WIDTH = 340
 _BOX = 40  # height
@@ -23,7 +23,7 @@ _ENDS = {
 }
 
 
-def path_picture(path: ParameterPath) -> Markup:
+def path_picture(path: ParameterPath, where: str = "") -> Markup:
     """A parameter, the operations on what was made of it, and the loss that the last of them does not come to."""
     drawn: list[Markup] = [_box(0, path.parameter, "parameter", "bad")]
     top = 0
@@ -40,12 +40,12 @@ def path_picture(path: ParameterPath) -> Markup:
     below = top + _BOX
     drawn.append(_cut(below, below + 46))
     ends = f"cut by {path.reason}" if path.reason else _ENDS[path.end]
-    drawn.append(_line(_WIDTH / 2, below + 62, _fitted(ends, _WIDTH), "badtext"))
+    drawn.append(_line(_WIDTH / 2, below + 62, _in_box(ends, _WIDTH), "badtext"))
     drawn.append(_box(below + 74, "loss", "no gradient comes from here", "off"))
     words = ", ".join(step.operation for step in path.steps)
     said = f"From {path.parameter}{f' through {words}' if words else ''}: {ends}."
     figure = _svg(below + 74 + _BOX, said, drawn)
-    return tag("figure", tag("figcaption", "From the parameter towards the loss"), figure)
+    return tag("figure", tag("figcaption", f"From the parameter towards the loss{where}"), figure)
 
 
 def wait_picture(names: Sequence[str], doing: Sequence[str], waits: Mapping[int, Sequence[int]]) -> Markup:
@@ -87,8 +87,8 @@ def _box(top: float, name: str, about: str, class_: str, width: int = _WIDTH) ->
         (
             tag("title", f"{name}\n{about}" if about else name),
             tag("rect", x=0, y=top, width=width, height=_BOX, rx=5, class_=class_),
-            _line(width / 2, top + (17 if about else 25), _fitted(name, width), ""),
-            _line(width / 2, top + 33, _fitted(about, width), "small"),
+            _line(width / 2, top + (17 if about else 25), _in_box(name, width), ""),
+            _line(width / 2, top + 33, _in_box(about, width), "small"),
         )
     )
     return tag("g", list(drawn))
@@ -111,7 +111,5 @@ def _cut(top: float, bottom: float) -> Markup:
     return tag("g", tag("line", x1=x, y1=top, x2=x, y2=bottom, class_="cut"), cross)
 
 
-def _fitted(text: str, width: int) -> str:
-    """`text` in one line: of a long one its beginning and its end, which tells the line."""
-    most = _LETTERS * width // _WIDTH
-    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
+def _in_box(text: str, width: int) -> str:
+    return fitted(text, _LETTERS * width // _WIDTH)
