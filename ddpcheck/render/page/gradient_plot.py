@@ -122,5 +122,5 @@ def _anchor(power: int, low: int, high: int) -> str:
 
 def _row(entry: ParityEntry) -> list[Content]:
     numbers = (f"{entry.relative_error:.3e}", f"{entry.tolerance:.3e}", f"{entry.reference_norm:.3e}")
-    numbers = (*numbers, f"{entry.elements:,}")
-    return [code(entry.parameter), str(entry.step), *(tag("span", number, class_="nobr") for number in numbers)]
+    cells = (*numbers, f"{entry.elements:,}")
+    return [code(entry.parameter), str(entry.step), *(tag("span", number, class_="nobr") for number in cells)]
