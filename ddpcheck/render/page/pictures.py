@@ -20,6 +20,8 @@ _ENDS = {
     "unused": "no operation of the forward pass reads it",
     "cut": "the path is cut here: no gradient comes back",
     "unreachable": "what this made does not reach the loss",
+    "zero": "here its gradient becomes exactly zero",
+    "lost": "here backward gives None for its gradient",
 }
 
 
@@ -27,11 +29,13 @@ def path_picture(path: ParameterPath, where: str = "") -> Markup:
     """A parameter, the operations on what was made of it, and the loss that the last of them does not come to."""
     drawn: list[Markup] = [_box(0, path.parameter, "parameter", "bad")]
     top = 0
-    bad = path.end == "cut"
+    bad = path.end in ("cut", "zero", "lost")
     halves = (path.steps[:-1], path.steps[-1:]) if path.left_out else (path.steps, ())
     for number, step in enumerate((*halves[0], *halves[1])):
         top += _BOX + _GAP
         drawn.append(_arrow(top - _GAP, top))
+        if path.end in ("zero", "lost"):
+            drawn.append(_line(_WIDTH / 2 + 12, top - 8, "and maybe others between", "small"))
         if path.left_out and number == len(halves[0]):
             drawn.append(_line(_WIDTH / 2 + 12, top - 8, f"{counted(path.left_out, 'more operation')}", "small"))
         last = number == len(path.steps) - 1
@@ -41,7 +45,8 @@ def path_picture(path: ParameterPath, where: str = "") -> Markup:
     drawn.append(_cut(below, below + 46))
     ends = f"cut by {path.reason}" if path.reason else _ENDS[path.end]
     drawn.append(_line(_WIDTH / 2, below + 62, _in_box(ends, _WIDTH), "badtext"))
-    drawn.append(_box(below + 74, "loss", "no gradient comes from here", "off"))
+    comes = "" if bad and path.end != "cut" else "no gradient comes from here"
+    drawn.append(_box(below + 74, "loss", comes, "off"))
     words = ", ".join(step.operation for step in path.steps)
     said = f"From {path.parameter}{f' through {words}' if words else ''}: {ends}."
     figure = _svg(below + 74 + _BOX, said, drawn)

@@ -14,7 +14,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
-from ddpcheck.judge.timelines import timelines
+from ddpcheck.judge.timelines import those_that_differ, timelines
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds import failures
@@ -115,7 +115,8 @@ def timelines_of(
     logs = comparable_logs(ranks)
     waiting = {(logs[rank][-1].group, rank) for rank in still_in_a_call(ranks, ending) if logs[rank]}
     ended = {rank.started.rank for rank in ranks if any(isinstance(entry, ProgramEnded) for entry in rank.entries)}
-    return timelines(logs, waiting, dict.fromkeys(ended, "had finished") | failed)
+    made = timelines(logs, waiting, dict.fromkeys(ended, "had finished") | failed)
+    return made if ending.hang is not None else those_that_differ(made)
 
 
 def _was_ended(failure: RankFailure, found: Sequence[RankFailure]) -> bool:

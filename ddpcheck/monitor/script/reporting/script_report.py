@@ -74,6 +74,7 @@ def report_on_script(
         findings=tuple(sorted(kept, key=Finding.sort_key)),
         ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
         timelines=timelines_of(ranks, ending, findings),
+        modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
     return report.with_excerpts()
 
