@@ -23,6 +23,7 @@ from ddpcheck.judge.collective_order import DDP_BACKWARD
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankLog, RankRaised, RankStarted, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
+from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.worlds.failures import described
 from tests.tiers import first_of_each, share
 
@@ -224,6 +225,17 @@ def test_the_collectives_in_which_ranks_part_are_the_cause_of_a_hang(tmp_path: P
     rank_log(tmp_path, 0, *many, "barrier")
     rank_log(tmp_path, 1, *many, "broadcast")
     assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
+
+
+def test_a_hang_leaves_the_collectives_of_the_ranks_in_the_report(tmp_path: Path) -> None:
+    rank_log(tmp_path, 0, "all_reduce", "barrier")
+    rank_log(tmp_path, 1, "all_reduce")
+    ranks, ending = read_logs(tmp_path), Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: AT_WORK}))
+    (timeline,) = report_on_script("train.py", ending, ranks, select=(), ignore=()).timelines
+    waits, works = timeline.ranks
+    assert (waits.waiting, waits.waits_for, waits.at_end) == (True, (1,), "waits in barrier() at train.py:7")
+    assert (works.waiting, works.waits_for) == (False, ()) and "still" in works.at_end
+    assert report_on_script("train.py", Ending(), ranks, select=(), ignore=()).timelines == ()
 
 
 def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path: Path) -> None:
