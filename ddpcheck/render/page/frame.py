@@ -21,6 +21,7 @@ from ddpcheck.report.matrix.matrix import Matrix
 _PLAIN = 200_000  # characters of JSON up to which it stands in the page as it is
 _MOST_DATA = 1 << 28
 _VOID = ("meta", "link", "br", "line", "circle", "rect", "path")
+_NOTHING_ELSE = "default-src 'none'; style-src 'unsafe-inline'"  # the browser refuses requests and scripts
 _DATA = re.compile(r'<script type="application/(json|zlib)" id="ddpcheck-data">([^<]*)</script>')
 
 
@@ -129,6 +130,7 @@ def page(report: Report | Matrix, top: Content, sections: Sections, medium: Medi
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_NOTHING_ELSE),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"ddpcheck: {shortened(report.target, 80)}"),
