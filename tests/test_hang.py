@@ -192,6 +192,9 @@ def test_a_rank_that_waits_and_one_that_never_came(tmp_path: Path, capsys: pytes
     assert (code, finding.code, finding.ranks, finding.location) == (4, "DDP403", (1,), Location("train.py", 5))
     assert "rank 0: waits in barrier() at train.py:5" in finding.evidence
     assert "rank 1: waits in no collective; its last one, barrier() at train.py:1, has ended" in finding.evidence
+    (timeline,) = report.timelines
+    assert [(one.rank, one.waiting, one.waits_for) for one in timeline.ranks] == [(0, True, (1,)), (1, False, ())]
+    assert timeline.parts_at == 1 and timeline.ranks[0].at_end == "waits in barrier() at train.py:5"
     assert hang(capsys, folder, "--fail-on", "never")[0] == 0
     code, report = hang(capsys, folder, "--ignore", "DDP403")
     assert (code, report.ignored, report.status) == (0, ("DDP403",), "ignored")

@@ -324,6 +324,15 @@ def test_a_page_that_is_damaged_is_refused(damage: Any, words: str, tmp_path: Pa
     assert any(word in said for word in words.split("|")), said
 
 
+def test_a_timeline_that_names_calls_that_are_not_there_is_refused() -> None:
+    (timeline,) = HANG.timelines
+    data = HANG.to_json().replace('"calls": [\n        {', '"calls": [], "others": [\n        {', 1)
+    with pytest.raises(ValueError, match="not in the list of its timeline"):
+        Report.from_json(data)
+    with pytest.raises(ValueError, match="not in the list"):
+        replace(timeline, calls=())
+
+
 # The trace
 
 

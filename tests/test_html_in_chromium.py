@@ -133,7 +133,8 @@ def test_the_keyboard_reaches_what_can_be_used(chromium: Chromium, page: Path) -
 
 
 def test_it_prints_what_is_folded_on_white(chromium: Chromium, page: Path) -> None:
-    chromium.open(page, dark=True, print_=True)
+    chromium.open(page, width=720, dark=True, print_=True)
+    assert chromium.evaluate(WIDE) == 0
     assert chromium.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert chromium.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
     hidden = "[...document.querySelectorAll('details > :not(summary)')].filter(e => !e.getClientRects().length).length"

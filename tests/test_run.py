@@ -248,6 +248,17 @@ def test_the_collectives_in_which_ranks_part_are_the_cause_of_a_hang(tmp_path: P
     assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
 
 
+def test_a_hang_leaves_the_collectives_of_the_ranks_in_the_report(tmp_path: Path) -> None:
+    rank_log(tmp_path, 0, "all_reduce", "barrier")
+    rank_log(tmp_path, 1, "all_reduce")
+    ranks, ending = read_logs(tmp_path), Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: AT_WORK}))
+    (timeline,) = report_on_script("train.py", ending, ranks, select=(), ignore=()).timelines
+    waits, works = timeline.ranks
+    assert (waits.waiting, waits.waits_for, waits.at_end) == (True, (1,), "waits in barrier() at train.py:7")
+    assert (works.waiting, works.waits_for) == (False, ()) and "still" in works.at_end
+    assert report_on_script("train.py", Ending(), ranks, select=(), ignore=()).timelines == ()
+
+
 def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path: Path) -> None:
     for rank in (0, 1):
         rank_log(tmp_path, rank, "all_reduce", "barrier")

@@ -17,7 +17,7 @@ from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
-from ddpcheck.render import FORMATS, Format, Medium, renderer_for
+from ddpcheck.render import FORMATS, Format, Medium, as_text, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix
 
 
@@ -81,16 +81,25 @@ class ReportOutput(OutputFile):
     def show(self, report: Report | Matrix | ReportDifference) -> None:
         if self._command and not isinstance(report, ReportDifference):
             report = dataclasses.replace(report, command=self._command)
-        text = self._renderer.render(report)
+        try:
+            text = self._renderer.render(report)
+        except UsageError:  # there is nothing to show in this form
+            if isinstance(report, Report) and self._command:  # else it is saved somewhere
+                _print_to_stderr(as_text(report))
+            raise
         if self._path is None:
             if self._to_stderr:
-                encoding = sys.stderr.encoding or "ascii"
-                print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=sys.stderr)
+                _print_to_stderr(text)
             else:
                 print_out(text.removesuffix("\n"))
             return
         self.write(text.encode("utf-8", "backslashreplace"))
         say(f"{report.summary}, written to {self._path}")
+
+
+def _print_to_stderr(text: str) -> None:
+    encoding = sys.stderr.encoding or "ascii"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=sys.stderr)
 
 
 class Progress:

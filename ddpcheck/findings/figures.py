@@ -54,7 +54,8 @@ class ParameterPath:
     Attributes:
         parameter: Its name.
         end: `unused`: no operation reads it. `cut`: the last step takes the path out of autograd. `unreachable`: what
-            the last step made does not reach the loss.
+            the last step made does not reach the loss. `zero`, `lost`: in the backward of the last step, which is the
+            only one that is known, the gradient becomes zero, or is left out.
         steps: In order; where there are many, the first and the last of them.
         left_out: How many are not among them.
         reason: What cut the path ("detach()"), where something did.
@@ -62,7 +63,7 @@ class ParameterPath:
     """
 
     parameter: str
-    end: Literal["unused", "cut", "unreachable"]
+    end: Literal["unused", "cut", "unreachable", "zero", "lost"]
     steps: tuple[PathStep, ...] = ()
     left_out: int = 0
     reason: str = ""

@@ -26,7 +26,13 @@ def timelines_of_failure(error: RankError, logs: Sequence[Sequence[Call]]) -> tu
     at_end = {failure.rank: describe_failure(failure) for failure in error.failures}
     waiting = {(logs[rank][-1].group, rank) for rank, waits in stuck.items() if waits and logs[rank]}
     at_work = {rank for rank, waits in stuck.items() if not waits}
-    return timelines(logs, waiting, at_end | dict.fromkeys(error.results, "had finished"), at_work)
+    made = timelines(logs, waiting, at_end | dict.fromkeys(error.results, "had finished"), at_work)
+    return made if stuck else those_that_differ(made)
+
+
+def those_that_differ(made: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
+    """Without those of groups whose ranks have called the same, which tell nothing of why a rank has failed."""
+    return tuple(one for one in made if one.parts_at is not None or any(rank.waits_for for rank in one.ranks))
 
 
 def timelines(

@@ -52,6 +52,9 @@ class PathEnd:
             return ParameterPath(parameter, "cut", self.steps, self.left_out, self.reason, begins_at)
         if self.cause == "unreachable" and self.steps:
             return ParameterPath(parameter, "unreachable", self.steps, self.left_out)
+        if self.cause in ("zero", "lost") and self.reason:
+            end: Literal["zero", "lost"] = "zero" if self.cause == "zero" else "lost"
+            return ParameterPath(parameter, end, (PathStep(self.reason, self.module, self.location),))
         return None
 
     @property

@@ -197,16 +197,17 @@ class PathRecorder(TensorRecorder):
 
     def _go_on(self, inputs: Sequence[torch.Tensor], before: _Taint, use: PathEnd) -> dict[int, OperationPath]:
         """Note that `use` reads `inputs`, with the taint `before`; returns the paths that end with it."""
-        paths = dict[int, OperationPath]()
-        known = [self._paths.get(tensor) or {} for tensor in inputs]
-        own = {id(tensor) for tensor in inputs}
+        known: dict[int, OperationPath] = {}
+        for tensor in reversed(inputs):
+            known |= self._paths.get(tensor) or {}
+            if (own := self._index.get(id(tensor))) is not None:
+                known[own] = _NO_OPERATION
         longer: dict[int, OperationPath] = {}  # by identity: what many suspects have in common is made once
-        for index in before:
-            here = next((of_tensor[index] for of_tensor in known if index in of_tensor), None)
-            if here is None:  # the suspect itself, or a view of what was written in place
-                here = _NO_OPERATION if id(self._alive[index]) in own else self._last_paths.get(index, _NO_OPERATION)
+        paths = {}
+        for index in before:  # what has no path is a view of what was written in place
+            here = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
             paths[index] = longer.get(id(here)) or longer.setdefault(id(here), here.to(use))
-            self._last_use[index] = use
+        self._last_use |= dict.fromkeys(before, use)
         self._last_paths |= paths
         return paths
 

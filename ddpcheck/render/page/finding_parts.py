@@ -34,7 +34,10 @@ def _finding(number: int, finding: Finding, report: Report) -> Markup:
     rule, kind = RULES.get(finding.code), finding.severity.value
     title = [tag("span", kind, class_=f"badge {kind}"), f" {finding.code} {rule.name if rule else ''}"]
     sources = [_source(place, finding, report.excerpts) for place in finding.places]
-    picture = path_picture(finding.path) if finding.path is not None else None
+    where = [format_ranks(finding.ranks)] if finding.ranks else []
+    where += [format_steps(finding.steps)] if finding.steps else []
+    said = f", where it ends ({', '.join(where)})" if where else ""
+    picture = path_picture(finding.path, said) if finding.path is not None else None
     why = [tag("p", f"{rule.summary} {rule.why}"), _example(rule.example)] if rule else []
     return tag(
         "article",

@@ -21,6 +21,7 @@ from ddpcheck.report.matrix.matrix import Matrix
 _PLAIN = 200_000  # characters of JSON up to which it stands in the page as it is
 _MOST_DATA = 1 << 28
 _VOID = ("meta", "link", "br", "line", "circle", "rect", "path")
+_NOTHING_ELSE = "default-src 'none'; style-src 'unsafe-inline'"  # the browser refuses requests and scripts
 _DATA = re.compile(r'<script type="application/(json|zlib)" id="ddpcheck-data">([^<]*)</script>')
 
 
@@ -87,6 +88,18 @@ def folded(summary: Content, *content: Content, is_open: bool = False) -> Markup
     return tag("details", tag("summary", summary), *content, open="" if is_open else None)
 
 
+def brief(text: str, most: int) -> Markup:
+    """A name in one line: of a long one the beginning and the end, and all of it where the pointer rests."""
+    if len(text) <= most:
+        return tag("code", text)
+    return tag("code", fitted(text, most), title=text)
+
+
+def fitted(text: str, most: int) -> str:
+    """`text`, of a long one its beginning and its end."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
+
+
 def table(headings: Iterable[str], rows: Iterable[Iterable[Content]], caption: str, class_: str = "") -> Markup:
     """A table that scrolls in its own box where it is too wide."""
     head = tag("thead", tag("tr", [tag("th", heading, scope="col") for heading in headings]))
@@ -117,6 +130,7 @@ def page(report: Report | Matrix, top: Content, sections: Sections, medium: Medi
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_NOTHING_ELSE),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"ddpcheck: {shortened(report.target, 80)}"),

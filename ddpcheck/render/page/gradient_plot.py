@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from ddpcheck.findings.report import ParityEntry
 from ddpcheck.findings.wording import counted, group_by
-from ddpcheck.render.page.frame import Content, Markup, code, folded, table, tag
+from ddpcheck.render.page.frame import Content, Markup, brief, code, folded, table, tag
 
 _MOST = 24  # lines of a plot
+_NAME = 44  # letters of a name
 _MOST_ROWS = 300  # of a table
 _LEAST, _MOST_ERROR = 1e-12, 1e12  # on the scale
 _REFERENCES = {
@@ -84,7 +85,7 @@ def _line(entry: ParityEntry, low: int, high: int) -> list[Content]:
         tag("span", "✗ " if beyond else "", class_="error"),
         f"{_brief(entry.relative_error)} / {_brief(entry.tolerance)}",
     ]
-    return [tag("span", code(entry.parameter)), tag("span", drawn), tag("span", number)]
+    return [tag("span", brief(entry.parameter, _NAME)), tag("span", drawn), tag("span", number)]
 
 
 def _brief(value: float) -> str:
@@ -121,4 +122,5 @@ def _anchor(power: int, low: int, high: int) -> str:
 
 def _row(entry: ParityEntry) -> list[Content]:
     numbers = (f"{entry.relative_error:.3e}", f"{entry.tolerance:.3e}", f"{entry.reference_norm:.3e}")
-    return [code(entry.parameter), str(entry.step), *numbers, f"{entry.elements:,}"]
+    cells = (*numbers, f"{entry.elements:,}")
+    return [code(entry.parameter), str(entry.step), *(tag("span", number, class_="nobr") for number in cells)]

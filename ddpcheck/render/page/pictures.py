@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.wording import counted
-from ddpcheck.render.page.frame import Markup, tag
+from ddpcheck.render.page.frame import Markup, fitted, tag
 
 _WIDTH = 340
 _BOX = 40  # height
@@ -20,18 +20,22 @@ _ENDS = {
     "unused": "no operation of the forward pass reads it",
     "cut": "the path is cut here: no gradient comes back",
     "unreachable": "what this made does not reach the loss",
+    "zero": "here its gradient becomes exactly zero",
+    "lost": "here backward gives None for its gradient",
 }
 
 
-def path_picture(path: ParameterPath) -> Markup:
+def path_picture(path: ParameterPath, where: str = "") -> Markup:
     """A parameter, the operations on what was made of it, and the loss that the last of them does not come to."""
     drawn: list[Markup] = [_box(0, path.parameter, "parameter", "bad")]
     top = 0
-    bad = path.end == "cut"
+    bad = path.end in ("cut", "zero", "lost")
     halves = (path.steps[:-1], path.steps[-1:]) if path.left_out else (path.steps, ())
     for number, step in enumerate((*halves[0], *halves[1])):
         top += _BOX + _GAP
         drawn.append(_arrow(top - _GAP, top))
+        if path.end in ("zero", "lost"):
+            drawn.append(_line(_WIDTH / 2 + 12, top - 8, "and maybe others between", "small"))
         if path.left_out and number == len(halves[0]):
             drawn.append(_line(_WIDTH / 2 + 12, top - 8, f"{counted(path.left_out, 'more operation')}", "small"))
         last = number == len(path.steps) - 1
@@ -40,12 +44,13 @@ def path_picture(path: ParameterPath) -> Markup:
     below = top + _BOX
     drawn.append(_cut(below, below + 46))
     ends = f"cut by {path.reason}" if path.reason else _ENDS[path.end]
-    drawn.append(_line(_WIDTH / 2, below + 62, _fitted(ends, _WIDTH), "badtext"))
-    drawn.append(_box(below + 74, "loss", "no gradient comes from here", "off"))
+    drawn.append(_line(_WIDTH / 2, below + 62, _in_box(ends, _WIDTH), "badtext"))
+    comes = "" if bad and path.end != "cut" else "no gradient comes from here"
+    drawn.append(_box(below + 74, "loss", comes, "off"))
     words = ", ".join(step.operation for step in path.steps)
     said = f"From {path.parameter}{f' through {words}' if words else ''}: {ends}."
     figure = _svg(below + 74 + _BOX, said, drawn)
-    return tag("figure", tag("figcaption", "From the parameter towards the loss"), figure)
+    return tag("figure", tag("figcaption", f"From the parameter towards the loss{where}"), figure)
 
 
 def wait_picture(names: Sequence[str], doing: Sequence[str], waits: Mapping[int, Sequence[int]]) -> Markup:
@@ -87,8 +92,8 @@ def _box(top: float, name: str, about: str, class_: str, width: int = _WIDTH) ->
         (
             tag("title", f"{name}\n{about}" if about else name),
             tag("rect", x=0, y=top, width=width, height=_BOX, rx=5, class_=class_),
-            _line(width / 2, top + (17 if about else 25), _fitted(name, width), ""),
-            _line(width / 2, top + 33, _fitted(about, width), "small"),
+            _line(width / 2, top + (17 if about else 25), _in_box(name, width), ""),
+            _line(width / 2, top + 33, _in_box(about, width), "small"),
         )
     )
     return tag("g", list(drawn))
@@ -111,7 +116,5 @@ def _cut(top: float, bottom: float) -> Markup:
     return tag("g", tag("line", x1=x, y1=top, x2=x, y2=bottom, class_="cut"), cross)
 
 
-def _fitted(text: str, width: int) -> str:
-    """`text` in one line: of a long one its beginning and its end, which tells the line."""
-    most = _LETTERS * width // _WIDTH
-    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"
+def _in_box(text: str, width: int) -> str:
+    return fitted(text, _LETTERS * width // _WIDTH)

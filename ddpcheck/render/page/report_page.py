@@ -151,13 +151,14 @@ _READING = (
 
 def _reading(report: Report) -> Content:
     said: list[Content] = [[tag("span", word, class_=f"badge {word}"), f" {what}."] for word, what in _READING]
+    first = report.findings[0].code if report.findings else "DDP103"
     said.append(
         [
             "A finding is one cause; what follows from it is its evidence. ",
             "Its code (",
-            code("DDP103"),
+            code(first),
             ") is the name of a rule: ",
-            code(f"ddpcheck explain {report.findings[0].code if report.findings else 'DDP103'}"),
+            code(f"ddpcheck explain {first}"),
             " says more, and ",
             code("--ignore CODE"),
             " leaves it out.",

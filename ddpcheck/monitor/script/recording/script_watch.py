@@ -24,6 +24,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
+from ddpcheck.gather.state.module_description import module_entries
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
@@ -75,6 +76,7 @@ class ScriptWatch(Watch):
                 user_location(),
                 is_called_by_a_package(),
                 _classes(wrapper),
+                module_entries(self._module) if number == 0 and dist.get_rank() == 0 else (),
             )
         )
 

@@ -88,6 +88,7 @@ def report_on_script(
         world=world,
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, findings),
+        modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
 
