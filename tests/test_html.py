@@ -24,7 +24,7 @@ from ddpcheck.findings.figures import (
     SourceExcerpt,
     excerpts_of,
 )
-from ddpcheck.findings.report import Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.page.finding_parts import together
@@ -161,6 +161,15 @@ def test_the_verdict_is_that_of_the_report(report: Report, words: str) -> None:
     page = shown(report)
     (verdict,) = page.of_class("verdict")
     assert words in page.text and verdict[1]["role"] == "status"
+
+
+def test_what_does_not_count_is_shown_with_its_reason() -> None:
+    known = AcceptedFinding(UNUSED, "baseline", "in the baseline")
+    report = Report("net.py", accepted=(AcceptedFinding(CUT, "suppression", "kept <for> old checkpoints"), known))
+    page = shown(report)
+    assert "No findings that count" in page.text
+    assert "suppressed: kept <for> old checkpoints" in page.text and "known from the baseline" in page.text
+    assert CUT.message in page.text and UNUSED.message in page.text
 
 
 def test_a_finding_shows_its_source_and_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,19 +152,19 @@ def print_out(text: str) -> None:
 
 def say(text: str) -> None:
     """Print a sentence on what was done to standard error."""
-    encoding = sys.stderr.encoding or "ascii"
-    text = wrapped(f"ddpcheck: {text}", Medium.of(sys.stderr).width)
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+    _tell(f"ddpcheck: {text}")
 
 
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     """Print an error or a warning to standard error."""
-    encoding = sys.stderr.encoding or "ascii"
+    _tell(f"ddpcheck: {kind}: {message}", textwrap.indent(fold_traceback(detail.rstrip()), "  "))
+
+
+def _tell(sentence: str, more: str = "") -> None:
+    """Print to standard error; in a log a sentence is one line."""
     medium = Medium.of(sys.stderr)
-    text = wrapped(f"ddpcheck: {kind}: {message}", medium.width if medium.interactive else None)
-    if detail.strip():
-        text += "\n" + textwrap.indent(fold_traceback(detail.rstrip()), "  ")
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+    text = wrapped(sentence, medium.width if medium.interactive else None) + (f"\n{more}" if more else "")
+    print(text.encode(medium.encoding, "backslashreplace").decode(medium.encoding), file=sys.stderr)
 
 
 def wrapped(text: str, width: int | None, indent: str = "  ") -> str:

@@ -12,7 +12,7 @@ from ddpcheck.findings.figures import SourceExcerpt
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, format_ranks, format_steps, group_by
-from ddpcheck.render.page.frame import Content, Markup, code, folded, tag
+from ddpcheck.render.page.frame import Content, Markup, code, folded, table, tag
 from ddpcheck.render.page.pictures import path_picture
 
 MOST_FINDINGS = 100
@@ -28,6 +28,18 @@ def findings(report: Report) -> Content:
     shown = [_finding(number, one, report) for number, one in enumerate(ordered[:MOST_FINDINGS], 1)]
     rest = len(ordered) - len(shown)
     return [shown, tag("p", f"And {counted(rest, 'more finding')}, in the data of this page.") if rest else None]
+
+
+def accepted(report: Report) -> Content:
+    """Findings that do not count, each with its reason."""
+    rows: list[list[Content]] = []
+    for one in report.accepted[:MOST_FINDINGS]:
+        found, how = one.finding, "known from the baseline" if one.by == "baseline" else f"suppressed: {one.reason}"
+        rows.append([f"{found.code} {found.severity.value}", [found.message, _names(found.subjects)], how])
+    rest = len(report.accepted) - len(rows)
+    left = tag("p", f"And {counted(rest, 'more finding')}, in the data of this page.") if rest else None
+    title = f"{counted(len(report.accepted), 'finding')} that {'do' if len(report.accepted) > 1 else 'does'} not count"
+    return [table(["rule", "finding", "why it does not count"], rows, title, "stacks"), left]
 
 
 def _finding(number: int, finding: Finding, report: Report) -> Markup:

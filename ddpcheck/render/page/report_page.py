@@ -15,7 +15,7 @@ from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted
 from ddpcheck.render import Medium
 from ddpcheck.render.page.collective_tables import collectives
-from ddpcheck.render.page.finding_parts import findings
+from ddpcheck.render.page.finding_parts import accepted, findings
 from ddpcheck.render.page.frame import Content, Markup, code, folded, page, table, tag
 from ddpcheck.render.page.gradient_plot import gradients
 from ddpcheck.render.page.module_tree import module_tree
@@ -78,8 +78,10 @@ def _verdict(report: Report) -> Markup:
         class_, title = "ok", "Clean"
         passed = sum(check.status == "passed" for check in report.checks)
         more.append(f"{counted(passed, 'check')} passed, no findings.")
-    else:
+    elif report.not_made:
         class_, title = "warning", "No findings, and not all was checked"
+    else:
+        class_, title = "ok", "No findings that count"
     if report.error is not None and kinds:
         title += f": {kinds}"
     first = min(report.findings, key=lambda finding: finding.sort_key(), default=None)
@@ -93,6 +95,8 @@ def _verdict(report: Report) -> Markup:
 def _sections(report: Report) -> Iterator[tuple[str, tuple[str, Content]]]:
     if report.findings:
         yield "findings", ("Findings", findings(report))
+    if report.accepted:
+        yield "accepted", ("Found, and not counted", accepted(report))
     if report.timelines:
         yield "collectives", ("Collectives of the ranks", collectives(report.timelines))
     if report.checks:
