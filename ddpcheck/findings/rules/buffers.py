@@ -33,7 +33,7 @@ if dist.get_rank() == 0:
         summary="The same buffers are registered in another order on one rank than on another.",
         why=(
             "Buffers are broadcast by position, not by name: rank 0's running mean overwrites another rank's running "
-            "variance, without a word where the shapes are equal."
+            "variance, without a message where the shapes are equal."
         ),
         fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
         detected=(

@@ -11,9 +11,9 @@ RULES = (
         severity=ERROR,
         summary="A gradient differs between ranks after a backward pass that should have synchronised it.",
         why=(
-            "When DDP works, every rank holds bit-identical gradients after backward. A difference means that this "
-            "parameter went past the reducer: its bucket never filled, its hooks are gone, or the inner module was "
-            "called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
+            "When DDP works, every rank holds bit-identical gradients after backward. A difference means that the "
+            "reducer did not average this parameter: its bucket never filled, its hooks are gone, or the inner module "
+            "was called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
         ),
         fix=(
             "Call the wrapper, and not ddp.module; leave no_sync before the last backward; wrap after the module "
