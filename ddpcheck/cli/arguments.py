@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="try the options of DistributedDataParallel: which are right, what they cost",
     )
-    how = report.add_argument_group("what comes of it")
+    how = report.add_argument_group("output")
     _add_fail_on(how)
     _add_output(how)
     how.add_argument(

@@ -246,7 +246,7 @@ def _judge_construction(
     everyone = gather_if_different(mine, group, "construction", timeout, absence) or [mine]
     descriptions = [description for description, _ in everyone]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
-    differing = judge_options("DDP221", [given for _, given in everyone], "what DistributedDataParallel is told")
+    differing = judge_options("DDP221", [given for _, given in everyone], "DistributedDataParallel")
     impossible = [*uninitialised, *(finding for finding in differing if finding.severity is Severity.ERROR)]
     differ = len({_payload(*of_rank) for of_rank in everyone}) > 1
     return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differ
