@@ -30,6 +30,7 @@ autodoc_preserve_defaults = True
 add_module_names = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # types are in the signature
 smartquotes_action = "D"  # quotes are literal, as in messages
 
 html_theme = "furo"

@@ -262,8 +262,9 @@ for p in model.parameters():
             "broadcast_buffers=False and synchronise buffers yourself."
         ),
         detected=(
-            "Autograd or DDP raises in backward, and the same step without the wrapper does not. The version "
-            "counters of parameters and buffers show which of them was overwritten."
+            "Autograd raises in backward about an in-place change, and the same step without the wrapper does not "
+            "raise. The overwritten parameters, or the buffers that DDP broadcasts before each forward pass, are "
+            "named. Where nothing is raised, the gradients are not the average of the ranks' own."
         ),
         ignore="Never. Backward has failed or has used wrong values.",
         reports=("pytorch/pytorch#22095", "pytorch/pytorch#65907", "pytorch/pytorch#175024", "pytorch/pytorch#110363"),
