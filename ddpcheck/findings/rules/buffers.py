@@ -38,8 +38,8 @@ if dist.get_rank() == 0:
         fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
         detected=(
             "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the buffers: the order of those that all "
-            "ranks have."
+            "the digests differ, the ranks exchange details and compare the order of the buffers that all ranks "
+            "have."
         ),
         ignore="Never. Buffers are broadcast by position.",
         example="""\
