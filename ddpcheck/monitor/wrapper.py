@@ -33,11 +33,11 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 class CheckedDistributedDataParallel(_DDP):
-    """`DistributedDataParallel` that finds what is wrong with itself while it trains.
+    """`DistributedDataParallel` that reports what is wrong while it trains.
 
     It behaves as DDP does: the same arguments, attributes and keys of `state_dict`; `load_state_dict` takes those of
     the bare module too. On a healthy step it costs a question to the autograd engine; see `ddpcheck.watch`, which does
-    the same for a wrapper that somebody else has made.
+    the same for a wrapper that other code has made.
 
     Args:
         module: The module to wrap.
