@@ -25,7 +25,6 @@ suppress_warnings = ["misc.highlighting_failure"]  # what a program prints is no
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 add_module_names = False
 napoleon_numpy_docstring = False
