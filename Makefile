@@ -12,7 +12,7 @@ PICTURE := examples/language_model/frozen_by_no_grad.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady scripts models bench docs pictures clean
+.PHONY: help report test tests-of-a-change test-all test-frameworks test-launchers test-gpu lint types format faults steady schemas scripts models bench docs pictures clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,11 @@ models: $(READY) ## every architecture of docs/models.md, checked and held again
 
 faults: $(READY) ## run every fault of examples/faults; write docs/faults.md, the README's comparison and tests/evidence
 	$(BIN)/python -m tests.faultsuite
+
+schemas: $(READY) ## the JSON Schemas of docs/schemas, from the dataclasses
+	mkdir -p docs/schemas
+	for document in report matrix difference; do \
+		$(BIN)/ddpcheck schema $$document > docs/schemas/$$document.schema.json; done
 
 scripts: $(READY) ## run every script of examples/scripts under torchrun and under ddpcheck run; write docs/scripts.md
 	$(BIN)/python -m tests.faultsuite.scripts_page

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EVERY = 10  # as ddpcheck run has it, unless told otherwise
 FIRST = 40  # steps, in which the ones that are sampled lie close to each other
 STEPS = 200
+ATTEMPTS = 3  # gloo now and then aborts a healthy process at its exit, under plain torchrun too
 
 SCRIPT = """
 import json, sys, time
@@ -59,9 +60,12 @@ def run(launcher: str, folder: Path, *arguments: object) -> tuple[float, list[fl
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", *LAUNCHERS[launcher], "--standalone", "--nproc-per-node=2", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    began = time.perf_counter()
-    subprocess.run([*command, *map(str, arguments), str(out)], env=env, check=True, capture_output=True)
-    return time.perf_counter() - began, json.loads(out.read_text())
+    for _ in range(ATTEMPTS):
+        began = time.perf_counter()
+        ran = subprocess.run([*command, *map(str, arguments), str(out)], env=env, capture_output=True, text=True)
+        if not ran.returncode:
+            return time.perf_counter() - began, json.loads(out.read_text())
+    raise SystemExit(f"{launcher} ended with exit code {ran.returncode}:\n{ran.stderr}")
 
 
 def is_sampled(step: int) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ddpcheck.findings.report import Finding, Location, Report
+    from ddpcheck.findings.selection import Suppression
     from ddpcheck.findings.severity import Severity
     from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params
     from ddpcheck.harness import World
@@ -55,6 +56,7 @@ __all__ = [
     "Finding",
     "Severity",
     "Location",
+    "Suppression",
     "detect_anomalous_params",
     "check_consistency",
     "CheckedDistributedDataParallel",
@@ -91,6 +93,7 @@ _HOMES = {
     "Finding": "findings.report",
     "Severity": "findings.severity",
     "Location": "findings.report",
+    "Suppression": "findings.selection",
     "detect_anomalous_params": "anomalous",
     "check_consistency": "consistency",
     "CheckedDistributedDataParallel": "monitor.wrapper",

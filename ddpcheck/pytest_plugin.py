@@ -45,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dashed = name.replace("_", "-")
         group.addoption(f"--ddp-{dashed}", metavar=name.upper(), default=None, help=text)
         parser.addini(f"ddp_{name}", text, default="")
+    text = "write the report of each ddp_world.check that fails into this folder, as an HTML page named for its test"
+    group.addoption("--ddp-report", metavar="DIR", default=None, help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

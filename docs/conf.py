@@ -63,7 +63,7 @@ def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
     if page == "index":
         named = {*source[0].split(), "index"}
         others = sorted(path.stem for path in Path(app.srcdir).glob("*.md") if path.stem not in named)
-        source[0] = source[0].replace("\nformats\n", "\n".join(["\nformats", *others, ""]))
+        source[0] = source[0].replace("\ncommand-line\n", "\n".join(["\ncommand-line", *others, ""]))
 
 
 _LONG_PATH = re.compile(r"(\S{12,}/\S*)")
@@ -89,5 +89,6 @@ def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("source-read", name_what_is_outside)
     app.connect("source-read", list_pages)
+    app.connect("env-get-outdated", lambda *_: ["index"])  # a new page may have come
     app.connect("autodoc-process-signature", shorten_types)
     app.connect("doctree-read", scroll_wide_tables)

@@ -76,6 +76,8 @@ def main() -> None:
             os.environ.pop(name, None)
         torch.multiprocessing.spawn(spawned, (port,), 2)
         return
+    if how == "restarted" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("before gloo, which now and then does not connect anew")
     dist.init_process_group("gloo")
     train(how)
     dist.barrier()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
+from ddpcheck.cli.arguments import make_parser
+from ddpcheck.cli.examples import EXAMPLES
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.rules import RULES
@@ -75,13 +78,54 @@ def test_both_spellings_explain_rules_and_give_their_version(command: list[str])
     [
         (["explain", "hangs"], "no rule matches 'hangs'; did you mean DDP402 (hang)?"),
         (["report"], "the following arguments are required: TARGET (see `ddpcheck report --help`)"),
-        (["report", "x.py", "--worldsize", "2"], "unrecognized arguments: --worldsize 2 (see `ddpcheck --help`)"),
+        (
+            ["report", "x.py", "--worldsize", "2"],
+            "unrecognized arguments: --worldsize 2; did you mean --world-size? (see `ddpcheck report --help`)",
+        ),
         (["render", "nowhere.json"], "cannot read nowhere.json: No such file or directory"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(command: list[str], arguments: list[str], sentence: str) -> None:
     done = run(command, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ddpcheck: error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["reprot"], "there is no command 'reprot'; did you mean 'report'? (see `ddpcheck --help`)"),
+        (["xyz"], "there is no command 'xyz'; choose from report, run, hang,"),
+        (["--vresion"], "unrecognized arguments: --vresion; did you mean --version? (see `ddpcheck --help`)"),
+        (["report", "x.py", "--zzz"], "unrecognized arguments: --zzz (see `ddpcheck report --help`)"),
+        (["report", "x.py", "y.py"], "unrecognized arguments: y.py (see `ddpcheck report --help`)"),
+        (
+            ["run", "--check-slect", "DDP1", "x.py"],
+            "unrecognized arguments: --check-slect; did you mean --check-select? (see `ddpcheck run --help`)",
+        ),
+        (["run", "--check-select", "DDP7", "x.py"], "--check-select: no rule matches 'DDP7'; did you mean"),
+        (["run", "--check-baseline", "none.json", "x.py"], "cannot read none.json: No such file or directory"),
+    ],
+)
+def test_what_was_probably_meant_is_told(capsys, arguments: list[str], sentence: str) -> None:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "") and captured.err.startswith(f"ddpcheck: error: {sentence}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", list(EXAMPLES))
+def test_help_shows_examples_that_can_be_parsed(command: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*filter(None, [command]), "--help"])
+    out = capsys.readouterr().out
+    for example, words in EXAMPLES[command]:
+        assert example in out and words in out
+        asked = shlex.split(example.partition(" > ")[0])[1:]
+        if asked[0] != "run":  # whose options are torchrun's
+            assert make_parser().parse_args(asked).command
 
 
 def test_rules_lists_every_rule(capsys) -> None:
@@ -163,6 +207,7 @@ def test_options_reach_the_check(stub_check) -> None:
         "preload": ("json", "csv.x"),
         "select": ("DDP1", "hang"),
         "ignore": ("DDP107", "DDP109"),
+        "suppress": (),
         "hosts": None,
     }
 
@@ -204,8 +249,18 @@ def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, capsys
     assert cli.main(["report", "t", "-o", "r.out", "--format", "json"]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.splitlines()[0] == "ddpcheck: 1 finding, written to r.json"
-    assert json.loads((tmp_path / "r.json").read_text()) == json.loads((tmp_path / "r.out").read_text())
+    one, other = (json.loads((tmp_path / name).read_text()) for name in ("r.json", "r.out"))
+    assert one.pop("command") == "ddpcheck report t -o r.json"
+    assert other.pop("command") == "ddpcheck report t -o r.out --format json" and one == other
     assert "[red]head" in (tmp_path / "r.txt").read_text()
+
+
+def test_a_report_that_has_nothing_to_show_in_a_form_is_shown_as_text(stub_check, capsys, tmp_path: Path) -> None:
+    stub_check(Report("t", findings=(UNUSED,)))
+    assert cli.main(["report", "t", "--format", "perfetto", "-o", "trace.json"]) == 2
+    captured = capsys.readouterr()
+    assert "DDP101" in captured.err and "no timeline of collectives" in captured.err.splitlines()[-1]
+    assert not (tmp_path / "trace.json").exists()
 
 
 def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(stub_check, tmp_path: Path) -> None:
@@ -384,7 +439,10 @@ def test_the_format_can_be_set_in_the_environment_and_the_command_line_wins(
 def test_standard_output_that_is_full_or_closed_is_said_in_one_sentence() -> None:
     for redirection, reason in ((">/dev/full", "No space left on device"), (">&-", "it is closed")):
         command = f"exec {sys.executable} -m ddpcheck rules {redirection}"
-        done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        environ = dict(os.environ)  # and no COLUMNS that a library in C has set, as readline does
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, env=environ
+        )
         assert done.returncode == 2
         assert done.stderr.startswith("ddpcheck: error: cannot write to standard output") and reason in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -87,7 +87,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for code, _ in snippets(page, "sh"):
         for line in code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(re.split(r" (?:>|<|\||&&|;)", line)[0], comments=True)
             if not words:
                 continue
             if words[0] == "make":

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
-from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
+from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 
@@ -42,6 +42,7 @@ REPORT = Report(
     {"total": 1.0},
     ReportError("It raised.", 3, "Traceback"),
     {"name": "ddpcheck", "version": "1"},
+    (AcceptedFinding(FOUND, "baseline", "known"),),
 )
 TIME = StepTime(1.0, 0.9, 1.1, 0.01, 9)
 MATRIX = Matrix(

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ddpcheck import cli
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.judge.call_sites import judge_call_sites, judge_partings
 from ddpcheck.monitor.script.rank_log import RankLog, RankStarted, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
@@ -191,6 +192,9 @@ def test_a_rank_that_waits_and_one_that_never_came(tmp_path: Path, capsys: pytes
     assert (code, finding.code, finding.ranks, finding.location) == (4, "DDP403", (1,), Location("train.py", 5))
     assert "rank 0: waits in barrier() at train.py:5" in finding.evidence
     assert "rank 1: waits in no collective; its last one, barrier() at train.py:1, has ended" in finding.evidence
+    (timeline,) = report.timelines
+    assert [(one.rank, one.waiting, one.waits_for) for one in timeline.ranks] == [(0, True, (1,)), (1, False, ())]
+    assert timeline.parts_at == 1 and timeline.ranks[0].at_end == "waits in barrier() at train.py:5"
     assert hang(capsys, folder, "--fail-on", "never")[0] == 0
     code, report = hang(capsys, folder, "--ignore", "DDP403")
     assert (code, report.ignored, report.status) == (0, ("DDP403",), "ignored")
@@ -231,6 +235,17 @@ def test_what_differs_rightly_between_ranks(tmp_path: Path) -> None:
         entry(3, "nccl:all_to_all", input_sizes=[[1]], output_sizes=[[9]]),
     ]
     assert report_on_hang(write(tmp_path, root, other)).findings == ()
+
+
+def test_a_hang_that_is_suppressed_is_shown_and_does_not_count(tmp_path: Path, monkeypatch) -> None:
+    dumps = write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, "gloo:all_reduce")])
+    assert only(report_on_hang(dumps).findings).code == "DDP403"
+    report = report_on_hang(dumps, suppress=[Suppression("DDP403", "meant")])
+    assert (report.findings, report.status, report.accepted[0].reason) == ((), "ignored", "meant")
+    assert report.checks[1].status == "ignored"
+    (tmp_path / "pyproject.toml").write_text("[[tool.ddpcheck.suppress]]\ncode = 'DDP403'\nreason = 'meant'\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["hang", dumps]) == 0
 
 
 def test_lines_part_where_operations_pair_up(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ ONLY = {"findings": {"__init__"}, "judge": {"findings"}, "recipe": {"findings"}}
 LIGHT = ("findings", "recipe", "worlds", "judge", "report", "render", "cli", "testing", "pytest_plugin", "harness")
 HEAVY = """
     .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.tensor_flow. .matrix.matrix_phases.
-    .repro.probe. .demonstrations. .anomalies_on_rank. .replica_values_on_rank. .launchers.init_dist.
-    .launchers.dist_info.
+    .repro.probe. .demonstrations. .first_recipe.guessing. .anomalies_on_rank. .replica_values_on_rank.
+    .launchers.init_dist. .launchers.dist_info.
 """.split()
 """Of those what runs on ranks, and imports torch."""
 

@@ -10,6 +10,10 @@ pytest_plugins = ["pytester"]
 
 import ddpcheck.report.checking.check  # noqa: E402, F401
 import tests.innerhere  # noqa: E402, F401 - imports what an inner pytest in this process has to share with us
+from ddpcheck.findings.errors import UsageError  # noqa: E402
+from ddpcheck.findings.report import Report  # noqa: E402
+from ddpcheck.render.page.frame import data_in  # noqa: E402
+from ddpcheck.testing.kept_reports import ReportFolder, file_name  # noqa: E402
 from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
 from tests.tiers import share  # noqa: E402
 
@@ -131,7 +135,7 @@ from ddpcheck.findings.severity import Severity
 
 def check(target, **options):
     assert sorted(options) == [
-        "backend", "device", "ignore", "preload", "seed", "select", "steps", "timeout", "world_size"
+        "backend", "device", "ignore", "preload", "seed", "select", "steps", "suppress", "timeout", "world_size"
     ]
     severity = Severity(target)
     return Report(f"{target} {options['world_size']}", findings=(Finding("DDP101", ("[red]x",), "No.", severity),))
@@ -152,16 +156,19 @@ def test_a_check_fails_the_test_with_the_report(inner, pytester: pytest.Pytester
 
         def test_other_options(ddp_world):
             assert ddp_world.check("note", world_size=3).target == "note 3"
-        """
+        """,
+        "--ddp-report=pages",
     )
+    (page,) = pytester.path.joinpath("pages").iterdir()
+    assert page.name.endswith(".py.test_error.html") and "[red]x" in page.read_text(encoding="utf-8")
     done.assert_outcomes(passed=2, failed=1)
     done.stdout.fnmatch_lines(
-        ["ddpcheck report on error 4", "DDP101 unused-parameter  error", "*red]x*", "1 finding *"]
+        ["ddpcheck report on error 4", "DDP101 unused-parameter  error", "*red]x*", "1 finding *", "as a page: pages/*"]
     )
 
 
 @pytest.mark.slow
-def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) -> None:
+def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner, pytester: pytest.Pytester) -> None:
     done = inner(
         """
         import ddpcheck
@@ -187,10 +194,26 @@ def test_a_real_check_passes_a_healthy_model_and_fails_its_broken_twin(inner) ->
 
         def test_broken(ddp_world):
             ddp_world.check(recipe(unused=True), steps=1)
-        """
+        """,
+        "--ddp-report=reports",
     )
     done.assert_outcomes(passed=1, failed=1)
-    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*"])
+    (page,) = pytester.path.joinpath("reports").iterdir()
+    done.stdout.fnmatch_lines(["DDP101 unused-parameter  error", "*extra.weight*", f"as a page: reports/{page.name}"])
+    assert page.name.endswith(".py.test_broken.html")
+    report = Report.from_json(str(data_in(page.read_text(encoding="utf-8"))))
+    assert [finding.code for finding in report.findings] == ["DDP101"]
+
+
+def test_files_of_reports_have_the_names_of_tests(tmp_path) -> None:
+    assert file_name("tests/test_a.py::TestB::test_c[2-x]") == "tests.test_a.py.TestB.test_c[2-x]"
+    odd = {file_name(f"a.py::test[{name}]") for name in ("x y", "x-y", "x?y", "x/y", "x.y", "x\0y", "x" * 999)}
+    assert len(odd) == 7 and all(len(name) < 200 and "?" not in name for name in odd)
+    folder = ReportFolder(str(tmp_path / "new"), "a.py::test")
+    assert [folder.keep(Report("net.py")).name for _ in range(2)] == ["a.py.test.html", "a.py.test-2.html"]
+    assert ReportFolder(None, "a.py::test").keep(Report("net.py")) is None
+    with pytest.raises(UsageError, match="cannot write"):
+        ReportFolder(str(tmp_path / "new" / "a.py.test.html"), "b").keep(Report("net.py"))
 
 
 @pytest.mark.parametrize(

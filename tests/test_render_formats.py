@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.report import Finding, Location, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
@@ -79,6 +80,15 @@ def test_sarif_shows_a_thread_for_each_rank_of_which_it_is_known_where_it_stood(
     assert thread["id"] == "rank 0"
     assert thread["locations"][0]["location"]["physicalLocation"]["region"] == {"startLine": 9}
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "file:///home/me/my%20script.py"
+
+
+def test_sarif_shows_a_thread_from_a_parameter_to_where_its_path_ends() -> None:
+    steps = (PathStep("linear()", "head", Location("model.py", 31)), PathStep("view()"))
+    path = ParameterPath("head.weight", "cut", steps, reason="torch.no_grad()", begins_at=Location("train.py", 7))
+    (result,) = sarif(replace(REPORT, findings=(replace(UNUSED, path=path),)))["results"]
+    (thread,) = result["codeFlows"][0]["threadFlows"]
+    places = [one["location"]["physicalLocation"]["region"]["startLine"] for one in thread["locations"]]
+    assert thread["id"].startswith("from head.weight") and places == [25, 31, 7]
 
 
 def test_a_fingerprint_stays_where_lines_and_numbers_change() -> None:

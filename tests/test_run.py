@@ -23,6 +23,7 @@ from ddpcheck.judge.collective_order import DDP_BACKWARD
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankLog, RankRaised, RankStarted, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
+from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.worlds.failures import described
 from tests.tiers import first_of_each, share
 
@@ -74,6 +75,15 @@ def test_a_healthy_script_gives_its_own_output_and_exit_code(ending: str) -> Non
         assert "traceback : " in watched.stderr and "ValueError: of the script" in watched.stderr
 
 
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_anew_is_watched_anew() -> None:
+    watched = run(DDPCHECK, "--max-restarts=1", PROGRAM, "restarted")
+    plain = run(TORCHRUN, "--max-restarts=1", PROGRAM, "restarted")
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines()), watched.stderr
+    assert watched.returncode == plain.returncode == 0
+    assert watched.stderr.endswith("ddpcheck: clean: 2 ranks (gloo), Sequential (12 steps)\n")
+
+
 def test_healthy_loops_that_look_like_faults_are_clean() -> None:
     watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_loops.py"))
     assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
@@ -95,6 +105,18 @@ def test_a_hang_under_another_launcher_is_ended_and_told() -> None:
     ended = run(TORCHRUN, "-m", "ddpcheck.monitor", "--check-timeout", "3", script)
     assert ended.returncode != 0
     assert "DDP403 collective-mismatch" in ended.stderr and "examples/scripts/uneven_batches.py:39" in ended.stderr
+
+
+@pytest.mark.slow
+def test_what_a_hang_leaves_for_the_flight_recorder_gives_the_same_verdict(tmp_path: Path) -> None:
+    run(DDPCHECK, "--check-timeout=3", f"--check-flight-recorder={tmp_path}", "examples/scripts/uneven_batches.py")
+    read = [sys.executable, "-m", "ddpcheck", "hang", str(tmp_path)]
+    shown = subprocess.run(read, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    assert (shown.returncode, shown.stderr) == (4, "")
+    assert "DDP403 collective-mismatch" in shown.stdout and "examples/scripts/uneven_batches.py:39" in shown.stdout
+    analysis = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path)]
+    ended = subprocess.run(analysis, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
 
 
 # Faults
@@ -226,6 +248,17 @@ def test_the_collectives_in_which_ranks_part_are_the_cause_of_a_hang(tmp_path: P
     assert stuck(tmp_path, IN_BARRIER, IN_BARRIER) == ["DDP403"]
 
 
+def test_a_hang_leaves_the_collectives_of_the_ranks_in_the_report(tmp_path: Path) -> None:
+    rank_log(tmp_path, 0, "all_reduce", "barrier")
+    rank_log(tmp_path, 1, "all_reduce")
+    ranks, ending = read_logs(tmp_path), Ending(4, hang=Hang(60.0, {0: IN_BARRIER, 1: AT_WORK}))
+    (timeline,) = report_on_script("train.py", ending, ranks, select=(), ignore=()).timelines
+    waits, works = timeline.ranks
+    assert (waits.waiting, waits.waits_for, waits.at_end) == (True, (1,), "waits in barrier() at train.py:7")
+    assert (works.waiting, works.waits_for) == (False, ()) and "still" in works.at_end
+    assert report_on_script("train.py", Ending(), ranks, select=(), ignore=()).timelines == ()
+
+
 def test_ranks_that_wait_in_the_same_collective_hang_without_a_mismatch(tmp_path: Path) -> None:
     for rank in (0, 1):
         rank_log(tmp_path, rank, "all_reduce", "barrier")
@@ -269,6 +302,15 @@ def test_a_broadcast_that_one_rank_makes_is_found_although_nothing_hangs(
     for rank, calls in enumerate([(*more, "broadcast", "barrier"), ("broadcast", "barrier")]):
         rank_log(tmp_path, rank, *calls).add(ProgramEnded())
     assert [one.code for one in judge_ending(read_logs(tmp_path), Ending(), [])] == found
+
+
+@pytest.mark.parametrize("codes", [{1: -6}, {0: -15, 1: -6}, {0: 1, 1: -6}])
+def test_a_process_that_gloo_aborts_at_its_exit_is_told_as_that(tmp_path: Path, codes: dict[int, int]) -> None:
+    for rank in (0, 1):
+        rank_log(tmp_path, rank, "all_reduce").add(ProgramEnded())
+    report = report_on_script("train.py", Ending(134, codes), read_logs(tmp_path), select=(), ignore=())
+    assert ("rank 1 ended by SIGABRT" in report.checks[0].detail) == (1 not in codes.values())
+    assert report.checks[0].status == "error"
 
 
 def test_an_interrupted_script_is_no_hang(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_a_target_without_a_place_is_wrong_usage(target: str) -> None:
         ("nowhere", "no module named 'nowhere'"),
         ("nowhere.py", "no such file: nowhere.py"),
         ("./recipes", "no such file: ./recipes; did you mean './recipes.py'?"),
+        ("recipse", "give a file or a module; did you mean 'recipes.py'?"),
+        ("recipse.py", "no such file: recipse.py; did you mean 'recipes.py'?"),
         (
             "recipes.model",
             "give a file or a module, or recipes:model for an attribute of recipes",

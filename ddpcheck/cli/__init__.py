@@ -7,7 +7,9 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import shlex
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = make_parser().parse_args(argv)
         debug = arguments.debug
+        arguments.command_line = shlex.join(("ddpcheck", *(sys.argv[1:] if argv is None else argv)))
         code: int = arguments.command(arguments)
         return code
     except DdpcheckError as error:

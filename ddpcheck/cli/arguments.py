@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
 
 from ddpcheck import __version__
+from ddpcheck.cli.completion import SHELLS, run_completion
+from ddpcheck.cli.diff import run_diff
+from ddpcheck.cli.env import run_env
+from ddpcheck.cli.examples import examples_of
 from ddpcheck.cli.graph import run_graph
 from ddpcheck.cli.hang import run_hang
+from ddpcheck.cli.init import run_init
 from ddpcheck.cli.launched import on_launched_ranks
-from ddpcheck.cli.output import complain
+from ddpcheck.cli.parsing import HelpFormatter, Parser
 from ddpcheck.cli.render import run_render
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.rules import run_explain, run_rules
 from ddpcheck.cli.run import run_script
-from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE
-from ddpcheck.render import FORMATS
+from ddpcheck.cli.schema import run_schema
+from ddpcheck.findings.errors import EXIT_USAGE
+from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
 
 EPILOG = """\
 exit codes: 0 no findings; 1 findings at or above --fail-on; 2 wrong usage or configuration, or a bug in ddpcheck;
@@ -34,13 +39,13 @@ function without arguments that returns one; without attr, the module has functi
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of the command line; what it parses has `command`, a function of the arguments."""
-    parser = _Parser(
+    parser = Parser(
         prog="ddpcheck",
         description="Tells whether a model and its training loop are right under PyTorch DistributedDataParallel.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{examples_of('')}\n\n{EPILOG}",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ddpcheck {__version__}")
@@ -49,14 +54,48 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=examples_of(name),
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
         made.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
-        made.set_defaults(command=run)
+        made.set_defaults(command=run, parser=made)
         return made
 
-    report = command("report", on_launched_ranks(run_report), "check a recipe on real processes and print a report")
+    _add_report(command("report", on_launched_ranks(run_report), "check a recipe on real processes, print a report"))
+    script = commands.add_parser(
+        "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
+    )
+    script.add_argument("rest", nargs=argparse.REMAINDER)
+    script.set_defaults(command=run_script)
+    _add_hang(command("hang", run_hang, "say where the ranks of a job that hung part, by Flight Recorder's dumps"))
+    _add_graph(command("graph", on_launched_ranks(run_graph), "check a recipe and draw its loss's graph, with faults"))
+    _add_on_rules(command)
+    _add_on_saved(command)
+    init = command("init", run_init, "write a first recipe for a model, and check it")
+    init.add_argument("model", metavar="MODEL", help="its class, as path/to/file.py:Class or pkg.module:Class")
+    init.add_argument("--args", metavar="ARGS", default="", help="of its constructor, as Python writes them")
+    where = "write there; beside the file of the model (default: check_FILE.py, or check_MODULE.py here)"
+    init.add_argument("-o", "--output", metavar="FILE", help=where)
+    init.add_argument("--force", action="store_true", help="overwrite the file, if it is there")
+    environment = command("env", run_env, "show versions, devices and variables, for a report of a bug")
+    environment.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
+    shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")
+    shell.add_argument("shell", metavar="SHELL", help=", ".join(SHELLS))
+    return parser
+
+
+Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+"""Adds a command: its name, what it runs, and what it does, in a few words."""
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
     what = _add_target(report)
     _add_rules(what)
     what.add_argument(
@@ -66,6 +105,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     how = report.add_argument_group("output")
     _add_fail_on(how)
+    how.add_argument(
+        "--baseline",
+        metavar="REPORT.json",
+        help="an earlier report, saved as JSON: its findings are shown as known, and only new ones count",
+    )
     _add_output(how)
     how.add_argument(
         "--repro",
@@ -74,13 +118,8 @@ def make_parser() -> argparse.ArgumentParser:
         "what ddpcheck wrote there before, and nothing else",
     )
 
-    script = commands.add_parser(
-        "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
-    )
-    script.add_argument("rest", nargs=argparse.REMAINDER)
-    script.set_defaults(command=run_script)
 
-    hang = command("hang", run_hang, "say where the ranks of a job that hung part, by their Flight Recorder dumps")
+def _add_hang(hang: argparse.ArgumentParser) -> None:
     hang.add_argument(
         "folder", metavar="DIR", help="the folder with the dumps, one a rank, named with the rank at its end"
     )
@@ -88,11 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_fail_on(hang)
     _add_output(hang)
 
-    graph = command(
-        "graph",
-        on_launched_ranks(run_graph),
-        "check a recipe and draw its loss's graph, with anomalous parameters in colour",
-    )
+
+def _add_graph(graph: argparse.ArgumentParser) -> None:
     how = _add_target(graph)
     how.add_argument("--detail", default="auto", metavar="NAME", help="operations, modules or auto (by size; default)")
     how.add_argument(
@@ -102,16 +138,26 @@ def make_parser() -> argparse.ArgumentParser:
         help="FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output",
     )
 
+
+def _add_on_rules(command: Command) -> None:
     explain = command("explain", run_explain, "say what a rule means, why it matters and what to do")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, the beginning of one, or a name")
-
     listing = command("rules", run_rules, "list all rules")
     listing.add_argument("--format", metavar="NAME", default="text", help="text (default) or json")
 
-    render = command("render", run_render, "show a report that was saved as JSON")
-    render.add_argument("path", metavar="REPORT.json", help="the file, or - for standard input")
+
+def _add_on_saved(command: Command) -> None:
+    render = command("render", run_render, "show a report that was saved as JSON or as HTML")
+    render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add_output(render)
-    return parser
+    diff = command("diff", run_diff, "say what is new, fixed and remaining between two saved reports")
+    diff.add_argument("old", metavar="OLD.json", help="a report that was saved as JSON, or - for standard input")
+    diff.add_argument("new", metavar="NEW.json", help="a later one of the same target")
+    _add_fail_on(diff)
+    _add_output(diff, DIFFERENCE_FORMATS)
+    schema = command("schema", run_schema, "print the JSON Schema of what ddpcheck saves")
+    which = "report (default), matrix or difference"
+    schema.add_argument("document", metavar="DOCUMENT", nargs="?", default="report", help=which)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -143,25 +189,12 @@ def _add_fail_on(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--fail-on", metavar="SEVERITY", help="error, warning, note or never (default error)")
 
 
-def _add_output(parser: argparse._ActionsContainer) -> None:
+def _add_output(parser: argparse._ActionsContainer, formats: Iterable[str] = FORMATS) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to standard output")
-    names = ", ".join(FORMATS)
+    names = ", ".join(formats)
     parser.add_argument("--format", metavar="NAME", help=f"{names} (default: by the extension of FILE, else text)")
 
 
 def _no_command(parser: argparse.ArgumentParser) -> int:
     parser.print_help(sys.stderr)
     return EXIT_USAGE
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, as all errors of ddpcheck are."""
-
-    def error(self, message: str) -> NoReturn:
-        from ddpcheck.worlds.launchers.detection import BY_HAND, detect
-
-        launch = detect()
-        if launch is not None and launch.rank and launch.launcher != BY_HAND:
-            raise SystemExit(EXIT_CLEAN)  # rank 0 has been given the same, and says so
-        complain(f"{message} (see `{self.prog} --help`)")
-        raise SystemExit(EXIT_USAGE)

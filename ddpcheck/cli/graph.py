@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ddpcheck.cli.output import OutputFile, Progress, complain, print_out
+from ddpcheck.cli.output import OutputFile, Progress, complain, print_out, say
 from ddpcheck.cli.settings import RUN_SETTINGS, command_settings
 from ddpcheck.findings.errors import EXIT_CLEAN
 from ddpcheck.report.graph.layout import lay_out, picture_format
@@ -44,7 +44,7 @@ def run_graph(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
         else:
             file.write(drawn)
         where = f", written to {path}" if path is not None else ""
-        print(f"ddpcheck: {summary(picture, marks, report)}{where}", file=sys.stderr)
+        say(f"{summary(picture, marks, report)}{where}")
     if report.error is not None:  # something that would only have explained
         complain(report.error.message, report.error.detail)
         return report.error.exit_code

@@ -17,6 +17,8 @@ def run_hang(arguments: argparse.Namespace) -> int:
     """Read the dumps, and show the report on them; 4 for a hang that was found."""
     settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
     with ReportOutput(arguments, settings.format) as output:
-        report = report_on_hang(arguments.folder, select=settings.select, ignore=settings.ignore)
+        report = report_on_hang(
+            arguments.folder, select=settings.select, ignore=settings.ignore, suppress=settings.suppress
+        )
         output.show(report)
     return EXIT_HANG if report.exit_code(settings.fail_on) == EXIT_FINDINGS else EXIT_CLEAN

@@ -19,8 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-from ddpcheck.cli.run import report_output, show_report
-from ddpcheck.findings.errors import EXIT_HANG
+from ddpcheck.cli.output import complain
+from ddpcheck.cli.run import Accepted, report_output, show_report
+from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.flight_records import prepare
@@ -35,12 +36,18 @@ def main() -> None:
     folder, launcher, given = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
+    try:
+        accepted = Accepted.of(given)
+    except DdpcheckError as error:  # the script runs already: it gets its report all the same
+        complain(f"{error}; nothing is suppressed or known")
+        accepted = Accepted()
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
         _wait(folder, launcher)
         watch.stop()
         with report_output(given) as output:
-            show_report(shlex.join([given.script, *given.arguments]), _ending(folder, watch), folder, given, output)
+            script = shlex.join([given.script, *given.arguments])
+            show_report(script, _ending(folder, watch), folder, given, output, accepted)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

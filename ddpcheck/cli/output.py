@@ -6,15 +6,18 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Self, TextIO
 
+from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
-from ddpcheck.render import FORMATS, Format, Medium, renderer_for
+from ddpcheck.findings.tracebacks import fold_traceback
+from ddpcheck.render import FORMATS, Format, Medium, as_text, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix
 
 
@@ -51,7 +54,10 @@ class OutputFile:
 
 
 class ReportOutput(OutputFile):
-    """Where a report goes: a file, or standard output, or standard error after the output of a script."""
+    """Where a report goes: a file, or standard output, or standard error after the output of a script.
+
+    The report is told the command line in `arguments`, unless that is empty.
+    """
 
     def __init__(
         self,
@@ -62,24 +68,38 @@ class ReportOutput(OutputFile):
         to_stderr: bool = False,
     ) -> None:
         super().__init__(None if arguments.output in (None, "-") else arguments.output)
+        self._command = getattr(arguments, "command_line", "")
         self._to_stderr = to_stderr
         stream = sys.stderr if to_stderr else sys.stdout
-        medium = Medium.of(stream) if self._path is None else Medium()
+        medium = dataclasses.replace(
+            Medium.of(stream) if self._path is None else Medium(), whole=getattr(arguments, "debug", False)
+        )
         self._renderer = renderer_for(
             arguments.format, path=self._path, medium=medium, formats=formats, default=default
         )
 
-    def show(self, report: Report | Matrix) -> None:
-        text = self._renderer.render(report)
+    def show(self, report: Report | Matrix | ReportDifference) -> None:
+        if self._command and not isinstance(report, ReportDifference):
+            report = dataclasses.replace(report, command=self._command)
+        try:
+            text = self._renderer.render(report)
+        except UsageError:  # there is nothing to show in this form
+            if isinstance(report, Report) and self._command:  # else it is saved somewhere
+                _print_to_stderr(as_text(report))
+            raise
         if self._path is None:
             if self._to_stderr:
-                encoding = sys.stderr.encoding or "ascii"
-                print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=sys.stderr)
+                _print_to_stderr(text)
             else:
                 print_out(text.removesuffix("\n"))
             return
         self.write(text.encode("utf-8", "backslashreplace"))
-        print(f"ddpcheck: {report.summary}, written to {self._path}", file=sys.stderr)
+        say(f"{report.summary}, written to {self._path}")
+
+
+def _print_to_stderr(text: str) -> None:
+    encoding = sys.stderr.encoding or "ascii"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=sys.stderr)
 
 
 class Progress:
@@ -130,13 +150,32 @@ def print_out(text: str) -> None:
         raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
 
 
+def say(text: str) -> None:
+    """Print a sentence on what was done to standard error."""
+    encoding = sys.stderr.encoding or "ascii"
+    text = wrapped(f"ddpcheck: {text}", Medium.of(sys.stderr).width)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     """Print an error or a warning to standard error."""
     encoding = sys.stderr.encoding or "ascii"
-    text = f"ddpcheck: {kind}: {message}"
+    medium = Medium.of(sys.stderr)
+    text = wrapped(f"ddpcheck: {kind}: {message}", medium.width if medium.interactive else None)
     if detail.strip():
-        text += "\n" + textwrap.indent(detail.rstrip(), "  ")
+        text += "\n" + textwrap.indent(fold_traceback(detail.rstrip()), "  ")
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def wrapped(text: str, width: int | None, indent: str = "  ") -> str:
+    """A text with its lines broken at words, the second and later ones indented; as it is where there is no width."""
+    if width is None:
+        return text
+    lines = [
+        textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    ]
+    return "\n".join(lines)
 
 
 def reason_of(error: Exception) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpcheck.cli.output import Progress, ReportOutput
+from ddpcheck.cli.output import Progress, ReportOutput, say
+from ddpcheck.cli.saved import load_report
 from ddpcheck.cli.settings import CHECK_SETTINGS, command_settings
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
@@ -29,7 +30,10 @@ def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
     """Check a recipe, or its matrix, show the report, and reproduce its first finding where that is asked for."""
     if arguments.matrix and arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
+    if arguments.matrix and arguments.baseline is not None:
+        raise UsageError("--baseline is for the findings of a report; run it without --matrix")
     settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
+    known = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
     with (
         ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
         ReproductionFolder(arguments.repro) as reproduction,
@@ -41,7 +45,7 @@ def run_report(arguments: argparse.Namespace, hosts: RankHosts | None) -> int:
         else:
             from ddpcheck.report.checking.check import check as run
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS}
-        report = run(arguments.target, progress=progress, hosts=hosts, **asked)
+        report = run(arguments.target, progress=progress, hosts=hosts, **asked, **known)
         progress.clear()
         output.show(report)
         if isinstance(report, Report):
@@ -70,14 +74,15 @@ class ReproductionFolder:
         if self._folder is None:
             return
         if not report.findings:
-            print(f"ddpcheck: no finding to reproduce, nothing written to {self._folder}", file=sys.stderr)
+            say(f"no finding to reproduce, nothing written to {self._folder}")
             return
         first = report.findings[0]
         if demonstration_for(first) is None:
             what = f"{first.code} ({RULES[first.code].name})"
-            print(f"ddpcheck: no script shows {what}, nothing written to {self._folder}", file=sys.stderr)
+            say(f"no script shows {what}, nothing written to {self._folder}")
             return
         progress("writing a reproduction")
         script = write_reproduction(report, target, self._folder)
         progress.clear()
-        print(f"ddpcheck: wrote {script}; run it with: {command_for(report, script)}", file=sys.stderr)
+        command = command_for(report, script)
+        print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # unbroken, to be copied

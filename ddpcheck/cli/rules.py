@@ -11,7 +11,7 @@ import sys
 import textwrap
 from dataclasses import asdict
 
-from ddpcheck.cli.output import print_out
+from ddpcheck.cli.output import print_out, wrapped
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.report import SCHEMA_VERSION
 from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of, matching_rules
@@ -27,9 +27,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 def _explanation(rule: Rule) -> str:
     width = min(Medium.of(sys.stdout).width or 100, 100)
-    parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", textwrap.fill(rule.summary, width)]
+    parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", wrapped(rule.summary, width, "")]
     for heading, text in rule.sections():
-        parts += ["", heading, textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  ")]
+        parts += ["", heading, wrapped(f"  {text}", width)]
     if rule.example:
         parts += ["", "Example", textwrap.indent(rule.example.rstrip(), "  ")]
     if rule.reports:
@@ -45,11 +45,16 @@ def run_rules(arguments: argparse.Namespace) -> int:
         rules = [{**asdict(rule), "severity": rule.severity.value} for rule in RULES.values()]
         print_out(json.dumps({"schema_version": SCHEMA_VERSION, "families": dict(FAMILIES), "rules": rules}, indent=2))
         return EXIT_CLEAN
+    width = Medium.of(sys.stdout).width
     lines: list[str] = []
     for prefix, family in FAMILIES.items():
         lines += ["", f"{prefix}xx {family}"] if lines else [f"{prefix}xx {family}"]
         for rule in RULES.values():
             if rule.code.startswith(prefix):
-                lines.append(f"  {rule.code} {rule.name:<34} {rule.severity.value:<8} {rule.summary}")
+                title = f"  {rule.code} {rule.name:<34} {rule.severity.value:<8} "
+                if width is None or width >= 2 * len(title):
+                    lines.append(wrapped(title + rule.summary, width, " " * len(title)))
+                else:
+                    lines += [title.rstrip(), wrapped(f"    {rule.summary}", width, "    ")]
     print_out("\n".join([*lines, "", "More on one of them: ddpcheck explain CODE"]))
     return EXIT_CLEAN

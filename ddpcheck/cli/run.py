@@ -10,12 +10,17 @@ import os
 import shlex
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.cli.output import ReportOutput
+from ddpcheck.cli.examples import examples_of
+from ddpcheck.cli.output import ReportOutput, complain, say
+from ddpcheck.cli.parsing import HelpFormatter, Parser, near_option
+from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_HANG
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
 from ddpcheck.monitor.script.rank_log import read_logs
@@ -24,6 +29,7 @@ from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.flight_records import prepare, write_flight_records
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.report.settings import load_settings
 
 
 def run_script(arguments: argparse.Namespace) -> int:
@@ -31,10 +37,15 @@ def run_script(arguments: argparse.Namespace) -> int:
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
-    parser.prog = "ddpcheck run"
+    parser.prog, parser.epilog, parser.formatter_class = "ddpcheck run", examples_of("run"), HelpFormatter
     add_check_options(parser)
-    given = parser.parse_args(arguments.rest)
+    parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
+    given, unknown = parser.parse_known_args(arguments.rest)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(parser, unknown)}")
+    given.command_line = arguments.command_line
     examine(given)
+    accepted = Accepted.of(given)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
     with tempfile.TemporaryDirectory(prefix="ddpcheck-run-") as folder, report_output(given) as output:
@@ -42,7 +53,7 @@ def run_script(arguments: argparse.Namespace) -> int:
         os.environ.update(environment_for(options, os.environ))
         ending = _run(run, given, Path(folder))
         script = shlex.join([given.training_script, *given.training_script_args])
-        report = show_report(script, ending, Path(folder), given, output)
+        report = show_report(script, ending, Path(folder), given, output, accepted)
     fail_on = None if given.check_fail_on == "never" else Severity(given.check_fail_on)
     return ending.exit_code or report.exit_code(fail_on)
 
@@ -53,14 +64,45 @@ def report_output(given: argparse.Namespace) -> ReportOutput:
     return ReportOutput(given, None, to_stderr=True)
 
 
-def show_report(script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput) -> Report:
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What does not count: suppressed in pyproject.toml, or known from a baseline."""
+
+    suppress: tuple[Suppression, ...] = ()
+    baseline: Report | None = None
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> Accepted:
+        """Read it.
+
+        Raises:
+            ConfigError: pyproject.toml is wrong.
+            UsageError: The baseline is no report.
+        """
+        known = None if given.check_baseline is None else load_report(given.check_baseline)
+        return cls(load_settings().suppress, known)
+
+
+def show_report(
+    script: str, ending: Ending, folder: Path, given: argparse.Namespace, output: ReportOutput, accepted: Accepted
+) -> Report:
     """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
     ranks = read_logs(folder)
     if given.check_flight_recorder is not None:
         write_flight_records(Path(given.check_flight_recorder), ranks, ending)
-    report = report_on_script(script, ending, ranks, select=given.check_select, ignore=given.check_ignore)
+    report = report_on_script(
+        script,
+        ending,
+        ranks,
+        select=given.check_select,
+        ignore=given.check_ignore,
+        suppress=accepted.suppress,
+        baseline=accepted.baseline,
+    )
     if report.status == "clean" and given.check_output is None and given.check_format is None:
-        print(f"ddpcheck: clean: {report.checks[0].detail}", file=sys.stderr)
+        for note in report.world.get("notes", ()):
+            complain(note, kind="note")
+        say(f"clean: {report.checks[0].detail}")
     else:
         output.show(report)
     return report

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 RUN_SETTINGS = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload")
-CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore")
+CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore", "suppress")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: RankHosts | None) -> Settings:
     """The settings of a command, with the number of ranks that a launcher has started."""
-    settings = load_settings({name: getattr(arguments, name) for name in (*names, "launcher")})
+    settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")
     if hosts is None:

@@ -18,9 +18,9 @@ class IncompleteError(ValueError):
     """Something is missing in what was read."""
 
 
-def added(default: Any) -> Any:
+def added(default: Any, *, compare: bool = True) -> Any:
     """A field that what older versions wrote does not have."""
-    return field(default=default, metadata={"added": True})
+    return field(default=default, compare=compare, metadata={"added": True})
 
 
 def parse(text: str) -> Any:

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
+from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry, ParameterPath, SourceExcerpt, excerpts_of
 from ddpcheck.findings.from_json import added, parse, read
+from ddpcheck.findings.location import Location as Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Location:
-    """A line of source code. `path` is relative where it can be, with "/" between its parts."""
-
-    path: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
-
-    @classmethod
-    def parse(cls, text: str) -> Location | None:
-        """The location that prints as `text`; None where it is not one."""
-        path, _, line = text.rpartition(":")
-        return cls(path, int(line)) if path and line.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +33,7 @@ class Finding:
         location: The line that made the subject, when known.
         evidence: One fact a line: numbers, places, consequences.
         fix: What to do, in this case; the rule's advice when empty.
+        path: Of a parameter, which stands for all subjects, to where it ends; None where it is not known.
         tags: Beyond the code, for code that decides which finding causes which: words of a detector, and the codes of
             findings that came with this one. Not in the JSON.
     """
@@ -60,11 +47,19 @@ class Finding:
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
+    path: ParameterPath | None = field(default=None, metadata={"added": True})
     tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
 
     def sort_key(self) -> tuple[Any, ...]:
         """Worst first, then by code and subject, so that reports are stable."""
         return (self.severity.rank, self.code, self.subjects, self.ranks, self.steps, self.message)
+
+    @property
+    def places(self) -> tuple[Location, ...]:
+        """The lines that it names, each once: where what cut its path begins, the end of that, and its own."""
+        path = self.path
+        of_path = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
+        return tuple(dict.fromkeys(place for place in (*of_path, self.location) if place is not None))
 
     @property
     def what_to_do(self) -> str:
@@ -73,10 +68,25 @@ class Finding:
         return self.fix or (rule.fix if rule is not None else "")
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptedFinding:
+    """A finding that is shown and does not count.
+
+    Attributes:
+        finding: What was found.
+        by: A suppression of the configuration, or a baseline that knows it.
+        reason: Why it does not count.
+    """
+
+    finding: Finding
+    by: Literal["suppression", "baseline"]
+    reason: str
+
+
 CheckStatus = Literal["passed", "warned", "failed", "ignored", "skipped", "error"]
 """`passed`: all was compared, and held. `warned`, `failed`: something did not hold, a finding says what. `ignored`: the
-same, and the finding is of a rule that is ignored or not selected. `skipped`: not all was compared. `error`: it stopped
-here."""
+same, and no finding on it counts: ignored, not selected, suppressed or known. `skipped`: not all was compared.
+`error`: it stopped here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,18 @@ class ParityEntry:
     reference_norm: float = 0.0
     elements: int = 0
 
+    @property
+    def is_beyond(self) -> bool:
+        """Whether the error is more than it may be; NaN is."""
+        return not self.relative_error <= self.tolerance
+
+    @property
+    def excess(self) -> float:
+        """The error as a multiple of its tolerance; infinite for NaN."""
+        if math.isnan(self.relative_error):
+            return math.inf
+        return self.relative_error / self.tolerance if self.tolerance > 0 else self.relative_error
+
 
 @dataclass(frozen=True, slots=True)
 class ReportError:
@@ -140,7 +162,7 @@ class ReportError:
 
 Status = Literal["clean", "findings", "incomplete", "ignored", "error", "hang"]
 """`clean`: every check that was asked for was made, and held. `incomplete`: no findings, and some were not made.
-`ignored`: no findings but those of rules that are ignored or not selected."""
+`ignored`: no findings but those of rules that are ignored or not selected, and those that are `accepted`."""
 
 
 class Document:
@@ -190,6 +212,11 @@ class Report(Document):
         timing: Seconds by phase.
         error: Set when the checks could not be finished.
         tool: Name and version of the tool that wrote the report.
+        accepted: Findings that do not count: suppressed with a reason, or known from a baseline.
+        modules: Those of the model, in the order of registration; not all of a large one.
+        timelines: The last collectives of each process group, where ranks have failed or parted.
+        excerpts: The source around the lines that findings name, as it was when the report was made.
+        command: The command line that made it; empty where none did.
     """
 
     target: str
@@ -202,6 +229,11 @@ class Report(Document):
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
     tool: Mapping[str, str] = field(default_factory=dict)
+    accepted: tuple[AcceptedFinding, ...] = added(())
+    modules: tuple[ModuleEntry, ...] = added(())
+    timelines: tuple[CollectiveTimeline, ...] = added(())
+    excerpts: tuple[SourceExcerpt, ...] = added(())
+    command: str = added("")
 
     @property
     def status(self) -> Status:
@@ -212,7 +244,7 @@ class Report(Document):
             return "findings"
         if self.not_made:
             return "incomplete"
-        return "ignored" if self.ignored else "clean"
+        return "ignored" if self.ignored or self.accepted else "clean"
 
     @property
     def not_made(self) -> tuple[str, ...]:
@@ -237,15 +269,25 @@ class Report(Document):
 
     @property
     def shortfall(self) -> str:
-        """Why a report without findings is not clean, in words. Checks were not made, or findings are ignored."""
+        """Why a report without findings is not clean, in words. Checks were not made, or findings do not count."""
         words = []
         if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
             asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
             words.append(f"{len(self.not_made)} of {asked} checks {were} not made: {', '.join(self.not_made)}")
-        if self.ignored:
-            which = ", ".join(dict.fromkeys(self.ignored))
-            words.append(f"{len(self.ignored)} finding{'' if len(self.ignored) == 1 else 's'} ignored ({which})")
+        by = {
+            kind: [one.finding.code for one in self.accepted if one.by == kind] for kind in ("suppression", "baseline")
+        }
+        left_out = {"ignored": self.ignored, "suppressed": by["suppression"], "known": by["baseline"]}
+        for how, codes in left_out.items():
+            if codes:
+                which = ", ".join(dict.fromkeys(codes))
+                words.append(f"{len(codes)} finding{'' if len(codes) == 1 else 's'} {how} ({which})")
         return "; ".join(words)
+
+    def with_excerpts(self) -> Report:
+        """The same with the lines around those that its findings name, of files that are there now."""
+        places = (place for finding in self.findings for place in finding.places)
+        return dataclasses.replace(self, excerpts=excerpts_of(places))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
@@ -284,7 +326,9 @@ class Report(Document):
         """
         data = checked_version(parse(text), "report")
         report = read(cls, data)
-        return dataclasses.replace(report, findings=tuple(map(without_rules_fix, report.findings)))
+        accepted = (dataclasses.replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
+        findings = tuple(map(without_rules_fix, report.findings))
+        return dataclasses.replace(report, findings=findings, accepted=tuple(accepted))
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -83,6 +85,12 @@ def counted(number: object, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def suggestion(word: str, choices: Sequence[str], noun: str) -> str:
+    """What a misspelled `word` was probably meant to be, or what there is, in plural `noun`."""
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the {noun} are {', '.join(choices)}"
+
+
 def plural_verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
     """The form of a verb that goes with so many subjects."""
     return of_one if len(subjects) == 1 else of_several
@@ -138,6 +146,7 @@ def make_finding(
     evidence: Sequence[str] = (),
     severity: Severity | None = None,
     fix: str = "",
+    path: ParameterPath | None = None,
     tags: tuple[str, ...] = (),
 ) -> Finding:
     """A finding with the severity and the advice (`fix`) of its rule, unless others are given."""
@@ -151,6 +160,7 @@ def make_finding(
         location=location,
         evidence=tuple(evidence),
         fix=fix,
+        path=path,
         tags=tags,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
-from ddpcheck.judge.collective_order import first_mismatch, judge_collectives, same_signature
+from ddpcheck.judge.collective_order import first_mismatch, judge_collectives, same_signature, tags_of_parting
 
 _Pair = Callable[[Call, Call], bool]
 _ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
@@ -82,6 +82,7 @@ def _finding(
         location=Location.parse(extra.location),
         evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last],
         fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
+        tags=tags_of_parting(number),
     )
     return finding
 

@@ -42,26 +42,43 @@ def judge_collectives(
         absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
         if absent and len(set(map(_signature, calls))) == 1 and set(absent) <= set(at_work):
             continue
+        differing = calls[0]
         if absent:
             minority = tuple(absent)
             there = [rank for rank in ranks if rank not in absent]
             message = f"{format_ranks(there).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
         else:
             minority = tuple(ranks[index] for index in minority_ranks([_signature(call) for call in calls]))
+            differing = calls[ranks.index(minority[0])]
             message = f"Collective number {place} of the ranks does not match."
         findings += one_finding(
             "DDP403",
             sorted({call.operation for call in calls}),
             message,
             ranks=minority,
-            location=Location.parse(calls[0].location),
+            location=Location.parse(differing.location),
             evidence=[
                 f"rank {rank}, collective number {place}: {call or 'none'}"
                 + (f", in {call.place}" if call is not None and call.place else "")
                 for rank, call in zip(ranks, found, strict=True)
             ],
+            tags=tags_of_parting(place),
         )
     return findings
+
+
+_PARTS_AT = "parts at "
+
+
+def tags_of_parting(number: int) -> tuple[str, ...]:
+    """The tag of a finding on the collective with this number."""
+    return (f"{_PARTS_AT}{number}",)
+
+
+def place_of_parting(finding: Finding) -> int | None:
+    """The number of the collective at which ranks part, of a finding that says so."""
+    found = [tag.removeprefix(_PARTS_AT) for tag in finding.tags if tag.startswith(_PARTS_AT)]
+    return int(found[0]) if found else None
 
 
 def first_mismatch(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, plural_verb, unless_all
 
@@ -139,7 +140,14 @@ class ConditionalUse:
             steps=unless_all(self.steps, len(facts.steps)),
             evidence=[*evidence, *more],
             fix=SPARSE_ADVICE if sparse else "",
+            path=self._path(),
         )
+
+    def _path(self) -> ParameterPath | None:
+        """The path of the first parameter, where it was missing first."""
+        name = self.parameters[0]
+        ends = (item.path_ends.get(name) for item in self.facts.missing[name])
+        return next((end.path_of(name) for end in ends if end is not None), None)
 
 
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:

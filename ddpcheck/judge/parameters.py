@@ -98,6 +98,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         severity=mildest if harmless else None,
         evidence=[*evidence, *more],
         fix=SPARSE_ADVICE if sparse else "",
+        path=end.path_of(group[0]),
     )
 
 
@@ -175,6 +176,7 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
             f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {by}{end.at} returns "
             "None.",
             ranks=unless_all(ranks, facts.world_size),
+            path=end.path_of(group[0]),
         )
     return findings
 
@@ -205,6 +207,7 @@ def judge_zero_gradients(
             group,
             f"The gradient of {subjects} is exactly zero in every step on every rank{where}.",
             evidence=("it stays zero for other values of the parameters",),
+            path=end.path_of(group[0]) if end else None,
         )
     return findings
 

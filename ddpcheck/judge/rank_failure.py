@@ -56,7 +56,9 @@ class FailureFacts:
     @property
     def evidence(self) -> list[str]:
         """Each rank's failure; the same of several ranks once, unless they are stuck."""
-        groups = group_by(self.error.failures, lambda one: (_describe(one), one.rank if one.kind == "stuck" else None))
+        groups = group_by(
+            self.error.failures, lambda one: (describe_failure(one), one.rank if one.kind == "stuck" else None)
+        )
         told = [(text, [failure.rank for failure in alike]) for (text, _), alike in groups.items()]
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in told]
         return lines + ([f"{format_ranks(self.error.results)}: had finished"] if self.error.results else [])
@@ -94,7 +96,7 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     return one_finding(
         "DDP402",
         (lead.place or "run",),
-        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {_describe(lead)}.",
+        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {describe_failure(lead)}.",
         ranks=unless_all([failure.rank for failure in busy or stuck], facts.world_size),
         location=Location.parse(lead.location),
         evidence=[*facts.evidence, *_stack_lines(stuck)],
@@ -197,7 +199,8 @@ def follows_from_another_rank(failure: RankFailure) -> bool:
     return failure.kind == "stuck" or _is_of_communication(text) or any(sentence in text for sentence in _SENTENCES)
 
 
-def _describe(failure: RankFailure) -> str:
+def describe_failure(failure: RankFailure) -> str:
+    """What a rank did when it failed, or when the others had."""
     if failure.kind != "stuck":
         return phrase(failure)
     if failure.collective:

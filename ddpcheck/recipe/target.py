@@ -37,15 +37,9 @@ def load_target(target: str) -> Recipe:
     """
     from ddpcheck.recipe.recipe import Recipe, call, kind_of
 
-    place, attribute = split_target(target)
-    module = _import_file(place) if is_path(place) else _import_module(place)
-    if not attribute:
-        return _module_as_recipe(module, place)
-    value: Any = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
-        value = getattr(value, part)
+    value = load_object(target)
+    if isinstance(value, ModuleType) and not split_target(target)[1]:
+        return _module_as_recipe(value, split_target(target)[0])
     if isinstance(value, Recipe):
         return value
     if not callable(value) or isinstance(value, type):
@@ -63,6 +57,23 @@ def load_target(target: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
     return recipe
+
+
+def load_object(target: str) -> Any:
+    """What a TARGET names, whatever that is; without an attribute the module.
+
+    Raises:
+        UsageError: There is no such file, module or attribute.
+        TargetError: The user's code raised while it was imported.
+    """
+    place, attribute = split_target(target)
+    module = _import_file(place) if is_path(place) else _import_module(place)
+    value: Any = module
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(value, part):
+            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
+        value = getattr(value, part)
+    return value
 
 
 def load_on_rank(target: Recipe | str) -> Recipe:
@@ -116,12 +127,20 @@ def find_file(place: str) -> Path:
         raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
     if not path.is_file():
         beside = path.with_name(f"{path.name}.py")
-        raise UsageError(f"no such file: {place}" + (f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else ""))
+        hint = f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else _near_file(path)
+        raise UsageError(f"no such file: {place}{hint}")
     if path.suffix != ".py":
         raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
     if not os.access(path, os.R_OK):
         raise UsageError(f"cannot read {place}: permission denied")
     return path.resolve()
+
+
+def _near_file(path: Path) -> str:
+    """The Python file in the same folder with the nearest name, in words; empty for none."""
+    names = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"; did you mean {path.with_name(close[0]).as_posix()!r}?" if close else ""
 
 
 def _import_file(place: str) -> ModuleType:
@@ -174,6 +193,7 @@ def _import_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             around, _, last = name.rpartition(".")
             hint = f", or {around}:{last} for an attribute of {around}" if around and error.name == name else ""
+            hint += _near_file(Path(*name.split(".")).with_suffix(".py"))
             raise UsageError(
                 f"no module named {error.name!r} (for TARGET {name!r}); give a file or a module{hint}"
             ) from None

@@ -17,14 +17,13 @@ from pathlib import PurePath
 from typing import Protocol, TextIO
 
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.report import Report
-from ddpcheck.report.matrix.matrix import Matrix
+from ddpcheck.findings.report import Document, Report
 
 
 class Renderer(Protocol):
-    """Turns a report, or a matrix, whichever it is made for, into text."""
+    """Turns a report, a matrix or a difference, whichever it is made for, into text."""
 
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Document) -> str:
         """The whole output, with a newline at its end."""
         ...
 
@@ -38,12 +37,14 @@ class Medium:
         colour: Whether it understands colours.
         encoding: What its characters are encoded in.
         interactive: Whether a person sits in front of it.
+        whole: Whether tracebacks are shown with every frame.
     """
 
     width: int | None = None
     colour: bool = False
     encoding: str = "utf-8"
     interactive: bool = False
+    whole: bool = False
 
     @classmethod
     def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
@@ -86,20 +87,21 @@ class Format:
 
 
 class JsonRenderer:
-    """Writes what `Report.from_json` or `Matrix.from_json` reads."""
+    """Writes what `Report.from_json` or `Matrix.from_json` reads, or a difference."""
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
 
-    def render(self, report: Report | Matrix) -> str:
+    def render(self, report: Document) -> str:
         """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
         text = report.to_json()
         if not self._medium.shows(text):
-            text = "".join(c if ord(c) < 128 else _escaped(c) for c in text)
+            text = "".join(c if ord(c) < 128 else json_escaped(c) for c in text)
         return text + "\n"
 
 
-def _escaped(character: str) -> str:
+def json_escaped(character: str) -> str:
+    """A character as strings in JSON may have any."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
@@ -110,13 +112,23 @@ FORMATS: Mapping[str, Format] = {
     "markdown": Format("ddpcheck.render.markdown:MarkdownRenderer", (".md",)),
     "sarif": Format("ddpcheck.render.sarif:SarifRenderer", (".sarif",)),
     "junit": Format("ddpcheck.render.junit:JunitRenderer", (".xml",)),
+    "html": Format("ddpcheck.render.page.report_page:HtmlRenderer", (".html", ".htm")),
+    "perfetto": Format("ddpcheck.render.perfetto:PerfettoRenderer", ()),
     "github": Format("ddpcheck.render.github:GithubRenderer", ()),
 }
 MATRIX_FORMATS: Mapping[str, Format] = {
     "json": FORMATS["json"],
+    "html": Format("ddpcheck.render.page.matrix_page:MatrixHtmlRenderer", (".html", ".htm")),
     "text": Format("ddpcheck.render.matrix_terminal:MatrixTerminalRenderer", (".txt", ".log")),
 }
 """The formats of a `Matrix`."""
+
+DIFFERENCE_FORMATS: Mapping[str, Format] = {
+    "text": Format("ddpcheck.render.difference:DifferenceTerminalRenderer", (".txt", ".log")),
+    "json": FORMATS["json"],
+    "markdown": Format("ddpcheck.render.difference:DifferenceMarkdownRenderer", (".md",)),
+}
+"""The formats of a `ReportDifference`."""
 
 
 def renderer_for(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from ddpcheck.findings.report import CheckResult, Finding, Report
+from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_place, join_names
@@ -29,6 +29,7 @@ class JunitRenderer:
         assert isinstance(report, Report)
         cases = [_case_of_check(report.target, check) for check in report.checks]
         cases += [_case_of_finding(report.target, finding) for finding in sorted(report.findings, key=Finding.sort_key)]
+        cases += [_case_of_accepted(report.target, one) for one in report.accepted]
         if report.error is not None:
             case = _case(report.target, "the whole", 0.0)
             _child(case, "error", report.error.message, report.error.detail)
@@ -71,6 +72,16 @@ def _case_of_finding(target: str, finding: Finding) -> ElementTree.Element:
     if finding.location:
         case.set("file", _clean(finding.location.path))
         case.set("line", str(finding.location.line))
+    return case
+
+
+def _case_of_accepted(target: str, accepted: AcceptedFinding) -> ElementTree.Element:
+    """A case that is skipped: it does not fail, and its reason is shown."""
+    case = _case_of_finding(target, accepted.finding)
+    for child in list(case):
+        case.remove(child)
+    how = "known" if accepted.by == "baseline" else "suppressed"
+    _child(case, "skipped", f"{how}: {accepted.reason}", accepted.finding.message)
     return case
 
 

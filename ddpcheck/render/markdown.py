@@ -34,12 +34,12 @@ class MarkdownRenderer:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"## ddpcheck: {_escaped(report.summary)}"
+    yield f"## ddpcheck: {escaped(report.summary)}"
     size = report.world.get("world_size")
     ranks = f" on {counted(size, 'rank')}" if size else ""
-    yield f"\n{_code(report.target)}{ranks}"
+    yield f"\n{code_span(report.target)}{ranks}"
     if report.error is not None:
-        yield f"\n**Stopped:** {_escaped(report.error.message)}"
+        yield f"\n**Stopped:** {escaped(report.error.message)}"
         if report.error.detail:
             yield f"\n{_block(report.error.detail)}"
     findings = sorted(report.findings, key=Finding.sort_key)
@@ -47,36 +47,46 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _finding(finding)
     if len(findings) > MOST_FINDINGS:
         yield f"\nAnd {counted(len(findings) - MOST_FINDINGS, 'more finding')}, in the JSON report."
+    if report.accepted:
+        yield "\n### found, and not counted\n"
+    for one in report.accepted[:MOST_FINDINGS]:
+        how = "known" if one.by == "baseline" else "suppressed"
+        subjects = f" {', '.join(map(code_span, one.finding.subjects[:12]))}" if one.finding.subjects else ""
+        yield f"- {one.finding.code}{subjects}: {how}, {escaped(one.reason)}"
     if report.checks:
         yield "\n| check | | |\n|---|---|---|"
         for check in report.checks:
-            yield f"| {_escaped(check.name)} | {_MARKS[check.status]} {check.status} | {_escaped(check.detail)} |"
+            yield f"| {escaped(check.name)} | {_MARKS[check.status]} {check.status} | {escaped(check.detail)} |"
+    notes = report.world.get("notes") or ()
+    for note in [notes] if isinstance(notes, str) else notes:
+        yield f"\nNote: {escaped(note)}"
     versions = [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
     tool = " ".join(filter(None, (report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))))
-    yield f"\n{_escaped(', '.join((tool, *versions)))}"
+    yield f"\n{escaped(', '.join((tool, *versions)))}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:
     rule = RULES.get(finding.code)
-    yield f"\n### {finding.severity.value}: {finding.code} {_escaped(rule.name if rule else '')}\n"
+    yield f"\n### {finding.severity.value}: {finding.code} {escaped(rule.name if rule else '')}\n"
     if finding.subjects:
-        shown = ", ".join(map(_code, finding.subjects[:12]))
+        shown = ", ".join(map(code_span, finding.subjects[:12]))
         more = len(finding.subjects) - 12
         yield f"{shown}{f' and {more} more' if more > 0 else ''}\n"
-    yield _escaped(finding.message)
-    yield f"\n{_escaped(format_place(finding))}"
+    yield escaped(finding.message)
+    yield f"\n{escaped(format_place(finding))}"
     if finding.evidence:
-        yield "\n" + "\n".join(f"- {_escaped(fact)}" for fact in finding.evidence)
+        yield "\n" + "\n".join(f"- {escaped(fact)}" for fact in finding.evidence)
     if finding.what_to_do:
-        yield f"\n**What to do:** {_escaped(finding.what_to_do)}"
+        yield f"\n**What to do:** {escaped(finding.what_to_do)}"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """A text without meaning in Markdown."""
     printable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return _SPECIAL.sub(r"\\\1", printable).replace("\n", "<br>")
 
 
-def _code(text: str) -> str:
+def code_span(text: str) -> str:
     """A text as code, between as many backticks as it needs."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text).replace("|", "\\|")
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)

@@ -13,8 +13,9 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.report import AcceptedFinding, Finding, Location, Report
 from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.selection import fingerprint
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_place
 from ddpcheck.render import Medium
@@ -35,13 +36,17 @@ class SarifRenderer:
     def render(self, report: Report | Matrix) -> str:
         """The log file."""
         assert isinstance(report, Report)
-        findings = sorted(report.findings, key=Finding.sort_key)
+        accepted = {one.finding: one for one in report.accepted}
+        findings = [*sorted(report.findings, key=Finding.sort_key), *accepted]
         codes = sorted({finding.code for finding in findings})
         shown = findings[:MOST_RESULTS]
         run = {
             "tool": {"driver": {**_tool(report), "rules": [_rule(code) for code in codes]}},
             "invocations": [_invocation(report, len(findings) - len(shown))],
-            "results": [_result(finding, codes.index(finding.code), report.target) for finding in shown],
+            "results": [
+                {**_result(finding, codes.index(finding.code), report.target), **_acceptance(accepted.get(finding))}
+                for finding in shown
+            ],
             "columnKind": "unicodeCodePoints",
         }
         return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
@@ -88,8 +93,15 @@ def _result(finding: Finding, index: int, target: str) -> dict[str, Any]:
         "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
     }
-    flows = _flows(finding.evidence)
+    flows = _flows(finding.evidence) or _path(finding)
     return {**result, "codeFlows": [{"threadFlows": flows}]} if flows else result
+
+
+def _acceptance(accepted: AcceptedFinding | None) -> dict[str, Any]:
+    """Why a result does not count; "external" in SARIF's words: not said in the source."""
+    if accepted is None:
+        return {}
+    return {"suppressions": [{"kind": "external", "justification": accepted.reason}]}
 
 
 def _location(location: Location, text: str = "") -> dict[str, Any]:
@@ -101,8 +113,19 @@ def _location(location: Location, text: str = "") -> dict[str, Any]:
 
 def _fingerprint(finding: Finding) -> str:
     """The same for the same fault where lines have moved and numbers are others."""
-    path = finding.location.path if finding.location else ""
-    return hashlib.sha256(json.dumps([finding.code, list(finding.subjects), path]).encode()).hexdigest()[:32]
+    code, path, subjects = fingerprint(finding)
+    return hashlib.sha256(json.dumps([code, subjects, path]).encode()).hexdigest()[:32]
+
+
+def _path(finding: Finding) -> list[dict[str, Any]]:
+    """A thread from a parameter to where its path to the loss ends, as far as lines are known."""
+    path = finding.path
+    if path is None or not path.steps:
+        return []
+    told = [(finding.location, path.parameter), *((step.location, step.operation) for step in path.steps)]
+    told.append((path.begins_at, f"{path.reason} begins here"))
+    locations = [{"location": _location(location, text)} for location, text in told if location is not None]
+    return [{"id": f"from {path.parameter} to where its path ends", "locations": locations}] if locations else []
 
 
 def _flows(evidence: Sequence[str]) -> list[dict[str, Any]]:

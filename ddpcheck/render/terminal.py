@@ -17,11 +17,13 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_place
-from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
+from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented, labelled, styled
 
 MOST_FINDINGS = 50
 MOST_SUBJECTS = 8
 MOST_EVIDENCE = 16
+
+_OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
 
 MARKS = {
     "passed": ("✓", "ok", "green"),
@@ -40,7 +42,7 @@ class TerminalRenderer(TextRenderer):
     def render(self, report: Report) -> str:
         """The report as text."""
         report = limited(report)
-        sections = (self.header, self._checks, self._findings, self._parity, self.notes, self.error)
+        sections = (self.header, self._checks, self._findings, self._accepted, self._parity, self.notes, self.error)
         return self.printed([section(report) for section in sections], self._verdict(report))
 
     def _checks(self, report: Report) -> Iterable[RenderableType]:
@@ -89,12 +91,27 @@ class TerminalRenderer(TextRenderer):
         if finding.what_to_do:
             yield indented(labelled("fix: ", finding.what_to_do))
 
+    def _accepted(self, report: Report) -> Iterable[RenderableType]:
+        """What was found and does not count, each with the reason."""
+        if not report.accepted:
+            return
+        yield styled(("found, and not counted", "bold"))
+        for one in report.accepted[:MOST_FINDINGS]:
+            rule = RULES.get(one.finding.code)
+            name = f" {rule.name}" if rule else ""
+            subjects = f"  {_listed(one.finding.subjects, MOST_SUBJECTS)}" if one.finding.subjects else ""
+            yield indented(styled((one.finding.code + name, "dim"), f"  {one.finding.severity.value}{subjects}"))
+            why = "known: " if one.by == "baseline" else "suppressed: "
+            yield indented(labelled(why, one.reason), 4)
+        if len(report.accepted) > MOST_FINDINGS:
+            yield indented(styled(f"and {len(report.accepted) - MOST_FINDINGS} more: see the JSON report"))
+
     def _parity(self, report: Report) -> Iterable[RenderableType]:
         worst: dict[str, ParityEntry] = {}
         compared: Counter[str] = Counter()
         for entry in report.parity:
             compared[entry.reference] += 1
-            if entry.reference not in worst or _excess(entry) > _excess(worst[entry.reference]):
+            if entry.reference not in worst or entry.excess > worst[entry.reference].excess:
                 worst[entry.reference] = entry
         if not worst:
             return
@@ -104,11 +121,12 @@ class TerminalRenderer(TextRenderer):
             number = heading not in ("reference", "parameter")
             table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
         table.show_header, table.header_style = True, "dim"
+        room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entry in sorted(worst.items()):
-            style = "red" if not entry.relative_error <= entry.tolerance else "green"
+            style = "red" if entry.is_beyond else "green"
             table.add_row(
                 styled(reference),
-                styled(entry.parameter),
+                styled(broken(entry.parameter, room)),
                 str(entry.step),
                 styled((f"{entry.relative_error:.1e}", style)),
                 f"{entry.tolerance:.1e}",
@@ -137,10 +155,3 @@ class TerminalRenderer(TextRenderer):
 def _listed(words: Sequence[str], most: int) -> str:
     shown = ", ".join(words[:most])
     return shown if len(words) <= most else f"{shown} and {len(words) - most} more"
-
-
-def _excess(entry: ParityEntry) -> float:
-    """The error of an entry as a multiple of its tolerance; infinite for NaN."""
-    if entry.relative_error != entry.relative_error:
-        return float("inf")
-    return entry.relative_error / entry.tolerance if entry.tolerance > 0 else entry.relative_error

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.tracebacks import fold_traceback
 from ddpcheck.findings.wording import counted
 from ddpcheck.render import Medium
 from ddpcheck.report.matrix.matrix import Matrix
@@ -90,10 +91,12 @@ class TextRenderer:
         if report.error is None or not report.error.detail.strip():
             return
         yield styled(("what stopped the checks", "bold"))
-        lines = report.error.detail.rstrip().splitlines()
-        if len(lines) > MOST_DETAIL:
-            yield indented(styled((f"{counted(len(lines) - MOST_DETAIL, 'line')} before these", "dim")))
-        for line in lines[-MOST_DETAIL:]:
+        detail = report.error.detail.rstrip()
+        lines = (detail if self.medium.whole else fold_traceback(detail)).splitlines()
+        most = len(lines) if self.medium.whole else MOST_DETAIL
+        if len(lines) > most:
+            yield indented(styled((f"{counted(len(lines) - most, 'line')} before these", "dim")))
+        for line in lines[-most:]:
             yield indented(styled(line)) if line.strip() else ""
 
     def table(self) -> Table:
@@ -108,6 +111,16 @@ def styled(*parts: str | tuple[str, str]) -> Text:
         content, style = (part, "") if isinstance(part, str) else part
         text.append("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in content), style or None)
     return text
+
+
+def broken(name: str, columns: int) -> str:
+    """A dotted name on lines of so many columns, broken after dots where that can be."""
+    lines = [""]
+    for part in name.replace(".", ".\n").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(part) > columns:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def indented(content: RenderableType, columns: int = 2) -> Padding:

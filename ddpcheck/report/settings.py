@@ -16,10 +16,12 @@ from typing import Any
 
 from ddpcheck.findings.errors import ConfigError, UsageError, WrongTypeError
 from ddpcheck.findings.rules import matching_rules
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import suggestion
 
 ENVIRONMENT_PREFIX = "DDPCHECK_"
-_OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug"})
+_OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug", "baseline"})
 TABLE = "[tool.ddpcheck]"
 
 
@@ -36,6 +38,7 @@ class Settings:
         seed: Of every random number generator.
         select: Codes, prefixes or names of the rules to report; all when empty.
         ignore: Codes, prefixes or names of the rules to leave out.
+        suppress: Findings that are shown with a reason, and do not count; only from pyproject.toml.
         fail_on: The severity from which on findings fail the command; `None` for never.
         preload: Modules that are imported once, before ranks are forked.
         threads: That torch may use in each rank of a test; `None` shares out the cores.
@@ -59,6 +62,7 @@ class Settings:
     reuse: str = "test"
     launcher: str = "auto"
     format: str | None = None
+    suppress: tuple[Suppression, ...] = ()
 
 
 def load_settings(
@@ -146,8 +150,7 @@ def _from_pyproject(start: Path) -> dict[str, Any]:
         field = key.replace("-", "_")
         if field not in _PARSERS:
             names = [name.replace("_", "-") for name in _PARSERS]
-            close = difflib.get_close_matches(field.replace("_", "-").lower(), names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(names)}"
+            hint = suggestion(field.replace("_", "-").lower(), names, "settings")
             raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {hint}")
         if field in found:
             raise ConfigError(f"{_shown(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
@@ -229,6 +232,26 @@ def _modules(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _suppressions(value: Any) -> tuple[Suppression, ...]:
+    """The tables of `[[tool.ddpcheck.suppress]]`."""
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise TypeError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a code and a reason")
+    keys = [one.name for one in fields(Suppression)]
+    for number, table in enumerate(value, 1):
+        if unknown := next((key for key in table if key not in keys), None):
+            raise UsageError(f"table {number} has no key {unknown!r}; {suggestion(unknown, keys, 'keys')}")
+        if missing := next((key for key in ("code", "reason") if key not in table), None):
+            raise UsageError(f"table {number} needs a {missing!r}")
+    return tuple(_suppression(number, table) for number, table in enumerate(value, 1))
+
+
+def _suppression(number: int, table: Mapping[str, Any]) -> Suppression:
+    try:
+        return Suppression(**table)
+    except UsageError as error:
+        raise UsageError(f"table {number}: {error}") from None
+
+
 def _one_of(*choices: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if not isinstance(value, str) or value.strip().lower() not in choices:
@@ -258,5 +281,6 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "reuse": _one_of("test", "module"),
     "launcher": _one_of("auto", "on", "off"),
     "format": _word,
+    "suppress": _suppressions,
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

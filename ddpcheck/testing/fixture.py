@@ -13,6 +13,7 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
+from ddpcheck.testing.kept_reports import ReportFolder
 from ddpcheck.testing.leases import Lent, WorldLease
 from ddpcheck.testing.outcome import TestOutcome
 from ddpcheck.worlds import validation
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 _OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
-_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore")
+_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore", "suppress")
 
 
 class DdpWorld:
@@ -33,9 +34,14 @@ class DdpWorld:
     """
 
     def __init__(
-        self, settings: Settings, rent: Callable[[dict[str, Any]], WorldLease], options: dict[str, Any]
+        self,
+        settings: Settings,
+        rent: Callable[[dict[str, Any]], WorldLease],
+        options: dict[str, Any],
+        reports: ReportFolder,
     ) -> None:
         self._settings = settings
+        self._reports = reports
         self._rent = rent
         self._lease = rent(options)
 
@@ -56,7 +62,7 @@ class DdpWorld:
             marks.check_options(options, "ddp_world", _OF_WORLD)
         except UsageError as error:
             raise error.with_traceback(None) from None
-        return DdpWorld(self._settings, self._rent, {**self._lease.options, **options})
+        return DdpWorld(self._settings, self._rent, {**self._lease.options, **options}, self._reports)
 
     @property
     def world(self) -> Lent:
@@ -113,7 +119,9 @@ class DdpWorld:
         ours["backend"] = self._settings.backend  # `None` leaves it to the check
         report: Report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
         if report.exit_code(self._settings.fail_on):
-            pytest.fail(as_text(report), pytrace=False)
+            path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._reports.keep(report))
+            page = f"as a page: {path}\n" if path is not None else ""
+            pytest.fail(as_text(report) + page, pytrace=False)
         return report
 
 

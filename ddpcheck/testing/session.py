@@ -17,6 +17,7 @@ import pytest
 from ddpcheck.findings.errors import DdpcheckError, UsageError
 from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DdpWorld
+from ddpcheck.testing.kept_reports import REPORT_FOLDER, ReportFolder
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
 from ddpcheck.testing.outcome import as_pytest_shows, to_raise
@@ -87,7 +88,9 @@ class Session:
         """The value of the fixture `ddp_world`."""
         record = item.stash[_RECORD]
         try:
-            yield DdpWorld(self._settings, functools.partial(WorldLease, self._ranks, record), self._options(item))
+            reports = ReportFolder(item.config.getoption(REPORT_FOLDER, None), item.nodeid)
+            rent = functools.partial(WorldLease, self._ranks, record)
+            yield DdpWorld(self._settings, rent, self._options(item), reports)
         finally:
             with contextlib.ExitStack() as ending:  # every world is given back, also when that fails for one
                 for lease in record.leases:

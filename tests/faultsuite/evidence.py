@@ -58,7 +58,12 @@ def fields_of(name: str) -> list[str]:
     if name not in _classes():
         raise EvidenceError(f"ddpcheck.findings has no class {name}")
     kind = _classes()[name]
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    return [field.name for field in _recorded(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _recorded(kind: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass, without those that only a report shows, and no judge reads."""
+    return [field for field in dataclasses.fields(kind) if not field.metadata.get("added")]
 
 
 class Encoder:
@@ -113,7 +118,7 @@ class Encoder:
 
     def _told(self, value: Any) -> Iterator[tuple[str, Any]]:
         """The fields that have no default, or another value than that."""
-        for field in dataclasses.fields(value):
+        for field in _recorded(value):
             given = getattr(value, field.name)
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()

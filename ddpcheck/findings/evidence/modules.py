@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ddpcheck.findings.figures import ModuleEntry
+from ddpcheck.findings.from_json import added
 from ddpcheck.findings.report import Location
 
 
@@ -47,12 +49,21 @@ class ModuleDescription:
 
 @dataclass(frozen=True, slots=True)
 class BuiltModule:
-    """A rank's module before it is wrapped: a digest of its description, lazy parameters, and counts of parameters."""
+    """A rank's module before it is wrapped.
+
+    Attributes:
+        digest: Of its description.
+        uninitialised: Names of lazy parameters.
+        trainable: How many parameters require grad.
+        parameters: How many there are.
+        modules: For a report; of rank 0 only, which stands for all, and of a large model not all.
+    """
 
     digest: str
     uninitialised: tuple[str, ...]
     trainable: int
     parameters: int
+    modules: tuple[ModuleEntry, ...] = added(())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ddpcheck.findings.figures import ParameterPath, PathStep
+from ddpcheck.findings.from_json import added
 from ddpcheck.findings.report import Location
 
 GradientState = Literal["contributes", "zero", "missing", "lost"]
@@ -28,6 +30,9 @@ class PathEnd:
         location: The line of the user's code at which that happened.
         module: The module whose forward was running there, empty at the top.
         no_grad_location: The line that switched gradients off, where that is what cut the path.
+        steps: The operations from the parameter to there, the last of them the one that cut the path, or the last on
+            it; where there are many, the first and the last. Not compared: it is how one came there.
+        left_out: How many operations are not among them.
     """
 
     cause: str
@@ -35,6 +40,22 @@ class PathEnd:
     location: Location | None = None
     module: str = ""
     no_grad_location: Location | None = None
+    steps: tuple[PathStep, ...] = added((), compare=False)
+    left_out: int = added(0, compare=False)
+
+    def path_of(self, parameter: str) -> ParameterPath | None:
+        """What a report draws of it; None where the operations are not known."""
+        if self.cause == "unused":
+            return ParameterPath(parameter, "unused")
+        if self.cause == "cut" and self.steps:
+            begins_at = self.no_grad_location if self.no_grad_location != self.location else None
+            return ParameterPath(parameter, "cut", self.steps, self.left_out, self.reason, begins_at)
+        if self.cause == "unreachable" and self.steps:
+            return ParameterPath(parameter, "unreachable", self.steps, self.left_out)
+        if self.cause in ("zero", "lost") and self.reason:
+            end: Literal["zero", "lost"] = "zero" if self.cause == "zero" else "lost"
+            return ParameterPath(parameter, end, (PathStep(self.reason, self.module, self.location),))
+        return None
 
     @property
     def at(self) -> str:

@@ -23,6 +23,7 @@ from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location
 from ddpcheck.gather.autograd.autograd_graph import functions_before
+from ddpcheck.gather.autograd.operation_path import OperationPath
 from ddpcheck.recipe.pytree import tree_tensors
 
 _Taint = dict[int, PathEnd | None]  # parameter index -> what cut its path, None while that is whole
@@ -40,6 +41,8 @@ _READS_NO_VALUE = frozenset(
     | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex"}
 )
 """Functions that ask their first tensor for its shape, dtype or device only."""
+
+_NO_OPERATION = OperationPath()
 
 
 class TensorRecorder(TorchFunctionMode):
@@ -94,6 +97,9 @@ class PathRecorder(TensorRecorder):
         # `_known`: taint of a tensor, and whether it required grad then
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
         self._last_use: dict[int, PathEnd] = {}
+        self._paths: Any = WeakIdKeyDictionary()  # tensor -> by suspect, how its value came there
+        self._last_paths: dict[int, OperationPath] = {}  # to the last use
+        self._cut_paths: dict[tuple[int, PathEnd], OperationPath] = {}
         self._left_torch: dict[int, PathEnd] = {}
         self._region: Location | None = None  # where gradients were switched off last
 
@@ -115,7 +121,8 @@ class PathRecorder(TensorRecorder):
         """`nn.Parameter(tensor)` shares the tensor's memory and has no past; no mode is told of it."""
         before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
         if before and made is not data:
-            self._follow([made], before, self._event("nn.Parameter()"), self._event("nn.Parameter(), a new leaf"))
+            use = self._event("nn.Parameter()")
+            self._follow([made], before, self._go_on([data], before, use), self._event("nn.Parameter(), a new leaf"))
 
     @passes_on
     def __torch_function__(
@@ -129,7 +136,7 @@ class PathRecorder(TensorRecorder):
         before = self._merged(inputs)
         result = func(*args, **kwargs)
         if before:
-            self._spread(func, args, kwargs, before, result)
+            self._spread(func, args, kwargs, before, inputs, result)
         return result
 
     def _taint_of(self, tensor: torch.Tensor) -> _Taint:
@@ -158,7 +165,13 @@ class PathRecorder(TensorRecorder):
         return merged
 
     def _spread(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], before: _Taint, result: Any
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: _Taint,
+        inputs: Sequence[torch.Tensor],
+        result: Any,
     ) -> None:
         name = function_name(func)
         outputs = list(tree_tensors(result))
@@ -170,25 +183,46 @@ class PathRecorder(TensorRecorder):
         if not outputs and not written:
             if name in LEAVES_TORCH:
                 event = self._event(f"{name.strip('_')}(), which leaves torch")
-                for index in before:
-                    self._left_torch[index] = event
-                    self._last_use[index] = event
+                self._left_torch |= dict.fromkeys(before, event)
+                self._go_on(inputs, before, event)
             return
         event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
+        paths = self._go_on(inputs, before, event)
         given = {id(tensor) for tensor in tree_tensors((args, kwargs))}
         for output in (*outputs, *written):
             whole = output.requires_grad and (not output.is_leaf or id(output) in given)
-            self._follow([output], before, event, None if whole else self._event(cut_reason(name, output)))
+            self._follow([output], before, paths, None if whole else self._event(cut_reason(name, output)))
         for target in written:
             self._written.setdefault(_storage_key(target), {}).update(before)
 
-    def _follow(self, outputs: Iterable[torch.Tensor], before: _Taint, use: PathEnd, cut: PathEnd | None) -> None:
-        """Note that `use` made `outputs` of values with the taint `before`, on a path that `cut` ends, if it does."""
-        for index in before:
-            self._last_use[index] = use
+    def _go_on(self, inputs: Sequence[torch.Tensor], before: _Taint, use: PathEnd) -> dict[int, OperationPath]:
+        """Note that `use` reads `inputs`, with the taint `before`; returns the paths that end with it."""
+        known: dict[int, OperationPath] = {}
+        for tensor in reversed(inputs):
+            known |= self._paths.get(tensor) or {}
+            if (own := self._index.get(id(tensor))) is not None:
+                known[own] = _NO_OPERATION
+        longer: dict[int, OperationPath] = {}  # by identity: what many suspects have in common is made once
+        paths = {}
+        for index in before:  # what has no path is a view of what was written in place
+            here = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
+            paths[index] = longer.get(id(here)) or longer.setdefault(id(here), here.to(use))
+        self._last_use |= dict.fromkeys(before, use)
+        self._last_paths |= paths
+        return paths
+
+    def _follow(
+        self, outputs: Iterable[torch.Tensor], before: _Taint, paths: dict[int, OperationPath], cut: PathEnd | None
+    ) -> None:
+        """Note that `outputs` were made of values with the taint `before`, on `paths`, which `cut` ends, if it does."""
         for output in outputs:
             taint = {index: known if known is not None else cut for index, known in before.items()}
             self._known[output] = (taint, output.requires_grad)
+            self._paths[output] = paths
+        if cut is not None:
+            for index, known in before.items():
+                if known is None:
+                    self._cut_paths.setdefault((index, cut), paths[index])
 
     def _event(self, reason: str) -> PathEnd:
         region = self._region if reason in (_NO_GRAD, _INFERENCE) else None
@@ -203,13 +237,14 @@ class PathRecorder(TensorRecorder):
             if use is None:
                 ends[index] = PathEnd("unused")
             elif cut is not None:
-                ends[index] = cut
+                path = self._cut_paths.get((index, cut))
+                ends[index] = cut if path is None else path.told_in(cut)
             else:
-                ends[index] = replace(use, cause="unreachable")
+                ends[index] = self._last_paths[index].told_in(replace(use, cause="unreachable"))
         return ends
 
     def escape(self, index: int) -> PathEnd:
-        """Where the value of a suspect was last seen that reaches the loss on a way that cannot be followed."""
+        """Where the value of a suspect was last seen that reaches the loss on a path that cannot be followed."""
         use = self._last_use[index]
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 

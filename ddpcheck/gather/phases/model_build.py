@@ -37,7 +37,7 @@ from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
-from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints
+from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints, module_entries
 from ddpcheck.gather.state.module_state import differs_in_structure
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
@@ -94,7 +94,8 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     )
     into_training(reference)
     trainable = sum(p.requires_grad for p in module.parameters())
-    return BuiltModule(digest_of(described), described.uninitialised, trainable, len(described.parameters))
+    entries = module_entries(module) if context.rank == 0 else ()
+    return BuiltModule(digest_of(described), described.uninitialised, trainable, len(described.parameters), entries)
 
 
 def description() -> ModuleDescription:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
@@ -56,6 +58,16 @@ def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
         requires_grad=tensor.requires_grad,
         device=tensor.device.type,
     )
+
+
+def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
+    """The modules of `module`, the first MOST_MODULES of them, each with its own parameters."""
+    entries = []
+    for name, submodule in itertools.islice(module.named_modules(), MOST_MODULES):
+        own = dict(submodule.named_parameters(recurse=False))
+        elements = sum(parameter.numel() for parameter in own.values() if not isinstance(parameter, _LAZY))
+        entries.append(ModuleEntry(name, type(submodule).__qualname__, tuple(own), elements))
+    return tuple(entries)
 
 
 def _options(module: nn.Module) -> str:

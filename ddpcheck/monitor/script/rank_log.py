@@ -32,6 +32,7 @@ from ddpcheck.findings.evidence.script import (
     StateHeld,
 )
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import RankReport, ReplicaState
@@ -69,6 +70,7 @@ class WrapperMade:
         location: The line of the script that constructs it.
         by_library: Whether an installed package does, and not the script.
         classes: By path of a submodule ("" for the module itself), its classes of the user, each with file and name.
+        modules: For a report: those of the first wrapper of rank 0.
     """
 
     module: str
@@ -77,6 +79,7 @@ class WrapperMade:
     location: Location | None
     by_library: bool
     classes: Mapping[str, tuple[tuple[str, str], ...]]
+    modules: tuple[ModuleEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

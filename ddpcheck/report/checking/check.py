@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import WrongTypeError
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.harness import RankHosts
 from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.checking.check_report import report_of
@@ -36,6 +37,8 @@ def check(
     preload: Sequence[str] = (),
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
+    baseline: Report | None = None,
     progress: Callable[[str], None] | None = None,
     hosts: RankHosts | None = None,
 ) -> Report:
@@ -55,7 +58,9 @@ def check(
         preload: Modules that are imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules to report; default: all.
         ignore: Those not to report.
-        progress: Called with a few words at the beginning of each phase.
+        suppress: Findings that are shown with a reason, and do not count.
+        baseline: An earlier report; what it has is shown as known, and does not count.
+        progress: Called with a few words at the beginning of each phase, and where it waits for ranks.
         hosts: Processes that a launcher has started, which start the ranks instead; see `World`.
 
     Returns:
@@ -75,6 +80,8 @@ def check(
         preload=preload,
         select=select,
         ignore=ignore,
+        suppress=suppress,
+        baseline=baseline,
         hosts=hosts,
     )
     return report_of(CheckRun(target, asked, progress=progress, hosts=hosts).run())
@@ -92,6 +99,8 @@ def resolve_options(
     preload: Sequence[str],
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
+    baseline: Report | None = None,
     hosts: RankHosts | None = None,
 ) -> CheckOptions:
     """The options of a check, with the defaults that depend on the machine filled in.
@@ -120,8 +129,17 @@ def resolve_options(
         preload=allowed.check_modules("preload", preload),
         select=rule_patterns("select", select),
         ignore=rule_patterns("ignore", ignore),
+        suppress=_suppressions(suppress),
+        baseline=baseline,
         launcher=hosts.launcher if hosts is not None else None,
     )
+
+
+def _suppressions(given: Sequence[Suppression]) -> tuple[Suppression, ...]:
+    wrong = next((one for one in given if not isinstance(one, Suppression)), None)
+    if wrong is not None:
+        raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {wrong!r}")
+    return tuple(given)
 
 
 def _has_gpus(ranks: int) -> bool:

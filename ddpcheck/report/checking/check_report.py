@@ -14,6 +14,7 @@ from importlib import metadata
 from ddpcheck import __version__
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, ParityEntry, Report, select_findings
 from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted, format_steps, join_names, make_finding
@@ -51,7 +52,14 @@ _NEAR = 0.01  # an error that is no fault under any tolerance
 def report_of(state: CheckState) -> Report:
     """The report of a check that has been judged."""
     asked = state.asked
-    kept = select_findings(state.findings, select=asked.select, ignore=asked.ignore)
+    chosen = sort_out(
+        state.findings,
+        asked.target,
+        select=asked.select,
+        ignore=asked.ignore,
+        suppress=asked.suppress,
+        baseline=asked.baseline,
+    )
     report = Report(
         target=asked.target,
         tool={"name": "ddpcheck", "version": __version__},
@@ -65,14 +73,14 @@ def report_of(state: CheckState) -> Report:
             **({"launcher": asked.launcher} if asked.launcher is not None else {}),
             "notes": list(dict.fromkeys(state.log.notes)),
         },
-        checks=tuple(_line(state, name, kept) for name in HEADINGS),
-        findings=kept,
-        ignored=tuple(sorted(finding.code for finding in state.findings if finding not in kept)),
+        checks=tuple(_line(state, name, chosen.kept) for name in HEADINGS),
         parity=tuple(sorted(_told_entries(state), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
         error=state.log.error or next(iter(state.log.bugs), None),
+        modules=state.modules,
+        timelines=state.timelines,
     )
-    return limited(report)
+    return limited(chosen.complete(report).with_excerpts())
 
 
 # Check lines

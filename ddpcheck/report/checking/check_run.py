@@ -25,6 +25,7 @@ from ddpcheck.judge.collective_order import judge_collectives, judge_packing
 from ddpcheck.judge.parameters import judge_uninitialised, zero_everywhere
 from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
 from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
+from ddpcheck.judge.timelines import timelines
 from ddpcheck.judge.training_loop import judge_values_changed
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckState, bug_error
@@ -82,6 +83,7 @@ class CheckRun(CheckWorlds):
         building = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
+            self.state.modules = built[0].modules
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
             if building is not None:
@@ -210,6 +212,7 @@ class CheckRun(CheckWorlds):
     def _check_in_step(self, *, when: bool) -> None:
         """End the check where the ranks have not made the same collectives, before a phase relies on it."""
         if when and (mismatch := judge_collectives(self._logs())):
+            self.state.timelines = timelines(self._logs())
             self._add(mismatch)
             self._skip_rest("DDP403: the ranks are out of step")
 

@@ -20,7 +20,9 @@ from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
 from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LocalStep, NoExplanation, SharedDraw
 from ddpcheck.findings.exception_origin import as_bug
-from ddpcheck.findings.report import Finding, ReportError
+from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry
+from ddpcheck.findings.report import Finding, Report, ReportError
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import Names
 
 _NOISE_MULTIPLE = 5.0
@@ -40,6 +42,8 @@ class CheckOptions:
     preload: tuple[str, ...] = ()
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    suppress: tuple[Suppression, ...] = ()
+    baseline: Report | None = None
     launcher: str | None = None  # who has started the processes that the ranks belong to
 
 
@@ -243,6 +247,8 @@ class CheckState:
         findings: All findings so far.
         found_after_steps: Those of them that were judged when the steps had been run.
         merged: Pairs of a finding that is left out, since it comes with another, and that other.
+        modules: Those of rank 0's model.
+        timelines: The last collectives of the ranks, where they have failed or parted.
     """
 
     asked: CheckOptions
@@ -255,6 +261,8 @@ class CheckState:
     findings: list[Finding] = field(default_factory=list)
     found_after_steps: frozenset[Finding] = frozenset()
     merged: Sequence[tuple[Finding, Finding]] = ()
+    modules: tuple[ModuleEntry, ...] = ()
+    timelines: tuple[CollectiveTimeline, ...] = ()
 
     @property
     def wrapper(self) -> WrapperFacts:

@@ -30,9 +30,11 @@ from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.judge.rank_failure import judge_empty_shards, judge_failure
+from ddpcheck.judge.timelines import timelines_of_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
+from ddpcheck.report.checking.phase_progress import PhaseProgress
 from ddpcheck.worlds import preloading
 from ddpcheck.worlds import rank as this_rank
 
@@ -92,7 +94,7 @@ class CheckWorlds:
     ) -> None:
         self.target = target
         self.asked = asked
-        self.progress = progress or (lambda _words: None)
+        self.progress = PhaseProgress(progress)
         self.hosts = hosts
         self.wrap = wrap
         self.make_world = make_world
@@ -121,9 +123,19 @@ class CheckWorlds:
             process_group=group,
             preload=(*preloading.DDP, *calls.MODULES, *self.asked.preload),
             hash_seeds=group,
-            watch=CollectiveMismatchWatch() if group else None,
+            watch=self._watch() if group else None,
             hosts=self.hosts if group else None,
         )
+
+    def _watch(self) -> Callable[[World, frozenset[int], frozenset[int]], str | None]:
+        """Called while ranks are at work: shows for which it waits, and looks whether any of them will never come."""
+        mismatch = CollectiveMismatchWatch()
+
+        def look(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+            self.progress.wait_for(running)
+            return mismatch(world, finished, running)
+
+        return look
 
     # Ranks
 
@@ -197,7 +209,7 @@ class CheckWorlds:
 
     @contextlib.contextmanager
     def _phase(self, name: str, words: str) -> Iterator[None]:
-        self.progress(words)
+        self.progress(f"{name}, {words}")
         with self.state.log.in_part(name):
             try:
                 yield
@@ -223,6 +235,7 @@ class CheckWorlds:
             self.state.findings += empty
             self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
+        self.state.timelines = timelines_of_failure(error, self._logs())
         found = judge_wrapper_failure(self.state, error)
         found = found or judge_failure(error, self._logs(), self.asked.world_size)
         if first is not None and isinstance(first.exception, DdpcheckError):

@@ -12,9 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpcheck import __version__
-from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report, select_findings
+from ddpcheck.findings.figures import CollectiveTimeline
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report
+from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.call_sites import judge_partings
+from ddpcheck.judge.timelines import timelines
 from ddpcheck.report.hang.dump_files import read_dumps
 from ddpcheck.report.hang.flight_recorder import (
     DEFAULT_GROUP,
@@ -25,14 +28,23 @@ from ddpcheck.report.hang.flight_recorder import (
     world_size_of,
 )
 
+_MOST_TIMELINES = 8  # of process groups
 
-def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Report:
+
+def report_on_hang(
+    folder: str,
+    *,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
+) -> Report:
     """The report on the dumps in a folder.
 
     Args:
         folder: With one dump a rank.
         select: Codes, prefixes or names of the rules to report; all where there are none.
         ignore: Those that are not reported.
+        suppress: Findings that are shown with a reason, and do not count.
 
     Raises:
         UsageError: There are no dumps that can be read.
@@ -40,17 +52,18 @@ def report_on_hang(folder: str, *, select: Sequence[str] = (), ignore: Sequence[
     with _without_collector():
         dumps = read_dumps(Path(folder))
     groups = list(line_up(dumps))
-    waits = [f"rank {rank}: {_wait(dump)}" for rank, dump in dumps.items()]
+    at_end = {rank: _wait(dump) for rank, dump in dumps.items()}
+    waits = [f"rank {rank}: {said}" for rank, said in at_end.items()]
     findings = [finding for group in groups for finding in _judge(group, waits, set(dumps))]
-    kept = select_findings(findings, select=select, ignore=ignore)
-    return Report(
+    chosen = sort_out(findings, folder, select=select, ignore=ignore, suppress=suppress)
+    report = Report(
         target=folder,
         tool={"name": "ddpcheck", "version": __version__},
         world={"world_size": world_size_of(dumps)},
-        checks=(_ranks(dumps), _collectives(dumps, groups, findings, kept), _call_sites(dumps)),
-        findings=tuple(sorted(kept, key=Finding.sort_key)),
-        ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
+        checks=(_ranks(dumps), _collectives(dumps, groups, findings, chosen.kept), _call_sites(dumps)),
+        timelines=tuple(timeline for group in groups for timeline in _timelines(group, at_end))[:_MOST_TIMELINES],
     )
+    return chosen.complete(report).with_excerpts()
 
 
 @contextlib.contextmanager
@@ -66,16 +79,8 @@ def _without_collector() -> Iterator[None]:
 
 
 def _judge(group: GroupLogs, waits: Sequence[str], here: set[int]) -> list[Finding]:
-    """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known.
-
-    A dump is of one moment, and that of another rank of another: what has ended, others have come to or will.
-    """
-    coming = {
-        rank
-        for rank, log in enumerate(group.logs)
-        if all(all(ended[len(log) :]) for other, ended in enumerate(group.ended) if other != rank)
-    }
-    found = judge_partings(group.logs, coming, {group.name: group.first})
+    """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known."""
+    found = judge_partings(group.logs, _coming(group), {group.name: group.first})
     if not found and not group.are_known and len(group.members) == 1:
         (rank,) = group.members
         pairs = zip(group.logs[rank], group.ended[rank], strict=True)
@@ -92,6 +97,23 @@ def _judge(group: GroupLogs, waits: Sequence[str], here: set[int]) -> list[Findi
     unknown = [f"{format_ranks(missing)}: no dump"] if missing else []
     which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
     return [replace(one, evidence=(*which, *one.evidence, *waits, *unknown)) for one in found]
+
+
+def _coming(group: GroupLogs) -> set[int]:
+    """The ranks that may still come to what the others have called.
+
+    A dump is of one moment, and that of another rank of another: what has ended, others have come to or will.
+    """
+    return {
+        rank
+        for rank, log in enumerate(group.logs)
+        if all(all(ended[len(log) :]) for other, ended in enumerate(group.ended) if other != rank)
+    }
+
+
+def _timelines(group: GroupLogs, at_end: Mapping[int, str]) -> tuple[CollectiveTimeline, ...]:
+    open_ones = {(group.name, rank) for rank, ended in enumerate(group.ended) if ended and not ended[-1]}
+    return timelines(group.logs, open_ones, at_end, _coming(group), {group.name: group.first})
 
 
 def _wait(dump: RankDump) -> str:

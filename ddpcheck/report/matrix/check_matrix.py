@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import EXIT_HANG, RankError
 from ddpcheck.findings.report import ReportError
+from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
 from ddpcheck.harness import RankHosts, World
 from ddpcheck.report import calls
@@ -59,6 +60,7 @@ def check_matrix(
     preload: Sequence[str] = (),
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
     step_times: bool = True,
     progress: Callable[[str], None] | None = None,
     hosts: RankHosts | None = None,
@@ -79,6 +81,7 @@ def check_matrix(
         preload: Modules that are imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules that may decide a verdict; default: all.
         ignore: Those that may not.
+        suppress: Findings that may not, with a reason.
         step_times: Whether to measure how long a step takes under each row that is right.
         progress: Called with a few words at the beginning of each phase.
         hosts: As for `ddpcheck.check`.
@@ -100,6 +103,7 @@ def check_matrix(
         preload=preload,
         select=select,
         ignore=ignore,
+        suppress=suppress,
         hosts=hosts,
     )
     matrix = _MatrixRun(target, asked, progress=progress or (lambda _text: None), hosts=hosts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
-from ddpcheck.findings.from_json import parse, read
+from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.report import Document, Finding, ReportError, checked_version, without_rules_fix
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -141,6 +141,7 @@ class Matrix(Document):
         timing: Seconds by phase.
         error: Set when no row could be run, for a reason that has nothing to do with the options.
         tool: Name and version of the tool that wrote the matrix.
+        command: The command line that made it; empty where none did.
     """
 
     target: str
@@ -152,6 +153,7 @@ class Matrix(Document):
     timing: Mapping[str, float] = field(default_factory=dict)
     error: ReportError | None = None
     tool: Mapping[str, str] = field(default_factory=dict)
+    command: str = added("")
 
     @property
     def own(self) -> MatrixRow | None:

@@ -9,6 +9,7 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -85,8 +86,13 @@ def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
         original(*arguments, **named)
-        from ddpcheck.monitor.script.recording import rank_watch
-
+        collects = gc.isenabled()
+        gc.disable()  # to go through all objects of torch would take half as long again as the import
+        try:
+            from ddpcheck.monitor.script.recording import rank_watch
+        finally:
+            if collects:
+                gc.enable()
         rank_watch.begin(replacements, stand_ins)
 
     return init_process_group

@@ -171,7 +171,8 @@ class OptimizerRecorder:
             self._sink(self._described(optimizer, known, watches))
             known.marks = []
             if known.steps:
-                self._states.look(known.number, known.steps, _parameters_of(optimizer))
+                held = [p for one in list(self._known) for p in _parameters_of(one)]
+                self._states.look(known.number, known.steps, held)
         self._sums.clear()
         self._flat.clear()
         known.reductions = sum(watch.step for watch in watches)

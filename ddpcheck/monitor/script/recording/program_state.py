@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +20,6 @@ from torch import nn
 from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path, variables_of
-from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch, batch_statistics
@@ -71,10 +71,10 @@ class StateRecorder:
         self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list, its first tensor when it was last seen
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
-        """Write down what the variables of the program hold before step `count` of an optimizer that holds `held`."""
+        """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
         wrapped = [watch.parameters for watch in self._watches if watch.parameters]
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
-        trained.update(parameters_in_wrappers())
+        trained.update(id(p) for watch in self._watches for p in watch.wrapped)
         seen: set[int] = set()
         for path, value, where in _variables(depth=2) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
@@ -157,7 +157,7 @@ def _in_order(parameters: Mapping[str, torch.Tensor]) -> list[torch.Size]:
 def _variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
     """Name, value and line of each variable of the user's functions that run now, and of their modules.
 
-    The objects of the user's classes are followed, up to `depth` attributes.
+    The objects of the user's classes, and the user's modules, are followed, up to `depth` attributes.
     """
     names: set[str] = set()
     frame: Any = sys._getframe(1)
@@ -175,14 +175,20 @@ def _variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
 def _followed(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     yield path, value
     kind = type(value)  # an object may have a `__class__` or `__getattr__` that does something
-    if depth and not issubclass(kind, nn.Module | type) and _is_of_user(kind):
+    own = _is_user_module(value) if kind is ModuleType else _is_of_user(kind) and not issubclass(kind, nn.Module | type)
+    if depth and own:
         with contextlib.suppress(AttributeError):
             for key, item in list(object.__getattribute__(value, "__dict__").items()):
                 yield from _followed(f"{path}.{key}", item, depth - 1)
 
 
 def _is_of_user(kind: type) -> bool:
-    return is_user_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    return _is_user_module(sys.modules.get(kind.__module__))
+
+
+def _is_user_module(module: Any) -> bool:
+    file = getattr(module, "__dict__", {}).get("__file__")  # what is built in has none; to ask may import it
+    return isinstance(file, str) and is_user_file(file)
 
 
 def _line_of(path: str, where: Location) -> Location:

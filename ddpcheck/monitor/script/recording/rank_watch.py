@@ -56,6 +56,10 @@ from ddpcheck.worlds.failures import described
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITINGS = 64
 _ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
+_LAST_WORK = 0.03
+"""Seconds at the exit in which gloo's threads may free the last work of a backward pass. That takes the GIL: where the
+interpreter has begun to end, Python stops the thread inside C++, which aborts the process ("terminate called without an
+active exception"). Plain torch has this race too; comparisons at the end would make it more frequent."""
 _rank: _WatchedRank | None = None
 
 
@@ -201,6 +205,7 @@ class _WatchedRank:
             self._optimizers.close()
             self._close(failing=getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
+            time.sleep(_LAST_WORK)
 
 
 def _keep_no_stack() -> None:

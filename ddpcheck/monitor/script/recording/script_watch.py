@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
+from ddpcheck.gather.state.module_description import module_entries
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
@@ -75,6 +76,7 @@ class ScriptWatch(Watch):
                 user_location(),
                 is_called_by_a_package(),
                 _classes(wrapper),
+                module_entries(self._module) if number == 0 and dist.get_rank() == 0 else (),
             )
         )
 
@@ -82,6 +84,11 @@ class ScriptWatch(Watch):
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Those that the wrapper synchronises, by name."""
         return self._parameters
+
+    @property
+    def wrapped(self) -> Iterator[torch.Tensor]:
+        """All parameters in the wrapper, also those that have come later, or that it was told to ignore."""
+        return iter(()) if self._tracker.wrapper is None else self._tracker.wrapper.parameters()
 
     @property
     def has_unreduced(self) -> bool:
@@ -158,7 +165,9 @@ class ScriptWatch(Watch):
         self._incomplete = bool(awaited)
         if self._is_sampled(step):
             gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
-            self._fresh = {n: p for n, p in gradients.items() if 0 < float(dense(p.grad).abs().sum()) < math.inf}
+            sums = [dense(p.grad).abs().sum().double() for p in gradients.values()]
+            numbers = torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []  # in one transfer
+            self._fresh = {n: p for (n, p), one in zip(gradients.items(), numbers, strict=True) if 0 < one < math.inf}
             given = None if snapshot is None else (snapshot.arguments, dict(snapshot.named))
             if (
                 given is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.report.settings import rule_patterns
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,8 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
     levels = ["error", "warning", "note", "never"]
     add("--check-fail-on", default="error", choices=levels, help="exit with 1 from this severity on (default error)")
+    known = "an earlier report, saved as JSON: its findings are shown as known, and only new ones count"
+    add("--check-baseline", metavar="REPORT.json", help=known)
     add("--check-output", metavar="FILE", help="write the report there, and not to standard error")
     dumps = "write the last collectives of each rank into this folder, as Flight Recorder's dumps (see ddpcheck hang)"
     add("--check-flight-recorder", metavar="DIR", help=dumps)
@@ -28,11 +31,13 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def examine(given: argparse.Namespace) -> None:
-    """Look whether they can be followed.
+    """Look whether they can be followed, and those of rules in their parts.
 
     Raises:
         UsageError: One of them is out of its range.
     """
+    given.check_select = rule_patterns("--check-select", given.check_select)
+    given.check_ignore = rule_patterns("--check-ignore", given.check_ignore)
     if given.check_every < 0:
         raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
     if not 0 < given.check_timeout < float("inf"):

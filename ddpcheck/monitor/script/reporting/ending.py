@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.stacks import is_waiting
 from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
-from ddpcheck.judge.rank_failure import follows_from_another_rank, judge_failure
+from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
+from ddpcheck.judge.timelines import those_that_differ, timelines
 from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds import failures
@@ -92,6 +95,33 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
         return []  # the script ends its processes itself
     return [one for one in found if not _was_ended(one, found)]
+
+
+def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
+    """The ranks whose last collective had not ended, as far as is known."""
+    killed_or_waiting = {one.rank for one in failures_of(ranks, ending) if follows_from_another_rank(one)}
+    signalled = {rank for rank, code in ending.exit_codes.items() if code < 0}
+    return killed_or_waiting | signalled
+
+
+def timelines_of(
+    ranks: Sequence[WatchedRank], ending: Ending, findings: Sequence[Finding]
+) -> tuple[CollectiveTimeline, ...]:
+    """The last collectives of the ranks, where some have failed or parted."""
+    found = failures_of(ranks, ending)
+    failed = {one.rank: describe_failure(one) for one in found}
+    here = {rank.started.rank for rank in ranks}
+    parted = any(finding.code == "DDP403" for finding in findings)
+    if not (failed or parted) or here != set(range(len(ranks))):  # those on other machines have no log here
+        return ()
+    logs = comparable_logs(ranks)
+    at_work = {one.rank for one in found if one.kind == "stuck" and not is_waiting(one)}
+    waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
+    failed |= {one.rank: f"waits in {logs[one.rank][-1]}" for one in found if one.rank in waiting and one.stack}
+    open_ones = {(logs[rank][-1].group, rank) for rank in waiting}
+    ended = {rank.started.rank for rank in ranks if any(isinstance(entry, ProgramEnded) for entry in rank.entries)}
+    made = timelines(logs, open_ones, dict.fromkeys(ended, "had finished") | failed, at_work)
+    return made if ending.hang is not None else those_that_differ(made)
 
 
 def _was_ended(failure: RankFailure, found: Sequence[RankFailure]) -> bool:

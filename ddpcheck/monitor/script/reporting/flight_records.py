@@ -16,9 +16,8 @@ from typing import Any
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.rank_failure import follows_from_another_rank
 from ddpcheck.monitor.script.rank_log import WatchedRank, comparable_logs
-from ddpcheck.monitor.script.reporting.ending import Ending, failures_of
+from ddpcheck.monitor.script.reporting.ending import Ending, still_in_a_call
 from ddpcheck.report.hang.flight_recorder import CALL_KEY, DEFAULT_GROUP, DTYPES
 
 _VERSION = "2.10"  # of the recorder in torch 2.13
@@ -46,18 +45,11 @@ def prepare(folder: Path) -> None:
 
 def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: Ending) -> None:
     """Write a dump for each rank, `rank_0` and so on, with what is known of all of them."""
-    open_ones = _still_in_a_call(ranks, ending)
+    open_ones = still_in_a_call(ranks, ending)
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         number = rank.started.rank
         dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ones)
         (folder / f"rank_{number}").write_bytes(pickle.dumps(dump, protocol=2))
-
-
-def _still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
-    """The ranks whose last collective had not ended, as far as is known."""
-    killed_or_waiting = {one.rank for one in failures_of(ranks, ending) if follows_from_another_rank(one)}
-    signalled = {rank for rank, code in ending.exit_codes.items() if code < 0}
-    return killed_or_waiting | signalled
 
 
 def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) -> dict[str, Any]:

@@ -5,14 +5,16 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 
 from ddpcheck import __version__
-from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, select_findings
+from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
+from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
-from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending
+from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.monitor.script.reporting.log_judging import (
     WatchedWrapper,
     describe_wrappers,
@@ -30,7 +32,14 @@ _PARTS = {  # by name of the check: the families of rules, and what was compared
 
 
 def report_on_script(
-    script: str, ending: Ending, ranks: Sequence[WatchedRank], *, select: Sequence[str], ignore: Sequence[str]
+    script: str,
+    ending: Ending,
+    ranks: Sequence[WatchedRank],
+    *,
+    select: Sequence[str],
+    ignore: Sequence[str],
+    suppress: Sequence[Suppression] = (),
+    baseline: Report | None = None,
 ) -> Report:
     """The report on a script that has ended.
 
@@ -40,11 +49,13 @@ def report_on_script(
         ranks: What the ranks of its last start have left.
         select: Codes, prefixes or names of the rules to report; all where there are none.
         ignore: Those that are not reported.
+        suppress: Findings that are shown with a reason, and do not count.
+        baseline: An earlier report; what it has is shown as known, and does not count.
     """
     ended = not ending.exit_code and all(any(isinstance(e, ProgramEnded) for e in rank.entries) for rank in ranks)
     findings = judge_logs(ranks, ended=ended)
     findings += judge_ending(ranks, ending, findings)
-    kept = select_findings(findings, select=select, ignore=ignore)
+    chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     wrappers = watched_wrappers(ranks)
     checks = [_entered(ranks, wrappers)]
     if ending.hang is not None:
@@ -59,21 +70,35 @@ def report_on_script(
         )
     elif ending.exit_code:
         detail = f"it ended with exit code {ending.exit_code}; what would have come after that is not known"
+        if aborted := _aborted_at_exit(ranks, ending):
+            detail = (
+                f"after its last line {format_ranks(aborted)} ended by SIGABRT: threads of gloo may abort a healthy "
+                "process at its exit, under plain torchrun too"
+            )
         checks.insert(0, CheckResult("script", "error", detail=detail))
     if any(wrapper.steps for wrapper in wrappers):
-        checks += _parts(kept, wrappers)
+        checks += _parts(findings, chosen.kept, wrappers)
     world = {
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
         "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
     }
-    return Report(
+    report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
         world=world,
         checks=tuple(checks),
-        findings=tuple(sorted(kept, key=Finding.sort_key)),
-        ignored=tuple(sorted(finding.code for finding in findings if finding not in kept)),
+        timelines=timelines_of(ranks, ending, findings),
+        modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
+    return chosen.complete(report).with_excerpts()
+
+
+def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
+    """The ranks that were aborted after all of the script had run; none where another rank is at fault."""
+    to_the_end = {rank.started.rank for rank in ranks if any(isinstance(e, ProgramEnded) for e in rank.entries)}
+    aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
+    others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
+    return [] if others or not to_the_end.issuperset(aborted) else aborted
 
 
 def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
@@ -101,15 +126,17 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
     return CheckResult("ranks", "passed", detail=detail)
 
 
-def _parts(findings: Sequence[Finding], wrappers: Sequence[WatchedWrapper]) -> Iterator[CheckResult]:
+def _parts(
+    findings: Sequence[Finding], kept: Sequence[Finding], wrappers: Sequence[WatchedWrapper]
+) -> Iterator[CheckResult]:
     """The check line on each part of what a watch looks at."""
     steps = max(wrapper.steps for wrapper in wrappers)
     times = max(len({id(entry) for _, entry in w.entries(ReplicaCaptured)}) // len(w.ranks) for w in wrappers)
     for name, (families, what) in _PARTS.items():
         if own := [finding for finding in findings if finding.code.startswith(families)]:
-            worst = min(own, key=Finding.sort_key)
+            worst = min(own, key=lambda finding: (finding not in kept, finding.sort_key()))
             status: CheckStatus = "failed" if worst.severity is Severity.ERROR else "warned"
-            yield CheckResult(name, status, detail=f"{worst.code}: {worst.message}")
+            yield CheckResult(name, status if worst in kept else "ignored", detail=f"{worst.code}: {worst.message}")
         elif "{times}" in what and not times:
             yield CheckResult(name, "skipped", detail="no step was compared")
         else:

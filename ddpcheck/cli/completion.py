@@ -1,0 +1,77 @@
+"""`ddpcheck completion SHELL`: a script that completes commands, options and their values.
+
+This module is light: it never imports torch when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ddpcheck.cli.output import print_out
+from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
+from ddpcheck.findings.rules import FAMILIES, RULES
+from ddpcheck.findings.wording import suggestion
+from ddpcheck.monitor.script.reporting.check_options import add_check_options
+from ddpcheck.render import FORMATS
+
+SHELLS = ("bash", "zsh", "fish")
+_RULES = (*FAMILIES, *RULES, *(rule.name for rule in RULES.values()))
+_VALUES: Mapping[str, Sequence[str]] = {
+    "select": _RULES,
+    "ignore": _RULES,
+    "rules": _RULES,
+    "backend": ("gloo", "nccl"),
+    "device": ("cpu", "cuda"),
+    "launcher": ("auto", "on", "off"),
+    "fail_on": ("error", "warning", "note", "never"),
+    "format": tuple(FORMATS),
+    "detail": ("auto", "operations", "modules"),
+    "document": ("report", "matrix", "difference"),
+    "shell": SHELLS,
+}
+_FILES = frozenset({"target", "model", "output", "baseline", "path", "old", "new", "training_script"})
+_FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
+
+
+def run_completion(arguments: argparse.Namespace, make_parser: Callable[[], argparse.ArgumentParser]) -> int:
+    """Print the script of a shell."""
+    if arguments.shell not in SHELLS:
+        hint = suggestion(arguments.shell, SHELLS, "shells")
+        raise UsageError(f"there is no completion for {arguments.shell!r}; {hint}")
+    try:
+        import shtab
+    except ImportError as error:
+        raise UsageError("completion needs the package shtab: pip install 'ddpcheck[completion]'") from error
+    parser = make_parser()
+    _describe(parser, {"file": shtab.FILE, "folder": shtab.DIRECTORY})
+    print_out(shtab.complete(parser, arguments.shell).rstrip("\n"))
+    return EXIT_CLEAN
+
+
+def _describe(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None:
+    """Give each argument the values that it may have; this parser parses nothing."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            if "run" in action.choices:
+                _add_options_of_torchrun(action.choices["run"])
+            for inner in action.choices.values():
+                _describe(inner, kinds)
+            continue
+        name = action.dest.removeprefix("check_")
+        if name == "format" and parser.prog.split()[-1] in ("rules", "env"):
+            action.choices = ("text", "json")
+        elif name in _VALUES:
+            action.choices = _VALUES[name]
+        if name in _FILES or name in _FOLDERS:
+            action.complete = kinds["file" if name in _FILES else "folder"]  # type: ignore[attr-defined]
+
+
+def _add_options_of_torchrun(parser: argparse.ArgumentParser) -> None:
+    """Put the options of `ddpcheck run` in the place of the rest of the line."""
+    from torch.distributed.run import get_args_parser
+
+    real = get_args_parser()
+    add_check_options(real)
+    parser.__dict__.update({**real.__dict__, "prog": parser.prog})

@@ -1,0 +1,46 @@
+"""`ddpcheck init`: writes a first recipe for a model, and checks it.
+
+This module is light: it never imports torch when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ddpcheck.cli.output import reason_of, say
+from ddpcheck.cli.report import run_report
+from ddpcheck.cli.settings import CHECK_SETTINGS
+from ddpcheck.findings.errors import EXIT_TARGET, UsageError
+from ddpcheck.report.first_recipe.first_recipe import make_first_recipe, place_of_recipe
+from ddpcheck.report.first_recipe.inputs import NoGuess
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write a recipe, and check it; 3 where the inputs of the model could not be guessed."""
+    path = place_of_recipe(arguments.model, arguments.output)
+    if path.exists() and not arguments.force:
+        raise UsageError(f"{path} is there already; --force overwrites it, -o FILE writes another one")
+    recipe = make_first_recipe(arguments.model, arguments.args, path)
+    _write(path, recipe.text)
+    check = f"ddpcheck report {path.as_posix()}"
+    if isinstance(recipe.guess, NoGuess):
+        names, tried = ", ".join(recipe.guess.names), recipe.guess.tried
+        why = f"{tried} inputs were tried, the first gave {recipe.guess.error}" if tried else recipe.guess.error
+        say(f"wrote {path}, without inputs: what goes into forward({names}) could not be guessed ({why})")
+        say(f"fill in batch() where {path} says TODO, then run:\n  {check}")
+        return EXIT_TARGET
+    inputs = ", ".join(f"{one.name} = {one.code}" for one in recipe.guess.inputs)
+    say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
+    given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
+    given |= {"target": str(path), "matrix": False, "launcher": "off", "command_line": check}
+    code = run_report(argparse.Namespace(**given), None)
+    say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
+    return code
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {reason_of(error)}") from error

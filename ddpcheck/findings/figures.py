@@ -1,0 +1,159 @@
+"""What a report draws, beside its findings: modules, a parameter's path, the collectives of the ranks, lines of source.
+
+All of it is bounded by whoever makes it, and may be absent: a renderer shows what there is.
+"""
+
+from __future__ import annotations
+
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpcheck.findings.from_json import added
+from ddpcheck.findings.location import Location
+
+MOST_MODULES = 1000
+"""Modules that a report describes."""
+
+_AROUND = 3  # lines before and after
+_LONGEST_LINE = 200
+_MOST_EXCERPTS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleEntry:
+    """A module of the model.
+
+    Attributes:
+        name: Its path from the model; empty for the model itself.
+        class_name: Of the module.
+        parameters: The names of its own parameters, within it.
+        elements: How many numbers its own parameters have.
+    """
+
+    name: str
+    class_name: str
+    parameters: tuple[str, ...] = ()
+    elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """An operation that reads a parameter, or what was made of it."""
+
+    operation: str
+    module: str = ""
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPath:
+    """The operations from a parameter to the place where its path to the loss ends.
+
+    Attributes:
+        parameter: Its name.
+        end: `unused`: no operation reads it. `cut`: the last step takes the path out of autograd. `unreachable`: what
+            the last step made does not reach the loss. `zero`, `lost`: in the backward of the last step, which is the
+            only one that is known, the gradient becomes zero, or is left out.
+        steps: In order; where there are many, the first and the last of them.
+        left_out: How many are not among them.
+        reason: What cut the path ("detach()"), where something did.
+        begins_at: The line that is to blame for that, where it is not the line of the last step.
+    """
+
+    parameter: str
+    end: Literal["unused", "cut", "unreachable", "zero", "lost"]
+    steps: tuple[PathStep, ...] = ()
+    left_out: int = 0
+    reason: str = ""
+    begins_at: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CalledCollective:
+    """A collective as ranks have called it: its name in `torch.distributed`, dtype and shape, and "path:line"."""
+
+    operation: str
+    payload: str = ""
+    location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCollectives:
+    """The collectives that one rank has called in a process group.
+
+    Attributes:
+        rank: The rank.
+        first: The number of the first of `calls`, counted from 0.
+        calls: Some, around the point where ranks part, or the last ones; as places in the list of the timeline.
+        later: How many there were after these.
+        waiting: Whether the last one of all had not ended.
+        waits_for: The ranks that it waits for: those that have not called what has its number.
+        at_end: What the rank did at the end, in words; may be empty.
+    """
+
+    rank: int
+    first: int = 0
+    calls: tuple[int, ...] = ()
+    later: int = 0
+    waiting: bool = False
+    waits_for: tuple[int, ...] = ()
+    at_end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimeline:
+    """The collectives of a process group before and at the end.
+
+    Attributes:
+        group: Its name.
+        calls: Those that occur, each once.
+        ranks: What each of its ranks has called.
+        parts_at: The number of the collective at which the ranks part; None where they do not.
+    """
+
+    group: str
+    calls: tuple[CalledCollective, ...]
+    ranks: tuple[RankCollectives, ...]
+    parts_at: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse calls that are not in the list.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if any(not 0 <= call < len(self.calls) for one in self.ranks for call in one.calls):
+            raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceExcerpt:
+    """Some lines of a file as they were when the report was made."""
+
+    path: str
+    first: int
+    lines: tuple[str, ...] = added(())
+
+
+def excerpts_of(places: Iterable[Location | None]) -> tuple[SourceExcerpt, ...]:
+    """The lines around these, of files that are there."""
+    found: dict[Location, SourceExcerpt] = {}
+    for place in dict.fromkeys(places):
+        if place is not None and len(found) < _MOST_EXCERPTS and (excerpt := _excerpt(place)) is not None:
+            found[place] = excerpt
+    return tuple(found.values())
+
+
+def _excerpt(place: Location) -> SourceExcerpt | None:
+    try:
+        with tokenize.open(place.path) as file:
+            lines = file.read().splitlines()
+    except (OSError, SyntaxError, ValueError):  # ValueError: no text, or no name of a file
+        return None
+    if not 0 < place.line <= len(lines):
+        return None
+    first = max(place.line - _AROUND, 1)
+    shown = lines[first - 1 : place.line + _AROUND]
+    return SourceExcerpt(place.path, first, tuple(line[:_LONGEST_LINE] for line in shown))

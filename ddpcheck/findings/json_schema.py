@@ -1,0 +1,91 @@
+"""JSON Schema (draft 2020-12) of what is saved, from the dataclasses that it is read into."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ddpcheck.findings.report import SCHEMA_VERSION, Finding
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_SIMPLE: Mapping[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+
+
+def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a document.
+
+    Keys that it does not name are allowed: newer versions add some. A field that older versions did not write is not
+    required.
+
+    Args:
+        kind: A dataclass, as `from_json.read` takes it.
+        name: Of the document.
+        extra: By key, the schemas of what a document holds beside the fields of `kind`.
+    """
+    definitions: dict[str, Any] = {}
+    body = _object(kind, definitions)
+    version = {"const": SCHEMA_VERSION}
+    body["properties"] = dict(sorted({**body["properties"], **extra, "schema_version": version}.items()))
+    body["required"] = sorted([*body["required"], *extra, "schema_version"])
+    title = {"$schema": DIALECT, "title": f"ddpcheck {name}"}
+    return {**title, **body, "$defs": dict(sorted(definitions.items()))}
+
+
+def literal(choices: Any) -> dict[str, Any]:
+    """The schema of one of the words of a `Literal`."""
+    return {"enum": list(get_args(choices))}
+
+
+def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a dataclass; those inside it go into `definitions`."""
+    hints, said = get_type_hints(kind, vars(sys.modules[kind.__module__])), _descriptions(kind)
+    properties: dict[str, Any] = {}
+    required = []
+    for one in fields(kind):
+        if kind is Finding and one.name == "tags":
+            continue  # not in the JSON
+        text = {"description": said[one.name]} if one.name in said else {}
+        properties[one.name] = {**_schema(hints[one.name], definitions), **text}
+        if not one.metadata.get("added"):
+            required.append(one.name)
+    if kind is Finding:
+        properties["name"] = {"type": "string", "description": "Of the rule; empty where its code is not known."}
+    summary = {"description": " ".join(kind.__doc__.split("\n\n")[0].split())} if kind.__doc__ else {}
+    return {"type": "object", **summary, "properties": dict(sorted(properties.items())), "required": sorted(required)}
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """What the docstring of a class says of its attributes."""
+    return {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
+
+
+def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field's type."""
+    inside, origin = get_args(hint), get_origin(hint)
+    if origin is UnionType:
+        return {"anyOf": [_schema(one, definitions) for one in inside]}
+    if hint is type(None):
+        return {"type": "null"}
+    if origin is Literal:
+        return literal(hint)
+    if origin is tuple:
+        return {"type": "array", "items": _schema(inside[0], definitions)}
+    if origin is Mapping:
+        values = {} if inside[1] is Any else {"additionalProperties": _schema(inside[1], definitions)}
+        return {"type": "object", **values}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {"enum": [member.value for member in hint]}
+    if is_dataclass(hint):
+        name = getattr(hint, "__name__", "")
+        if name not in definitions:
+            definitions[name] = {}  # it may hold others of its kind
+            definitions[name] = _object(hint, definitions)
+        return {"$ref": f"#/$defs/{name}"}
+    return {"type": _SIMPLE[hint]} if hint in _SIMPLE else {}

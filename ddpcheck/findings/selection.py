@@ -1,0 +1,193 @@
+"""Which findings count: those that are selected, and neither suppressed with a reason nor known from a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.report import AcceptedFinding, Finding, Report, select_findings
+from ddpcheck.findings.rules import matching_rules
+from ddpcheck.findings.wording import counted, join_names, make_finding
+
+Mark = tuple[str, str, str]
+"""One subject of a finding's `fingerprint`: code, file, subject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suppression:
+    """Findings that are accepted, and why.
+
+    Attributes:
+        code: Code, prefix of a code or name of the rules.
+        reason: Shown in each report that it changes.
+        parameter: A pattern such as "aux.*" for the subjects of a finding: parameters, buffers, modules or options.
+        target: A pattern for the target, as it was spelled; with or without ":attr" or a script's arguments.
+        file: A pattern for the file that a finding is in, as the report shows it.
+    """
+
+    code: str
+    reason: str
+    parameter: str = "*"
+    target: str = "*"
+    file: str = "*"
+
+    def __post_init__(self) -> None:
+        for name in ("code", "reason", "parameter", "target", "file"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value.strip():
+                raise UsageError(f"{name} of a suppression must be a text that is not empty, not {value!r}")
+        matching_rules(self.code)
+
+    def __str__(self) -> str:
+        subjects = f" for {self.parameter!r}" if self.parameter != "*" else ""
+        return f"{self.code}{subjects}{f' in {self.file!r}' if self.file != '*' else ''}"
+
+    @property
+    def codes(self) -> frozenset[str]:
+        """Of the rules that it is about."""
+        return frozenset(rule.code for rule in matching_rules(self.code))
+
+    def applies_to(self, target: str) -> bool:
+        """Whether it is for this target."""
+        path = target.split("::")[0].split(" ")[0].removeprefix("./")
+        names = {target, path, path.rpartition(":")[0] or path}
+        return any(fnmatchcase(name, self.target.removeprefix("./")) for name in names)
+
+    def matched(self, finding: Finding) -> frozenset[str]:
+        """The subjects of a finding that it matches; "" stands for those of a finding that has none."""
+        path = finding.location.path if finding.location else ""
+        if finding.code not in self.codes or not fnmatchcase(path, self.file):
+            return frozenset()
+        subjects = finding.subjects or ("",)
+        return frozenset(subject for subject in subjects if fnmatchcase(subject, self.parameter))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was found, sorted by whether it counts.
+
+    Attributes:
+        kept: What counts.
+        ignored: The codes of findings whose rules are ignored or not selected.
+        accepted: What is suppressed, or known from the baseline.
+        loose: The suppressions that matched nothing, or not all of any finding, each in a sentence.
+        gone: A sentence on what the baseline has and this does not; empty where there is none.
+    """
+
+    kept: tuple[Finding, ...]
+    ignored: tuple[str, ...] = ()
+    accepted: tuple[AcceptedFinding, ...] = ()
+    loose: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+    def complete(self, report: Report) -> Report:
+        """The report with these findings; what was not found is told where every check was made."""
+        report = replace(report, findings=self.kept, ignored=self.ignored, accepted=self.accepted)
+        if report.error is not None or report.not_made or not (self.loose or self.gone):
+            return report
+        notes = [*report.world.get("notes", ()), *self.loose, *self.gone]
+        return replace(report, world={**report.world, "notes": notes})
+
+
+def sort_out(
+    findings: Sequence[Finding],
+    target: str,
+    *,
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    suppress: Sequence[Suppression] = (),
+    baseline: Report | None = None,
+) -> Selection:
+    """Sort findings by whether they count.
+
+    A finding is suppressed where each of its subjects is matched by a suppression of its code, and known where the
+    baseline has each of its subjects in the same file, under the same code, and as severe.
+
+    Args:
+        findings: All that were made.
+        target: What was checked, as the user spelled it.
+        select: Codes, prefixes or names of the rules to report; all when empty.
+        ignore: Those not to report.
+        suppress: What is accepted.
+        baseline: An earlier report, whose findings are known.
+    """
+    chosen = select_findings(findings, select=select, ignore=ignore)
+    own = [one for one in suppress if one.applies_to(target)]
+    known = marks([*baseline.findings, *(one.finding for one in baseline.accepted)]) if baseline is not None else {}
+    kept, accepted = [], []
+    for finding in chosen:
+        by = [one for one in own if one.matched(finding)]
+        if by and frozenset[str]().union(*(one.matched(finding) for one in by)) >= set(finding.subjects or ("",)):
+            reason = "; ".join(dict.fromkeys(one.reason for one in by))
+            accepted.append(AcceptedFinding(finding, "suppression", reason))
+        elif is_known(finding, known):
+            accepted.append(AcceptedFinding(finding, "baseline", "in the baseline"))
+        else:
+            kept.append(finding)
+    hidden = [finding.code for finding in findings if finding not in chosen]
+    gone = _gone(baseline, findings, target, hidden) if baseline is not None else ()
+    loose = (_loose(one, findings, kept) for one in own if _is_selected(one, select, ignore))
+    return Selection(
+        tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(dict.fromkeys(filter(None, loose))), tuple(gone)
+    )
+
+
+def _is_selected(suppression: Suppression, select: Sequence[str], ignore: Sequence[str]) -> bool:
+    """Whether all of its rules are reported."""
+    made = [make_finding(code, (), "") for code in suppression.codes]
+    return len(select_findings(made, select=select, ignore=ignore)) == len(made)
+
+
+def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:
+    """A sentence on a suppression that suppressed nothing; empty where it did."""
+    matched = [finding for finding in findings if suppression.matched(finding)]
+    if not matched:
+        return f"the suppression of {suppression} matched no finding of this check"
+    if any(finding not in kept for finding in matched):
+        return ""
+    part = matched[0]
+    others = [subject for subject in part.subjects if subject not in suppression.matched(part)]
+    return (
+        f"the suppression of {suppression} does not match {join_names(others)}, which {part.code} is about as well, so "
+        "the finding counts"
+    )
+
+
+def fingerprint(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
+    """Code, file and subjects: the same for the same fault where lines have moved and numbers are others."""
+    return finding.code, finding.location.path if finding.location else "", finding.subjects
+
+
+def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
+    """The marks of findings, each with the rank of the worst severity that it was told with."""
+    found: dict[Mark, int] = {}
+    for finding in findings:
+        code, path, subjects = fingerprint(finding)
+        for subject in subjects or ("",):
+            mark = (code, path, subject)
+            found[mark] = min(found.get(mark, finding.severity.rank), finding.severity.rank)
+    return found
+
+
+def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
+    """Whether each of its marks is among those `known`, as severe or more."""
+    return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
+
+
+def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
+    """Sentences on a baseline that does not fit what was found."""
+    if baseline.target != target:
+        yield f"the baseline was made of {baseline.target}"
+    fixed = not_found(baseline.findings, findings, hidden)
+    if fixed:
+        which = "; ".join(f"{one.code} {join_names(one.subjects)}".strip() for one in fixed[:5])
+        more = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
+        yield f"{counted(len(fixed), 'finding')} of the baseline not found any more: {which}{more}"
+
+
+def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:
+    """Those of `before` of which nothing is among `now`, without codes that are `hidden`, of which nobody knows."""
+    found = marks(now)
+    return tuple(one for one in before if one.code not in hidden and not any(mark in found for mark in marks([one])))

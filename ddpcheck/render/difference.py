@@ -1,0 +1,83 @@
+"""The difference of two reports, as text and as Markdown.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import RenderableType
+
+from ddpcheck.findings.difference import ReportDifference
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.shortening import limited
+from ddpcheck.findings.wording import format_place, join_names
+from ddpcheck.render import Medium
+from ddpcheck.render.markdown import code_span, escaped
+from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
+
+MOST_FINDINGS = 50
+
+
+def _parts(difference: ReportDifference) -> Iterator[tuple[str, tuple[Finding, ...]]]:
+    yield "new", difference.added
+    yield "fixed", difference.fixed
+    yield "remaining", difference.remaining
+    yield "not found again, and not known to be fixed", difference.open
+
+
+class DifferenceTerminalRenderer(TextRenderer):
+    """What is new in full, the rest a line each, then notes and the counts."""
+
+    def render(self, difference: ReportDifference) -> str:
+        """The difference as text."""
+        difference = limited(difference)
+        title = [styled(("ddpcheck diff", "bold"), f" of {difference.old} and {difference.new}")]
+        parts = [self._part(name, found) for name, found in _parts(difference)]
+        notes = [labelled("note: ", note) for note in difference.notes]
+        return self.printed([title, *parts, notes], styled((difference.summary, "bold")))
+
+    def _part(self, name: str, findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+        if not findings:
+            return
+        yield styled((name, "bold"))
+        for finding in findings[:MOST_FINDINGS]:
+            yield indented(styled((_title(finding), "bold"), f"  {join_names(finding.subjects, most=8)}"))
+            if name == "new":
+                yield indented(styled(finding.message), 4)
+                yield indented(styled((format_place(finding), "cyan")), 4)
+                if finding.what_to_do:
+                    yield indented(labelled("fix: ", finding.what_to_do), 4)
+        if len(findings) > MOST_FINDINGS:
+            yield indented(styled(f"and {len(findings) - MOST_FINDINGS} more"))
+
+
+class DifferenceMarkdownRenderer:
+    """The counts first, then a list of each kind."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium = medium
+
+    def render(self, difference: ReportDifference) -> str:
+        """The Markdown, in GitHub's flavour; names and messages are escaped."""
+        lines = [f"## ddpcheck diff: {escaped(difference.summary)}"]
+        for name, findings in _parts(difference):
+            if findings:
+                lines.append(f"\n### {name}\n")
+            for finding in findings[:MOST_FINDINGS]:
+                subjects = ", ".join(map(code_span, finding.subjects[:8]))
+                place = f" ({escaped(format_place(finding))})" if name == "new" else ""
+                lines.append(f"- {escaped(_title(finding))} {subjects}: {escaped(finding.message)}{place}")
+            if len(findings) > MOST_FINDINGS:
+                lines.append(f"- and {len(findings) - MOST_FINDINGS} more")
+        lines += [f"\nNote: {escaped(note)}" for note in difference.notes]
+        text = "\n".join(lines) + "\n"
+        encoding = self._medium.encoding
+        return text if self._medium.shows(text) else text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _title(finding: Finding) -> str:
+    rule = RULES.get(finding.code)
+    return " ".join(filter(None, (finding.code, rule.name if rule else "", f"({finding.severity.value})")))

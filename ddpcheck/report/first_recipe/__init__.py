@@ -1,0 +1,1 @@
+"""`ddpcheck init`: a first recipe for a model, with inputs that its forward accepts."""

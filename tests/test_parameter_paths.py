@@ -1,0 +1,112 @@
+"""The operations from a parameter to where its path to the loss ends, as a finding has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcheck
+from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.figures import ModuleEntry, ParameterPath
+from ddpcheck.gather.autograd.operation_path import OperationPath
+from ddpcheck.gather.state.module_description import module_entries
+
+
+class Net(nn.Module):
+    def __init__(self, cut: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.cut = cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.cut(self, x))
+        return out
+
+
+def path_of(cut: Callable[[Net, torch.Tensor], torch.Tensor]) -> ParameterPath:
+    model = Net(cut)
+    batch = torch.ones(2, 4)
+
+    def forward() -> torch.Tensor:
+        return model(batch).sum()
+
+    found = ddpcheck.detect_anomalous_params(forward(), model, replay=forward).findings
+    (path,) = {finding.path for finding in found}
+    assert path is not None and path.parameter in ("body.weight", "body.bias")
+    return path
+
+
+def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.relu(net.body(x))
+
+
+def lost(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.body(x).tanh().exp()
+    return x
+
+
+def detached(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(net.body(x).relu()).detach() * 2 + 1
+
+
+def long(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.body(x)
+    for _ in range(20):
+        y = y.sin()
+    return y.detach()
+
+
+def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(2, 4)
+    out[:] = net.body(x).data
+    return out.cos()
+
+
+@pytest.mark.parametrize(
+    ("cut", "end", "operations", "reason"),
+    [
+        (lost, "unreachable", ["linear()", "tanh()", "exp()"], ""),
+        (detached, "cut", ["linear()", "relu()", "sigmoid()", "detach()"], "detach()"),
+        (without_gradient, "cut", ["linear()"], "torch.no_grad()"),
+        (in_place, "cut", ["linear()", ".data"], ".data"),
+        (lambda _net, x: x, "unused", [], ""),
+    ],
+)
+def test_a_path_goes_from_the_parameter_to_its_end(cut, end: str, operations: list[str], reason: str) -> None:
+    path = path_of(cut)
+    assert (path.end, [step.operation for step in path.steps], path.reason) == (end, operations, reason)
+    assert all(step.location and step.location.path.endswith("test_parameter_paths.py") for step in path.steps)
+    assert [step.module for step in path.steps[:1]] == (["body"] if operations else [])
+    assert (path.begins_at is not None) == (reason == "torch.no_grad()")
+
+
+def test_of_a_long_path_the_first_and_the_last_operations_are_kept() -> None:
+    path = path_of(long)
+    said = [step.operation for step in path.steps]
+    assert said == ["linear()", *["sin()"] * 6, "detach()"] and path.left_out == 14
+
+
+@pytest.mark.parametrize("length", range(12))
+def test_a_path_tells_all_its_operations_or_how_many_it_leaves_out(length: int) -> None:
+    path = OperationPath()
+    for number in range(length):
+        path = path.to(PathEnd("cut", str(number)))
+    end = path.told_in(PathEnd("cut", "x"))
+    numbers = [int(step.operation) for step in end.steps]
+    assert len(numbers) + end.left_out == length and numbers == sorted(set(numbers))
+    assert numbers[:4] == list(range(length))[:4] and numbers[-4:] == list(range(length))[-4:]
+    assert end == PathEnd("cut", "x"), "how one came there is no part of where it ends"
+
+
+def test_modules_are_described_with_their_own_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.LazyLinear(3))
+    assert module_entries(model) == (
+        ModuleEntry("", "Sequential"),
+        ModuleEntry("0", "Linear", ("weight", "bias"), 10),
+        ModuleEntry("1", "ReLU"),
+        ModuleEntry("2", "LazyLinear", ("weight", "bias"), 0),
+    )

@@ -1,0 +1,40 @@
+"""What `ddpcheck run` finds in the variables of a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ddpcheck.monitor.script.recording.program_state import tables_of, tables_of_program
+
+
+class Labels:
+    def __init__(self) -> None:
+        self.index = {"cat": 0, "dog": 1}
+        self.counts = {"cat": 3}  # of one item: no table
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.data = Labels()
+        self.modules: list[ModuleType] = [torch]
+        self.vocabulary = {"a": 0, "b": 1}
+
+
+def test_an_object_of_the_user_is_followed_to_its_tables() -> None:
+    (table,) = tables_of(Labels(), None)
+    assert (table.name, table.values) == ("Labels.index", {"'cat'": "0", "'dog'": "1"})
+
+
+def test_a_module_of_the_user_is_followed_and_one_that_is_installed_is_not() -> None:
+    own, installed = ModuleType("own"), ModuleType("installed")
+    own.__file__, installed.__file__ = str(Path(__file__).with_name("own.py")), torch.__file__
+    for module in (own, installed):
+        vars(module)["labels"] = {"cat": 0, "dog": 1}
+    trainer, late = Trainer(), {"x": 0, "y": 1}
+    paths = {table.name for table in tables_of_program()}
+    assert {"own.labels", "trainer.vocabulary", "late"} <= paths, (trainer, late)
+    assert "installed.labels" not in paths
+    assert not any(path.startswith("__builtins__.") for path in paths)

@@ -1,0 +1,109 @@
+"""The recipes for continuous integration in the docs, and the hook of pre-commit: their commands are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcheck.cli.arguments import make_parser
+from ddpcheck.findings.report import Report
+from ddpcheck.findings.selection import Suppression
+from ddpcheck.report.settings import load_settings
+from tests.test_selection import RECIPE
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+INSTALLED = pytest.mark.skipif(not (BIN / "ddpcheck").exists(), reason="ddpcheck is not installed")
+
+
+def blocks(page: str) -> list[Any]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "GIT_CONFIG_GLOBAL": os.devnull, **more}
+
+
+def run(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=120)
+
+
+@INSTALLED
+@pytest.mark.slow
+def test_the_recipe_of_github_actions_says_what_is_new(tmp_path: Path) -> None:
+    steps = blocks("suppression.md")[0]["jobs"]["ddpcheck"]["steps"]
+    checked, shown = [one["run"] for one in steps if "run" in one and "pip" not in one["run"]]
+    (tmp_path / "train_recipe.py").write_text(RECIPE)
+    (tmp_path / "baseline.json").write_text(Report("train_recipe.py").to_json())
+    done = run("bash", "-e", "-c", checked, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    done = run("bash", "-e", "-c", shown, cwd=tmp_path, GITHUB_STEP_SUMMARY="summary.md")
+    assert done.returncode == 0 and done.stdout.startswith("::error file=train_recipe.py,line=6,title=DDP101")
+    assert (tmp_path / "summary.md").read_text().startswith("## ddpcheck: 1 finding")
+
+
+def test_every_command_of_the_recipes_can_be_parsed() -> None:
+    commands = re.findall(r"^ *(?:- run: )?(ddpcheck (?:report|render) .*)$", pages(), re.MULTILINE)
+    assert len(commands) >= 6
+    for command in commands:
+        words = shlex.split(command.partition(" >")[0].partition(" #")[0])
+        assert make_parser().parse_args(words[1:]).command
+
+
+def test_the_table_of_the_docs_is_one_that_is_read(tmp_path: Path) -> None:
+    (table,) = re.findall(r"```toml\n(.*?)```", pages(), re.DOTALL)
+    (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
+    (one,) = load_settings(environ={}, start=tmp_path).suppress
+    assert {field.name for field in fields(Suppression)} == set(re.findall(r"^(\w+) =", table, re.MULTILINE))
+    assert one.file == "third_party/*"
+
+
+def pages() -> str:
+    return "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("suppression.md", "formats.md"))
+
+
+def test_the_hook_is_a_command_that_takes_the_arguments_of_the_docs() -> None:
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    (used,) = blocks("suppression.md")[1]["repos"][0]["hooks"]
+    assert used["id"] == hook["id"] and set(used["stages"]) <= set(hook["stages"])
+    given = make_parser().parse_args([*shlex.split(hook["entry"])[1:], *used["args"]])
+    assert (given.target, given.baseline) == ("train_recipe.py", "baseline.json")
+
+
+@INSTALLED
+@pytest.mark.slow
+def test_pre_commit_runs_the_hook_and_fails_for_a_finding(tmp_path: Path) -> None:
+    pytest.importorskip("pre_commit", reason="pre-commit is not installed")
+    hooks, project = tmp_path / "hooks", tmp_path / "project"
+    for folder in (hooks, project):
+        folder.mkdir()
+    shutil.copy(ROOT / ".pre-commit-hooks.yaml", hooks)
+    (project / "train_recipe.py").write_text(RECIPE)
+    for folder in (hooks, project):
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        run("git", "init", "-q", cwd=folder)
+        run("git", "add", "-A", cwd=folder)
+        assert run("git", *identity, "commit", "-qm", "x", cwd=folder).returncode == 0
+    rev = run("git", "rev-parse", "HEAD", cwd=hooks).stdout.strip()
+    config = {"repos": [{"repo": str(hooks), "rev": rev, "hooks": [{"id": "ddpcheck", "args": ["train_recipe.py"]}]}]}
+    (project / ".pre-commit-config.yaml").write_text(yaml.safe_dump(config))
+    home = {"PRE_COMMIT_HOME": str(tmp_path / "home")}
+    done = run(sys.executable, "-m", "pre_commit", "run", "--all-files", cwd=project, **home)
+    assert done.returncode == 1 and "DDP101 unused-parameter" in done.stdout, done.stdout + done.stderr
+    config["repos"][0]["hooks"][0]["args"] = ["train_recipe.py", "--ignore", "DDP101"]
+    (project / ".pre-commit-config.yaml").write_text(yaml.safe_dump(config))
+    done = run(sys.executable, "-m", "pre_commit", "run", "--all-files", cwd=project, **home)
+    assert done.returncode == 0 and "Passed" in done.stdout, done.stdout + done.stderr
