@@ -48,8 +48,8 @@ def detect_anomalous_params(
     Args:
         loss: A scalar tensor, or any nest of them.
         model: The module, wrapped or not; names are those of the bare module.
-        replay: Computes the loss again. With it the cause is told (DDP101, 102 or 103) with the line where a path is
-            cut; without it every missing parameter is reported as DDP101.
+        replay: Computes the loss again. With it the cause is reported (DDP101, 102 or 103), with the line where a path
+            is cut; without it every missing parameter is reported as DDP101.
 
     Returns:
         The names, and one finding for each cause.

@@ -34,8 +34,8 @@ def check_consistency(
         timeout: Seconds to wait for the other ranks.
 
     Returns:
-        The same findings on every rank: DDP201 to DDP207, 209, 211 to 213, 216, 222, and DDP208 or DDP214 where
-        values differ and `module` is wrapped already.
+        Findings, the same on every rank, of DDP201 to DDP207, 209, 211 to 213, 216 and 222, and of DDP208 or DDP214
+        if values differ and `module` is wrapped already.
 
     Raises:
         UsageError: There is no process group.

@@ -25,11 +25,11 @@ suppress_warnings = ["misc.highlighting_failure"]  # what a program prints is no
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 add_module_names = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # types are in the signature
 smartquotes_action = "D"  # quotes are literal, as in messages
 
 html_theme = "furo"
@@ -63,7 +63,7 @@ def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
     if page == "index":
         named = {*source[0].split(), "index"}
         others = sorted(path.stem for path in Path(app.srcdir).glob("*.md") if path.stem not in named)
-        source[0] = source[0].replace("\nformats\n", "\n".join(["\nformats", *others, ""]))
+        source[0] = source[0].replace("\ncommand-line\n", "\n".join(["\ncommand-line", *others, ""]))
 
 
 _LONG_PATH = re.compile(r"(\S{12,}/\S*)")
@@ -89,5 +89,6 @@ def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("source-read", name_what_is_outside)
     app.connect("source-read", list_pages)
+    app.connect("env-get-outdated", lambda *_: ["index"])  # a new page may have come
     app.connect("autodoc-process-signature", shorten_types)
     app.connect("doctree-read", scroll_wide_tables)

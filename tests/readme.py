@@ -62,20 +62,14 @@ def printed(target: str, *flags: str) -> tuple[int, str]:
 
 
 def said_by(module: str, *arguments: str) -> str:
-    """Standard output and error of `python -m MODULE` in a process of its own, as wide as a page.
-
-    Once more where gloo has aborted a healthy process at its exit, as it now and then does.
-    """
+    """Standard output and error of `python -m MODULE` in a process of its own, as wide as a page."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     for variable in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[variable]
     call = [sys.executable, "-m", module, *arguments]
-    for _ in range(3):
-        done = subprocess.run(
-            call, cwd=ROOT, env=environment, text=True, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        if "terminate called without an active exception" not in done.stdout:
-            break
+    done = subprocess.run(
+        call, cwd=ROOT, env=environment, text=True, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     return done.stdout
 
 
@@ -87,12 +81,14 @@ def output_of(kind: str, target: str) -> str:
         return said_by("pytest", "-p", "no:cacheprovider", "-n", "0", target)
     if kind == "torchrun":
         return said_by("torch.distributed.run", *LAUNCH, *target.split())
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = f"--check-flight-recorder={folder}"
-        text = said_by("ddpcheck", "run", *LAUNCH, "--check-timeout=10", recorder, *target.split())
-        if kind.startswith("hang"):
-            text = said_by("ddpcheck", "hang", folder).replace(folder, "dumps")
-    return text
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            recorder = [f"--check-flight-recorder={folder}"] if kind.startswith("hang") else []
+            text = said_by("ddpcheck", "run", *LAUNCH, "--check-timeout=10", *recorder, *target.split())
+            if "terminate called without an active exception" in text:
+                continue  # gloo has aborted a healthy process at its exit, as it now and then does
+            return said_by("ddpcheck", "hang", folder).replace(folder, "dumps") if recorder else text
+    raise AssertionError(text)
 
 
 def excerpt(kind: str, target: str, text: str) -> str:

@@ -24,7 +24,6 @@ from tests.readme import DOCS, README, ROOT, pages
 PAGES = [page for page in pages() if page.parent.name != "rules"]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 BLOCK = re.compile(r"(?:<!-- from: (?P<origin>\S+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
-EXTERNAL = ("torchrun", "mpirun", "srun", "pip", "pytest", "make", "python", "ddpcheck", "for", "done")
 
 
 def snippets(page: Path, language: str) -> list[tuple[str, str]]:
@@ -88,10 +87,9 @@ def test_commands_and_their_options_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for code, _ in snippets(page, "sh"):
         for line in code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(re.split(r" (?:>|<|\||&&|;)", line)[0], comments=True)
             if not words:
                 continue
-            assert words[0] in EXTERNAL, line
             if words[0] == "make":
                 assert set(words[1:]) <= targets, line
             if words[0] == "ddpcheck":
@@ -143,7 +141,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    told = set(re.findall(r"^\.\. auto\w+:: (\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    told = set(re.findall(r"^\.\. auto\w+:: (\w+)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert told == set(ddpcheck.__all__) - {"__version__"}
 
 

@@ -2,8 +2,9 @@ import re
 
 import pytest
 
+from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.rules import FAMILIES, RULES, find_rule, matching_rules
+from ddpcheck.findings.rules import FAMILIES, RULES, address_of, find_rule, matching_rules
 from ddpcheck.findings.severity import Severity
 
 RULE_LIST = list(RULES.values())
@@ -83,3 +84,11 @@ def test_a_pattern_is_a_code_a_prefix_or_a_name() -> None:
     assert [rule.code for rule in matching_rules("DDP101")] == ["DDP101"]
     assert [rule.code for rule in matching_rules("hang")] == ["DDP402"]
     assert matching_rules("DDP") == tuple(RULE_LIST)
+
+
+@pytest.mark.parametrize("rule", RULE_LIST, ids=lambda rule: rule.code)
+def test_explain_says_all_of_a_rule(rule, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", rule.code]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    texts = [rule.summary, *(f"{heading} {text}" for heading, text in rule.sections()), *map(address_of, rule.reports)]
+    assert not [text for text in texts if text not in said]

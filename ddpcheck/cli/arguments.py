@@ -103,7 +103,7 @@ def _add_report(report: argparse.ArgumentParser) -> None:
         action="store_true",
         help="try the options of DistributedDataParallel: which are right, what they cost",
     )
-    how = report.add_argument_group("what comes of it")
+    how = report.add_argument_group("output")
     _add_fail_on(how)
     how.add_argument(
         "--baseline",

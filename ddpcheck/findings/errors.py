@@ -104,7 +104,7 @@ class RankFailure:
     Attributes:
         rank: The rank.
         kind: `raised` (an exception), `exited` (the user's code called `exit`), `died` (a signal or an exit
-            behind Python's back), `stuck` (still at work when the deadline passed, or when another rank had
+            without an exception in Python), `stuck` (still at work when the deadline passed, or when another rank had
             failed), `fell` (failed only because another rank had, for example "connection closed by peer").
         message: One sentence.
         when: `time.monotonic()` at the failure, comparable between the ranks of one machine.

@@ -269,7 +269,7 @@ class Report(Document):
 
     @property
     def shortfall(self) -> str:
-        """The reasons why a report without findings is not clean: checks not made, findings that do not count."""
+        """Why a report without findings is not clean, in words. Checks were not made, or findings do not count."""
         words = []
         if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
             asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"

@@ -58,7 +58,7 @@ def _resolved(on_finding: OnFinding) -> Any:
 
 @MODEL_WRAPPERS.register_module()
 class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistributedDataParallel):  # type: ignore[misc]
-    """mmengine's `MMDistributedDataParallel` that finds what is wrong with itself while it trains.
+    """mmengine's `MMDistributedDataParallel` that reports what is wrong while it trains.
 
     Its steps are mmengine's own. On CPU it does without the `device_ids` that a `Runner` always gives and DDP refuses.
 

@@ -120,10 +120,10 @@ def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[s
 
 
 _CHANGES = {
-    "replaced": "DDP keeps to {it} that {is_are} gone, and never averages the gradient of what stands there now",
+    "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
     "removed": "DDP goes on waiting for {its} gradient",
     "frozen": "DDP goes on waiting for {its} gradient",
-    "unfrozen": "DDP has not heard of {it}, and never averages {its} gradient",
+    "unfrozen": "DDP does not know {it}, and never averages {its} gradient",
     "cast or moved": "DDP's hooks are on the old {noun}, and {its} gradient is never averaged",
 }
 

@@ -162,6 +162,6 @@ def judge_changes(changes: Sequence[Mapping[str, str]]) -> list[Finding]:
     return one_finding(
         "DDP503",
         list(dict.fromkeys(name for names in by_what.values() for name in names)),
-        f"{join_names(changed)} after wrapping; the reducer keeps to what it saw then.",
+        f"{join_names(changed)} after wrapping; the reducer still has the old ones.",
         ranks=unless_all(ranks, len(changes)),
     )

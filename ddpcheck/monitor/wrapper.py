@@ -33,11 +33,11 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 class CheckedDistributedDataParallel(_DDP):
-    """`DistributedDataParallel` that finds what is wrong with itself while it trains.
+    """`DistributedDataParallel` that reports what is wrong while it trains.
 
     It behaves as DDP does: the same arguments, attributes and keys of `state_dict`; `load_state_dict` takes those of
     the bare module too. On a healthy step it costs a question to the autograd engine; see `ddpcheck.watch`, which does
-    the same for a wrapper that somebody else has made.
+    the same for a wrapper that other code has made.
 
     Args:
         module: The module to wrap.
@@ -246,7 +246,7 @@ def _judge_construction(
     everyone = gather_if_different(mine, group, "construction", timeout, absence) or [mine]
     descriptions = [description for description, _ in everyone]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
-    differing = judge_options("DDP221", [given for _, given in everyone], "what DistributedDataParallel is told")
+    differing = judge_options("DDP221", [given for _, given in everyone], "DistributedDataParallel")
     impossible = [*uninitialised, *(finding for finding in differing if finding.severity is Severity.ERROR)]
     differ = len({_payload(*of_rank) for of_rank in everyone}) > 1
     return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differ

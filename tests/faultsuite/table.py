@@ -39,7 +39,7 @@ def faults_page(rows: Sequence[Row], versions: str) -> str:
         "without ddpcheck; where it *hangs*, a rank was still waiting after six seconds, and would have waited for the",
         "30 minutes of the default timeout.",
         "",
-        f"{versions}. {len(rows)} faults: plain DDP trains to the end without a word on {silent}, and hangs or dies",
+        f"{versions}. {len(rows)} faults: plain DDP trains to the end without a message on {silent}, and hangs or dies",
         f"without a Python traceback on {stuck}. ddpcheck misses {missed} of them, and flags {flagged} of the twins.",
         "",
     ]

@@ -18,7 +18,7 @@ RULES = (
         fix="Register the same buffers on every rank, before wrapping.",
         detected=(
             "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the buffers: their names."
+            "the digests differ, the ranks exchange details and compare the names of buffers."
         ),
         ignore="If broadcast_buffers=False and the buffer is local on purpose; make it a plain attribute then.",
         example="""\
@@ -33,13 +33,13 @@ if dist.get_rank() == 0:
         summary="The same buffers are registered in another order on one rank than on another.",
         why=(
             "Buffers are broadcast by position, not by name: rank 0's running mean overwrites another rank's running "
-            "variance, without a word where the shapes are equal."
+            "variance, without a message where the shapes are equal."
         ),
         fix="Register buffers in a fixed order, never in that of a set or of a directory listing.",
         detected=(
             "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the buffers: the order of those that all "
-            "ranks have."
+            "the digests differ, the ranks exchange details and compare the order of the buffers that all ranks "
+            "have."
         ),
         ignore="Never. Buffers are broadcast by position.",
         example="""\
@@ -59,7 +59,7 @@ for name in {"mean", "variance"}:        # right: for name in ("mean", "variance
         fix="Give the buffer the same shape and dtype on every rank: pad it, or keep what is local out of the buffers.",
         detected=(
             "Before DDP's first collective, each rank puts a digest of its module into the rendezvous store. If "
-            "the digests differ, the ranks exchange details and compare the buffers: shapes and dtypes by name."
+            "the digests differ, the ranks exchange details and compare the shapes and dtypes of buffers by name."
         ),
         ignore="Never while buffers are broadcast.",
         example="""\

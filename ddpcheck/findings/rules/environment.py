@@ -56,8 +56,8 @@ DistributedDataParallel(model)           # with gloo; right: "INFO"
         ),
         fix="Start with torchrun, mpirun or srun, and unset variables left over from another launcher.",
         detected=(
-            "`ddpcheck.init_dist` and `python -m ddpcheck` read the variables of torchrun, Open MPI, MPICH, Intel "
-            "MPI and SLURM, and compare those that say the same."
+            "`ddpcheck.init_dist` reads the variables of torchrun, Open MPI, MPICH, Intel MPI and SLURM, and raises "
+            "an error that names what is missing or contradicts itself."
         ),
         ignore="It is an error of start-up, and cannot be ignored.",
         example="""\

@@ -11,9 +11,9 @@ RULES = (
         severity=ERROR,
         summary="A gradient differs between ranks after a backward pass that should have synchronised it.",
         why=(
-            "When DDP works, every rank holds bit-identical gradients after backward. A difference means that this "
-            "parameter went past the reducer: its bucket never filled, its hooks are gone, or the inner module was "
-            "called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
+            "When DDP works, every rank holds bit-identical gradients after backward. A difference means that the "
+            "reducer did not average this parameter: its bucket never filled, its hooks are gone, or the inner module "
+            "was called. Each rank now trains its own model. (PyTorch docs, DistributedDataParallel; notes on DDP.)"
         ),
         fix=(
             "Call the wrapper, and not ddp.module; leave no_sync before the last backward; wrap after the module "
@@ -262,8 +262,9 @@ for p in model.parameters():
             "broadcast_buffers=False and synchronise buffers yourself."
         ),
         detected=(
-            "Autograd or DDP raises in backward, and the same step without the wrapper does not. The version "
-            "counters of parameters and buffers show which of them was overwritten."
+            "Autograd raises in backward about an in-place change, and the same step without the wrapper does not "
+            "raise. The overwritten parameters, or the buffers that DDP broadcasts before each forward pass, are "
+            "named. Where nothing is raised, the gradients are not the average of the ranks' own."
         ),
         ignore="Never. Backward has failed or has used wrong values.",
         reports=("pytorch/pytorch#22095", "pytorch/pytorch#65907", "pytorch/pytorch#175024", "pytorch/pytorch#110363"),

@@ -151,9 +151,9 @@ def forward(self, x):
         severity=ERROR,
         summary="A parameter contributes to the loss in some steps only.",
         why=(
-            "In a step without it DDP waits for its gradient in vain, its bucket stays unsynchronised and the next "
-            "forward raises. With static_graph=True the set of used parameters is frozen after the first step, so a "
-            "later change goes wrong as well. (PyTorch docs, DistributedDataParallel, find_unused_parameters and "
+            "In a step without it DDP waits for a gradient that never comes, its bucket stays unsynchronised and the "
+            "next forward raises. With static_graph=True the set of used parameters is frozen after the first step, so "
+            "a later change goes wrong as well. (PyTorch docs, DistributedDataParallel, find_unused_parameters and "
             "static_graph.)"
         ),
         fix=(
@@ -203,7 +203,7 @@ self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides 
         severity=WARNING,
         summary="A parameter is reached by backward, and its gradient is exactly zero in every step.",
         why=(
-            "DDP is content: the gradient arrives and is reduced. But the parameter does not learn: a factor of "
+            "DDP sees no fault: the gradient arrives and is reduced. But the parameter does not learn: a factor of "
             "zero, the branch of a where that is never taken, or a unit that is always off stands between it and the "
             "loss. A comparison of its gradient with a reference compares nothing."
         ),
@@ -279,8 +279,8 @@ DistributedDataParallel(model, find_unused_parameters=True)   # right here: Dist
         severity=ERROR,
         summary="A lazy parameter is wrapped before it has a shape.",
         why=(
-            "DDP broadcasts and buckets parameters when it is constructed, and needs their sizes. It refuses a "
-            "module with uninitialised parameters. (PyTorch docs, LazyModuleMixin: initialise with dry runs.)"
+            "DDP broadcasts and buckets parameters when it is constructed, and needs their sizes. It refuses a module "
+            "with uninitialised parameters. (PyTorch docs, LazyModuleMixin: initialise with dry runs.)"
         ),
         fix="Run one forward pass with a batch of the right shape (under no_grad) on every rank before wrapping.",
         detected=(
@@ -300,7 +300,7 @@ DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) firs
         summary="A parameter is trained, but the wrapper was told to ignore it.",
         why=(
             "Names in the list that _set_params_and_buffers_to_ignore_for_model sets are neither broadcast nor "
-            "reduced. The parameter receives each rank's own gradient, and its copies drift apart without a word."
+            "reduced. The parameter receives each rank's own gradient, and its copies drift apart without a message."
         ),
         fix="Take its name off the list, freeze it with requires_grad_(False), or reduce its gradient yourself.",
         detected=(
@@ -321,7 +321,7 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
         why=(
             "DDP looks for tensors in the output (tensor, list, tuple, dict, dataclass). In any other object it sees "
             "none, so with find_unused_parameters=True it takes every parameter for unused, and static_graph and the "
-            "handling of outputs that take no part in the loss are blind too. (PyTorch docs, "
+            "handling of outputs that take no part in the loss do not work either. (PyTorch docs, "
             "DistributedDataParallel, forward outputs.)"
         ),
         fix="Return a tensor, tuple, list, dict or dataclass of tensors from forward.",

@@ -163,7 +163,7 @@ model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on
         ),
         ignore="Never.",
         example="""\
-device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a word
+device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
 DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing
 """,
     ),
@@ -243,7 +243,7 @@ DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # 
         summary="The modules are of other classes, or in another mode (train or eval), on one rank than on another.",
         why=(
             "Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one "
-            "rank, gives gradients of different models, and DDP averages them without a word."
+            "rank, gives gradients of different models, and DDP averages them without a message."
         ),
         fix="Build the same structure on every rank, and call train() or eval() on every rank at the same places.",
         detected=(

@@ -14,7 +14,7 @@ RULES = (
             "The rank that raises leaves the others waiting in their next collective. They fail later, with messages "
             "such as 'Connection closed by peer' that name the wrong place; the first failure is the one to read."
         ),
-        fix="Fix the exception shown; the ranks listed after it only fell with it.",
+        fix="Fix the exception shown; the ranks listed after it failed as a consequence.",
         detected=(
             "The exit of every rank is watched, and failures are ordered by time. The first exception that is no "
             "consequence of another rank's failure is reported, with its traceback."
@@ -57,7 +57,7 @@ if dist.get_rank() == 0:
         summary="Ranks enter different collectives, or the same one with other shapes or types, at the same point.",
         why=(
             "Collectives of a group are matched by order, not by name. What pairs up wrongly hangs with nccl, aborts "
-            "or closes the connection with gloo, or mixes up numbers without a word. (PyTorch docs, "
+            "or closes the connection with gloo, or mixes up numbers without a message. (PyTorch docs, "
             "torch.distributed: collectives must be called in the same order on all ranks.)"
         ),
         fix="Call the same collectives in the same order with the same shapes and dtypes on every rank.",
@@ -78,9 +78,9 @@ loss.backward()
         code="DDP404",
         name="rank-died",
         severity=ERROR,
-        summary="The process of a rank ended behind Python's back: a signal, an abort, or out of memory.",
+        summary="The process of a rank ended without a Python exception: by a signal, an abort, or for lack of memory.",
         why=(
-            "There is no traceback, because Python was not asked. A mismatch that aborts inside the backend, a "
+            "There is no traceback, because Python could not write one. A mismatch that aborts inside the backend, a "
             "segmentation fault in an extension, os._exit, and the kernel's out-of-memory killer (SIGKILL) look like "
             "this; the other ranks see a closed connection."
         ),

@@ -9,7 +9,7 @@ RULES = (
         code="DDP501",
         name="forward-bypassed",
         severity=ERROR,
-        summary="Gradients are computed past the wrapper's forward.",
+        summary="Gradients are computed by a forward pass that bypasses the wrapper.",
         why=(
             "DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, "
             "functional_call on the inner module and torch.autograd.grad all leave it out: nothing is reduced, and "
@@ -146,7 +146,7 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
         code="DDP509",
         name="backward-without-forward-pairing",
         severity=ERROR,
-        summary="Forward and backward passes of the wrapper do not pair up.",
+        summary="The wrapper's forward and backward passes do not come in pairs.",
         why=(
             "The reducer is prepared by a forward and finished by one backward. A second backward of the same "
             "forward is not reduced; a forward whose backward never comes leaves the reducer waiting; the order of "
@@ -174,7 +174,7 @@ other.backward()                         # right: (one + other).backward()
         summary="In a step, the model is in train mode on one rank and in eval mode on another.",
         why=(
             "Dropout and BatchNorm then compute other functions, and BatchNorm statistics move on some ranks only. "
-            "DDP averages the gradients without a word."
+            "DDP averages the gradients without a message."
         ),
         fix=(
             "Call train() and eval() on every rank at the same places; evaluate on all ranks, or go back to train() "

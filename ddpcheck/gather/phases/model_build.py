@@ -127,7 +127,7 @@ def notes() -> list[str]:
     found = [ARRIVED_EVALUATING] if state.arrived_evaluating else []
     if state.syncbn:
         found.append(
-            "SyncBatchNorm refuses CPU tensors: ddpcheck stood in for it with the same statistics, over all-reduces "
+            "SyncBatchNorm refuses CPU tensors: ddpcheck replaced it by the same statistics over all-reduces "
             "that autograd differentiates"
         )
     if uneven := uneven_batch(state.recipe, 0, seed=state.seed, world_size=state.world_size):

@@ -108,7 +108,7 @@ class CheckRun(CheckWorlds):
             differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if differing is None:
                 raise
-            self.state.findings += judge_options("DDP221", differing.options, "What the wrapper is told")
+            self.state.findings += judge_options("DDP221", differing.options, "The wrapper")
             self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:

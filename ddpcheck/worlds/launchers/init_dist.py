@@ -65,7 +65,7 @@ def init_dist(
         **options: For `torch.distributed.init_process_group`, for example `device_id`.
 
     Returns:
-        The device of this rank: its GPU, or the CPU where it sees none.
+        The device of this rank, which is its GPU, or the CPU if it sees none.
 
     Raises:
         ChoiceError: An unknown launcher or backend; it is a `ValueError` too.
