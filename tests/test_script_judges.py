@@ -188,17 +188,24 @@ def test_the_inputs_of_a_wrapper() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
+    ("mine", "theirs", "found"),
     [
-        ({"'a'": "1", "'b'": "0"}, ["DDP516"]),
-        ({"'a'": "0", "'b'": "1"}, []),
-        ({"'a'": "0", "'c'": "1"}, []),  # the files of each rank
-        ({"'a'": "0", "'b'": "5"}, []),  # measured
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}, ["DDP516"]),
+        ({"'a'": "-100", "'b'": "0", "'c'": "1"}, {"'a'": "-100", "'b'": "1", "'c'": "0"}, ["DDP516"]),
+        ({"0": "'a'", "1": "'b'"}, {"0": "'b'", "1": "'a'"}, ["DDP516"]),
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "1"}, []),
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'c'": "1"}, []),  # the files of each rank
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "5"}, []),  # measured
+        ({"0": "41", "1": "43"}, {"0": "43", "1": "41"}, []),  # counts of what two ranks share
+        ({"'main'": "True", "'helper'": "False"}, {"'main'": "False", "'helper'": "True"}, []),
+        ({"'my_rank'": "0", "'peer_rank'": "1"}, {"'my_rank'": "1", "'peer_rank'": "0"}, []),
+        ({"'a'": "'cuda:0'", "'b'": "'cuda:1'"}, {"'a'": "'cuda:1'", "'b'": "'cuda:0'"}, []),
+        ({"0": "2", "1": "0", "2": "1", "3": "3"}, {"0": "0", "1": "3", "2": "1", "3": "2"}, []),  # a rank's own order
+        ({"'name'": "'x'", "'a'": "0", "'b'": "1"}, {"'name'": "'x'", "'a'": "1", "'b'": "0"}, []),  # options
     ],
 )
-def test_tables_that_ranks_derive(values: dict[str, str], found: list[str]) -> None:
-    mine = DerivedTable("numbers", {"'a'": "0", "'b'": "1"}, LINE)
-    assert codes(judge_tables([[mine], [DerivedTable("numbers", values, LINE)]])) == found
+def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
+    assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
 
 
 def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
