@@ -399,7 +399,7 @@ def test_gradients_that_are_summed_by_hand() -> None:
 
 def looks(*values: int, **more: Any) -> list[StateHeld]:
     plain = StateHeld(0, 0, "ema", "Net", {}, copies=True, used=False, location=LINE)
-    return [replace(plain, count=count, values={"w": value}, **more) for count, value in enumerate(values)]
+    return [replace(plain, **{"count": count, "values": {"w": value}, **more}) for count, value in enumerate(values)]
 
 
 @pytest.mark.parametrize(
@@ -411,6 +411,7 @@ def looks(*values: int, **more: Any) -> list[StateHeld]:
         ([looks(1, 2, 3), looks(9, 9, 9)], []),  # rank 1 does nothing with it
         ([looks(1, 2, 3), looks(9, 9, 9, used=True)], ["DDP306"]),
         ([looks(1, 2, 3, copies=False), looks(4, 5, 6, copies=False)], ["DDP214"]),
+        ([looks(1, 2, 3), looks(4, 5, 6, values={"a part": 4})], []),  # a copy of what another wrapper holds
     ],
 )
 def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
