@@ -368,6 +368,22 @@ def residuals_of_each_rank() -> None:
         train(model, optimizer, x, y)
 
 
+def average_on_rank_0() -> None:
+    """Only rank 0 keeps it up; it is broadcast before all ranks evaluate it."""
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    average = copy.deepcopy(model.module).requires_grad_(False)
+    for step, (x, y) in enumerate(own_batches(36)):
+        train(model, optimizer, x, y)
+        for mean, p in zip(average.parameters(), model.module.parameters(), strict=True):
+            if RANK == 0:
+                mean.lerp_(p.detach(), 0.1)
+            if step % 12 == 11:
+                dist.broadcast(mean.data, 0)
+        if step % 12 == 11:
+            average(x)
+
+
 def adapted_weights() -> None:
     model = DistributedDataParallel(net())
     optimizer = sgd(model)
@@ -439,6 +455,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
         uneven_and_again,
         trials,
         residuals_of_each_rank,
+        average_on_rank_0,
         adapted_weights,
         odd_variables,
         files_after_a_message,

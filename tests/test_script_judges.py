@@ -418,6 +418,12 @@ def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], 
     assert codes(judge_states(ranks)) == found
 
 
+def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
+    ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
+    assert codes(judge_states(ranks)) == ["DDP306"]
+    assert not judge_states([[replace(one, together=one.count // 2) for one in of_rank] for of_rank in ranks])
+
+
 # Files
 
 

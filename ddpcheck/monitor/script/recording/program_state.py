@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from ddpcheck.recipe.pytree import tree_tensors
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _MOST_OBJECTS = 4096  # that the variables of the program are followed to
+_MOST_TOGETHER = 1 << 16  # tensors
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
 _MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
 
@@ -72,6 +74,7 @@ class StateRecorder:
         self._watches = watches
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
         self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list or dictionary, its first tensor
+        self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
         self._stay: set[str] = set()  # paths of which that tensor has been there twice
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
@@ -97,7 +100,13 @@ class StateRecorder:
                 used = isinstance(value, nn.Module) and bool(self._use_of(value))
                 values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
                 kind, line = type(value).__name__, _line_of(path, where)
-                self._sink(StateHeld(optimizer, count, path, kind, values, copies, used, line))
+                together = min(self._together[tensor.data_ptr()] for tensor in state.values())
+                self._sink(StateHeld(optimizer, count, path, kind, values, copies, used, line, together))
+
+    def note_together(self, tensor: Any) -> None:
+        """A collective has given a tensor the same values on all ranks."""
+        if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._together) < _MOST_TOGETHER:
+            self._together[tensor.data_ptr()] += 1
 
     def _copied(
         self, path: str, value: Any, wrapped: Sequence[Mapping[str, torch.Tensor]]
