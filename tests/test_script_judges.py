@@ -197,6 +197,8 @@ def test_the_inputs_of_a_wrapper() -> None:
         ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'c'": "1"}, []),  # the files of each rank
         ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "5"}, []),  # measured
         ({"0": "41", "1": "43"}, {"0": "43", "1": "41"}, []),  # counts of what two ranks share
+        ({"'a'": "7", "'b'": "8", "'c'": "8"}, {"'a'": "8", "'b'": "8", "'c'": "7"}, []),
+        ({"'a'": "0", "'b'": "1", "'c'": "1"}, {"'a'": "1", "'b'": "0", "'c'": "1"}, ["DDP516"]),  # held out of two
         ({"'main'": "True", "'helper'": "False"}, {"'main'": "False", "'helper'": "True"}, []),
         ({"'my_rank'": "0", "'peer_rank'": "1"}, {"'my_rank'": "1", "'peer_rank'": "0"}, []),
         ({"'a'": "'cuda:0'", "'b'": "'cuda:1'"}, {"'a'": "'cuda:1'", "'b'": "'cuda:0'"}, []),
@@ -206,6 +208,12 @@ def test_the_inputs_of_a_wrapper() -> None:
 )
 def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
     assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
+
+
+def test_a_table_of_ranks_is_known_by_its_name() -> None:
+    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
+    for name, found in (("trainer.peers", []), ("self.labels", ["DDP516"])):
+        assert codes(judge_tables([[DerivedTable(name, one, LINE)] for one in ranks])) == found
 
 
 def test_a_table_that_is_held_under_two_names_is_told_once() -> None:

@@ -232,7 +232,7 @@ def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
     """
     by_name = [{one.name: one for one in of_rank} for of_rank in tables]
     shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
-    names = [name for name in shared if _is_permuted([of_rank[name].values for of_rank in by_name])]
+    names = [name for name in shared if _is_permuted(name, [of_rank[name].values for of_rank in by_name])]
     if not names:
         return []
     values = [of_rank[names[0]].values for of_rank in by_name]
@@ -248,7 +248,7 @@ def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
     )
 
 
-def _is_permuted(values: Sequence[Mapping[str, str]]) -> bool:
+def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Whether the same keys have the same values in another assignment."""
     keys = sorted(values[0])
     if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
@@ -256,7 +256,7 @@ def _is_permuted(values: Sequence[Mapping[str, str]]) -> bool:
     counts = [Counter(of_rank.values()) for of_rank in values]
     if len(keys) < 2 or any(count != counts[0] for count in counts):
         return False
-    return _is_numbering(values[0]) and not _are_of_ranks(values)
+    return _is_numbering(values[0]) and not _are_of_ranks(name, values)
 
 
 def _is_numbering(table: Mapping[str, str]) -> bool:
@@ -271,7 +271,8 @@ def _is_numbering(table: Mapping[str, str]) -> bool:
     numbers = {int(value) for value in values if not value.startswith("-")}
     first = min(numbers, default=0)
     follow = numbers == set(range(first, first + len(numbers)))
-    return follow and first < max(2, len(table)) and values != set(table)
+    least = max(2, len(table)) if len(values) == len(table) else 1  # the words of a part are counted from 1 on
+    return follow and first < least and values != set(table)
 
 
 _OF_RANKS = {
@@ -281,10 +282,11 @@ _OF_RANKS = {
 _MOST_ROLES = 8  # more keys are words of a text, say
 
 
-def _are_of_ranks(values: Sequence[Mapping[str, str]]) -> bool:
+def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Whether a table says where a rank stands: a ring of neighbours, or an order that is rotated by rank."""
-    words = {word for key in values[0] for word in re.findall("[a-z]+", key.lower())}
-    if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words):
+    texts = (name.rpartition(".")[2], *values[0])
+    words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
+    if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
         return True
     if all(re.search(_DEVICE, value) for value in values[0].values()):
         return True
