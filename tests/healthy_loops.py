@@ -7,8 +7,10 @@ import copy
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -351,6 +353,81 @@ def trials() -> None:
             train(model, optimizer, x, y)
 
 
+# What variables hold
+
+
+def residuals_of_each_rank() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    squares = {name: torch.zeros_like(p) for name, p in model.module.named_parameters()}
+    for x, y in own_batches(24):
+        loss = cross_entropy(model.module(x), y)
+        for square, own in zip(
+            squares.values(), torch.autograd.grad(loss, list(model.module.parameters())), strict=True
+        ):
+            square += own**2  # of the rank's own samples, to log how noisy they are
+        train(model, optimizer, x, y)
+
+
+def average_on_rank_0() -> None:
+    """Only rank 0 keeps it up; it is broadcast before all ranks evaluate it."""
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    average = copy.deepcopy(model.module).requires_grad_(False)
+    for step, (x, y) in enumerate(own_batches(36)):
+        train(model, optimizer, x, y)
+        for mean, p in zip(average.parameters(), model.module.parameters(), strict=True):
+            if RANK == 0:
+                mean.lerp_(p.detach(), 0.1)
+            if step % 12 == 11:
+                dist.broadcast(mean.data, 0)
+        if step % 12 == 11:
+            average(x)
+
+
+def adapted_weights() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for x, y in own_batches(24):
+        fast = {name: p.detach().clone().requires_grad_() for name, p in model.module.named_parameters()}
+        loss = cross_entropy(torch.func.functional_call(model.module, fast, (x,)), y)
+        own = torch.autograd.grad(loss, list(fast.values()))
+        fast = {name: (p - 0.1 * g).detach() for (name, p), g in zip(fast.items(), own, strict=True)}
+        train(model, optimizer, x, torch.func.functional_call(model.module, fast, (x,)).argmax(1))
+
+
+class Unfinished(nn.Module):
+    def __init__(self) -> None:
+        pass  # and not that of a module: it has no parameters to be asked for
+
+
+class OnDisk(dict[str, Tensor]):
+    def values(self) -> Any:
+        raise OSError("nothing is read ahead")
+
+    def __len__(self) -> int:
+        raise OSError("nor counted")
+
+
+class Proxy:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("what it stands for is not there yet")
+
+
+def odd_variables() -> None:
+    lazy, unfinished, on_disk = nn.LazyLinear(4), Unfinished(), OnDisk(first=torch.zeros(1))
+    proxies, later = {"first": Proxy(), "second": Proxy()}, {"first": torch.zeros(1), "second": Proxy()}
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # to be replaced some day
+        scripted = torch.jit.script(copy.deepcopy(model.module))
+    for x, _ in own_batches(12):
+        train(model, optimizer, x, scripted(x).argmax(1))
+    del lazy, unfinished, on_disk, proxies, later
+
+
 # Files
 
 
@@ -380,6 +457,10 @@ LOOPS: tuple[Callable[[], None], ...] = (
         inner_loops_beside_a_wrapper,
         uneven_and_again,
         trials,
+        residuals_of_each_rank,
+        average_on_rank_0,
+        adapted_weights,
+        odd_variables,
         files_after_a_message,
     ),
 )

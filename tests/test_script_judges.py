@@ -188,17 +188,32 @@ def test_the_inputs_of_a_wrapper() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
+    ("mine", "theirs", "found"),
     [
-        ({"'a'": "1", "'b'": "0"}, ["DDP516"]),
-        ({"'a'": "0", "'b'": "1"}, []),
-        ({"'a'": "0", "'c'": "1"}, []),  # the files of each rank
-        ({"'a'": "0", "'b'": "5"}, []),  # measured
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}, ["DDP516"]),
+        ({"'a'": "-100", "'b'": "0", "'c'": "1"}, {"'a'": "-100", "'b'": "1", "'c'": "0"}, ["DDP516"]),
+        ({"0": "'a'", "1": "'b'"}, {"0": "'b'", "1": "'a'"}, ["DDP516"]),
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "1"}, []),
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'c'": "1"}, []),  # the files of each rank
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "5"}, []),  # measured
+        ({"0": "41", "1": "43"}, {"0": "43", "1": "41"}, []),  # counts of what two ranks share
+        ({"'a'": "7", "'b'": "8", "'c'": "8"}, {"'a'": "8", "'b'": "8", "'c'": "7"}, []),
+        ({"'a'": "0", "'b'": "1", "'c'": "1"}, {"'a'": "1", "'b'": "0", "'c'": "1"}, ["DDP516"]),  # held out of two
+        ({"'main'": "True", "'helper'": "False"}, {"'main'": "False", "'helper'": "True"}, []),
+        ({"'my_rank'": "0", "'peer_rank'": "1"}, {"'my_rank'": "1", "'peer_rank'": "0"}, []),
+        ({"'a'": "'cuda:0'", "'b'": "'cuda:1'"}, {"'a'": "'cuda:1'", "'b'": "'cuda:0'"}, []),
+        ({"0": "2", "1": "0", "2": "1", "3": "3"}, {"0": "0", "1": "3", "2": "1", "3": "2"}, []),  # a rank's own order
+        ({"'name'": "'x'", "'a'": "0", "'b'": "1"}, {"'name'": "'x'", "'a'": "1", "'b'": "0"}, []),  # options
     ],
 )
-def test_tables_that_ranks_derive(values: dict[str, str], found: list[str]) -> None:
-    mine = DerivedTable("numbers", {"'a'": "0", "'b'": "1"}, LINE)
-    assert codes(judge_tables([[mine], [DerivedTable("numbers", values, LINE)]])) == found
+def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
+    assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
+
+
+def test_a_table_of_ranks_is_known_by_its_name() -> None:
+    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
+    for name, found in (("trainer.peers", []), ("self.labels", ["DDP516"])):
+        assert codes(judge_tables([[DerivedTable(name, one, LINE)] for one in ranks])) == found
 
 
 def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
@@ -392,7 +407,7 @@ def test_gradients_that_are_summed_by_hand() -> None:
 
 def looks(*values: int, **more: Any) -> list[StateHeld]:
     plain = StateHeld(0, 0, "ema", "Net", {}, copies=True, used=False, location=LINE)
-    return [replace(plain, count=count, values={"w": value}, **more) for count, value in enumerate(values)]
+    return [replace(plain, **{"count": count, "values": {"w": value}, **more}) for count, value in enumerate(values)]
 
 
 @pytest.mark.parametrize(
@@ -404,10 +419,17 @@ def looks(*values: int, **more: Any) -> list[StateHeld]:
         ([looks(1, 2, 3), looks(9, 9, 9)], []),  # rank 1 does nothing with it
         ([looks(1, 2, 3), looks(9, 9, 9, used=True)], ["DDP306"]),
         ([looks(1, 2, 3, copies=False), looks(4, 5, 6, copies=False)], ["DDP214"]),
+        ([looks(1, 2, 3), looks(4, 5, 6, values={"a part": 4})], []),  # a copy of what another wrapper holds
     ],
 )
 def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
     assert codes(judge_states(ranks)) == found
+
+
+def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
+    ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
+    assert codes(judge_states(ranks)) == ["DDP306"]
+    assert not judge_states([[replace(one, together=one.count // 2) for one in of_rank] for of_rank in ranks])
 
 
 # Files

@@ -6,6 +6,7 @@ one loader come in lists by rank; a loader that not every rank has is not judged
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -231,7 +232,7 @@ def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
     """
     by_name = [{one.name: one for one in of_rank} for of_rank in tables]
     shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
-    names = [name for name in shared if _is_permuted([of_rank[name].values for of_rank in by_name])]
+    names = [name for name in shared if _is_permuted(name, [of_rank[name].values for of_rank in by_name])]
     if not names:
         return []
     values = [of_rank[names[0]].values for of_rank in by_name]
@@ -247,26 +248,55 @@ def judge_tables(tables: Sequence[Sequence[DerivedTable]]) -> list[Finding]:
     )
 
 
-def _is_permuted(values: Sequence[Mapping[str, str]]) -> bool:
+def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Whether the same keys have the same values in another assignment."""
     keys = sorted(values[0])
     if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
         return False
     counts = [Counter(of_rank.values()) for of_rank in values]
-    return len(keys) > 1 and all(count == counts[0] for count in counts) and not _are_of_ranks(values)
+    if len(keys) < 2 or any(count != counts[0] for count in counts):
+        return False
+    return _is_numbering(values[0]) and not _are_of_ranks(name, values)
 
 
-_OF_RANKS = {"me", "rank", "self", "own", "other", "peer", "next", "prev", "previous", "left", "right", "src", "dst"}
+def _is_numbering(table: Mapping[str, str]) -> bool:
+    """Whether values tell what a key is: names of one kind, or numbers from the first on.
+
+    Others are measured (two classes that two ranks share have counts that are each other's), say what a rank does
+    (`True` on one of them), or are the keys in another order, in which a rank goes through its own samples.
+    """
+    values = set(table.values())
+    if not all(value.lstrip("-").isdecimal() for value in values):
+        return all(value.startswith(("'", '"')) for value in values)
+    numbers = {int(value) for value in values if not value.startswith("-")}
+    first = min(numbers, default=0)
+    follow = numbers == set(range(first, first + len(numbers)))
+    least = max(2, len(table)) if len(values) == len(table) else 1  # the words of a part are counted from 1 on
+    return follow and first < least and values != set(table)
 
 
-def _are_of_ranks(values: Sequence[Mapping[str, str]]) -> bool:
+_OF_RANKS = {
+    *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
+    *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
+}
+_MOST_ROLES = 8  # more keys are words of a text, say
+
+
+def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Whether a table says where a rank stands: a ring of neighbours, or an order that is rotated by rank."""
-    if any(key.strip("'") in _OF_RANKS for key in values[0]):
+    texts = (name.rpartition(".")[2], *values[0])
+    words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
+    if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
+        return True
+    if all(re.search(_DEVICE, value) for value in values[0].values()):
         return True
     if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
         return False  # three labels in another order are as often a rotation as not
     shifts = [{(int(of_rank[key]) - int(values[0][key])) % len(of_rank) for key in values[0]} for of_rank in values]
     return all(len(shift) == 1 for shift in shifts)
+
+
+_DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
 
 
 def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:

@@ -5,7 +5,7 @@ Pure functions from `findings.evidence.script` (gathered by `monitor.script.reco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.report import Finding
@@ -28,7 +28,7 @@ def judge_states(states: Sequence[Sequence[StateHeld]]) -> list[Finding]:
         looks = [of_rank[name] for of_rank in by_name]
         common = sorted(set.intersection(*(set(of_rank) for of_rank in looks)))[-_FEWEST:]
         last = [[of_rank[count] for of_rank in looks] for count in common]
-        apart = [of_ranks for of_ranks in last if any(one.values != of_ranks[0].values for one in of_ranks)]
+        apart = [of_ranks for of_ranks in last if _differ([one.values for one in of_ranks])]
         in_use = (
             all(
                 one.used or len({str(look.values) for look in of_rank.values()}) > 1
@@ -37,9 +37,21 @@ def judge_states(states: Sequence[Sequence[StateHeld]]) -> list[Finding]:
             if last
             else False
         )
-        if len(apart) == _FEWEST and in_use:
+        if len(apart) == _FEWEST and in_use and not _come_together(looks):
             found += _finding(apart[-1])
     return found[:1]
+
+
+def _differ(values: Sequence[Mapping[str, int]]) -> bool:
+    """Whether the same tensors have other values; a copy may be known by another wrapper where one is not gone yet."""
+    return all(one.keys() == values[0].keys() for one in values) and any(one != values[0] for one in values)
+
+
+def _come_together(looks: Sequence[Mapping[int, StateHeld]]) -> bool:
+    """Whether collectives bring a copy together after its ranks have gone apart: one that rank 0 keeps, say."""
+    common = sorted(set.intersection(*(set(of_rank) for of_rank in looks)))
+    apart = [count for count in common if _differ([of_rank[count].values for of_rank in looks])]
+    return all(of_rank[apart[-1]].together > of_rank[apart[0]].together for of_rank in looks)
 
 
 def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:

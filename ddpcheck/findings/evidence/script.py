@@ -165,6 +165,7 @@ class StateHeld:
             which backward comes.
         used: Whether its forward has been called.
         location: The line that assigns the variable.
+        together: How often collectives have brought each of its tensors together.
     """
 
     optimizer: int
@@ -175,6 +176,7 @@ class StateHeld:
     copies: bool
     used: bool
     location: Location | None
+    together: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class OptimizerRecorder:
         self._clips = 0
         self._follow_clips()
         self._states = StateRecorder(sink, watches)
+        self.note_together = self._states.note_together
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,9 @@ from ddpcheck.recipe.pytree import tree_tensors
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _MOST_OBJECTS = 4096  # that the variables of the program are followed to
+_MOST_TOGETHER = 1 << 16  # tensors
+_MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
+_MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
 
 
 # Tables
@@ -48,9 +52,10 @@ def _table(value: Any) -> dict[str, str] | None:
     """A dictionary of plain keys to plain values, spelled; `None` for anything else."""
     if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
         return None
-    if not all(isinstance(key, str | int) and isinstance(item, str | int) for key, item in value.items()):
+    held = value.copy()  # at once: another thread may change it
+    if not all(issubclass(type(item), str | int) for pair in held.items() for item in pair):  # and ask no proxy
         return None
-    return {repr(key): repr(item) for key, item in value.items()}
+    return {repr(key): repr(item) for key, item in held.items()}
 
 
 # Models
@@ -68,57 +73,71 @@ class StateRecorder:
         self._sink = sink
         self._watches = watches
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
-        self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list, its first tensor when it was last seen
+        self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list or dictionary, its first tensor
+        self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
+        self._stay: set[str] = set()  # paths of which that tensor has been there twice
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
         """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
-        wrapped = [watch.parameters for watch in self._watches if watch.parameters]
+        wrapped = [watch.parameters for watch in list(self._watches) if watch.parameters]
+        wrapped.sort(key=len, reverse=True)  # in a set they have no order; one may hold a part of what another one does
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
         trained.update(id(p) for watch in self._watches for p in watch.wrapped)
         seen: set[int] = set()
         for path, value, where in _variables(depth=2) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
+            if isinstance(value, nn.Module) and not _can_be_followed(value):
+                continue
             seen.add(id(value))
             state = self._copied(path, value, wrapped)
             if any(tensor.grad_fn is not None for tensor in state.values()):
                 continue  # of an inner loop, which differentiates it
             copies = bool(state)
-            if not state and isinstance(value, nn.Module) and not any(id(p) in trained for p in value.parameters()):
-                state = self._of_criterion(value)
+            if not state and isinstance(value, nn.Module):
+                state = {} if any(id(p) in trained for p in _parameters(value).values()) else self._of_criterion(value)
             if state and not any(id(tensor) in trained for tensor in state.values()):
                 used = isinstance(value, nn.Module) and bool(self._use_of(value))
                 values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
                 kind, line = type(value).__name__, _line_of(path, where)
-                self._sink(StateHeld(optimizer, count, path, kind, values, copies, used, line))
+                together = min(self._together[tensor.data_ptr()] for tensor in state.values())
+                self._sink(StateHeld(optimizer, count, path, kind, values, copies, used, line, together))
+
+    def note_together(self, tensor: Any) -> None:
+        """A collective has given a tensor the same values on all ranks."""
+        if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._together) < _MOST_TOGETHER:
+            self._together[tensor.data_ptr()] += 1
 
     def _copied(
         self, path: str, value: Any, wrapped: Sequence[Mapping[str, torch.Tensor]]
     ) -> Mapping[str, torch.Tensor]:
         """The parameters of a copy of one of the modules that are wrapped."""
         if isinstance(value, nn.Module):
-            tensors = dict(value.named_parameters())
+            tensors = _parameters(value)
             if not tensors or _shapes(tensors) not in map(_shapes, wrapped):
                 return {}
             stays = value in self._used  # and is no copy of one step, for an inner loop
             self._use_of(value)
             return tensors if stays else {}
-        if not value or "grad" in path or not all(isinstance(item, torch.Tensor) for item in _items(value)):
+        count = dict.__len__(value) if isinstance(value, dict) else list.__len__(value)
+        small = count <= _MOST_OF_A_PARAMETER * max(map(len, wrapped))
+        items = list(_items(value)) if small and "grad" not in path else []
+        if not items or not all(issubclass(type(item), torch.Tensor) for item in items):
             return {}
-        if isinstance(value, dict):
-            tensors = {str(name).removeprefix("module."): item for name, item in value.items()}
-            ours = next((one for one in wrapped if one.keys() <= tensors.keys()), {})
-            found = {name: tensors[name] for name in ours if not tensors[name].requires_grad}
-            return (
-                found
-                if len(found) == len(ours) and all(found[name].shape == ours[name].shape for name in found)
-                else {}
-            )
-        before, self._seen[path] = self._seen.get(path), ref(value[0])
-        if before is None or before() is not value[0]:  # gradients, say, made anew in each step
-            return {}
-        shapes = [item.shape for item in value]
-        return {str(n): item for n, item in enumerate(value)} if shapes in map(_in_order, wrapped) else {}
+        first = items[0]
+        before, self._seen[path] = self._seen.get(path), ref(first)
+        stays = before is not None and before() is first
+        if stays:
+            self._stay.add(path)
+        if not stays if isinstance(value, list) else path not in self._stay and "." not in path:
+            return {}  # gradients or weights of an inner loop, say, made anew in each step
+        by_name = isinstance(value, dict)
+        for ours in (one if by_name else _numbered(one) for one in wrapped if by_name or len(one) == len(items)):
+            tensors = _by_name(value)
+            found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
+            if len(found) == len(ours) and all(found[name].shape == ours[name].shape for name in found):
+                return found if _is_near(found, ours) else {}
+        return {}
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """The buffers of a module of the user's, where its output has a part in backward."""
@@ -140,15 +159,47 @@ class StateRecorder:
 
 
 def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+    """Those of a dictionary or list, past what a class of the user's makes of its methods."""
+    return dict.values(value) if isinstance(value, dict) else list.__iter__(value)
 
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[int, ...]]:
     return sorted(tuple(p.shape) for p in parameters.values())
 
 
-def _in_order(parameters: Mapping[str, torch.Tensor]) -> list[torch.Size]:
-    return [p.shape for p in parameters.values()]
+def _by_name(value: Any) -> dict[str, torch.Tensor]:
+    if isinstance(value, dict):
+        return {str(name).removeprefix("module."): item for name, item in dict.items(value)}
+    return {str(number): item for number, item in enumerate(_items(value))}
+
+
+def _numbered(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return _by_name(list(parameters.values()))
+
+
+def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors point where the parameters do, and are no sums of gradients, squares or residuals of them."""
+    name = max(ours, key=lambda name: ours[name].numel())
+    a, b = (_plain(one[name].detach().flatten()[:_MOST_NUMBERS]) for one in (found, ours))
+    return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).flatten().cpu().double()
+
+
+def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """As torch gives them, whatever a class of the user's makes of the methods."""
+    return dict(nn.Module.named_parameters(module))
+
+
+def _can_be_followed(module: nn.Module) -> bool:
+    """Whether all that a module holds is there and has a shape by now, and its forward takes hooks."""
+    try:
+        held = [*_parameters(module).values(), *(tensor for _, tensor in nn.Module.named_buffers(module))]
+    except AttributeError:  # `__init__` has not been called
+        return False
+    return not isinstance(module, torch.jit.ScriptModule) and not any(map(nn.parameter.is_lazy, held))
 
 
 # Variables
