@@ -137,7 +137,7 @@ def comparable(text: str) -> str:
     text = re.sub(r"torch \d\S+", "torch _", text)
     text = re.sub(r'("torch/\S+", line) \d+', r"\1 _", text)
     text = re.sub(r"(pair\.cc:|\[127\.0\.0\.1\]:)\d+", r"\1_", text)
-    text = re.sub(r"-?\d+\.\d+(e[-+]\d+)?", "_", text)
+    text = re.sub(r"-?\d+(\.\d+)?e[-+]\d+|-?\d+\.\d+", "_", text)
     return re.sub(r"\s+", " ", text)
 
 
