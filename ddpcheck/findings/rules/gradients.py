@@ -62,9 +62,9 @@ loss.backward()                          # only the first of the two is reduced;
         severity=ERROR,
         summary="Every gradient is the reference's times a constant, such as the world size or one over it.",
         why=(
-            "DDP averages over ranks. A loss that is a sum comes out divided by the world size; a loss that is "
-            "divided by the world size by hand is divided twice; an all-reduce inside the loss multiplies. The "
-            "learning rate changes with the number of ranks. (PyTorch docs, DistributedDataParallel: gradients are "
+            "DDP averages over ranks. A loss that is divided by the world size by hand is divided twice; one that is "
+            "multiplied by it, or an all-reduce inside the loss, multiplies. The effective learning rate changes with "
+            "the number of ranks. (PyTorch docs, DistributedDataParallel: gradients are "
             "averaged.)"
         ),
         fix=(
@@ -112,11 +112,15 @@ model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
         code="DDP305",
         name="loss-normalisation",
         severity=ERROR,
-        summary="Gradients differ from the single process because each rank divides by its own count.",
+        summary=(
+            "Gradients differ from the single process because the loss is a sum, or a mean over a count that differs "
+            "between ranks."
+        ),
         why=(
-            "DDP gives every rank the same weight. A mean over unequal counts (uneven shards, padding masks, "
-            "ignore_index, weights) is then a mean of means: samples on the rank with fewer of them count more. "
-            "(PyTorch docs, DistributedDataParallel: gradients are averaged over processes.)"
+            "DDP gives every rank the same weight. A sum over samples is divided by the world size. A mean over "
+            "unequal counts (uneven shards, padding masks, ignore_index, weights) is then a mean of means: samples on "
+            "the rank with fewer of them count more. (PyTorch docs, DistributedDataParallel: gradients are averaged "
+            "over processes.)"
         ),
         fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank.",
         detected=(

@@ -11,10 +11,10 @@ RULES = (
         severity=ERROR,
         summary="A parameter requires grad, and no operation of the forward pass ever reads it.",
         why=(
-            "DDP all-reduces a bucket of gradients when the last one in it has arrived. This one never arrives, so "
-            "its bucket, and in the first iteration every bucket, stays unsynchronised: the optimizer steps with "
-            "each rank's own gradients, and the next forward raises 'Expected to have finished reduction in the "
-            "prior iteration'. When it is the last step, nothing is raised at all. (PyTorch docs, "
+            "DDP all-reduces a bucket when its last gradient has arrived. The gradient of an unused parameter never "
+            "arrives, so its bucket, and in the first iteration every bucket, stays unsynchronised: the optimizer "
+            "steps with each rank's own gradients, and the next forward raises 'Expected to have finished reduction "
+            "in the prior iteration'. When it is the last step, nothing is raised at all. (PyTorch docs, "
             "DistributedDataParallel, find_unused_parameters; notes on DDP, 'Backward Pass'.)"
         ),
         fix=(
@@ -119,10 +119,10 @@ def forward(self, x):
         severity=ERROR,
         summary="A parameter contributes to the loss on some ranks of a step and not on others.",
         why=(
-            "Ranks that have the gradient start the all-reduce of its bucket and wait for ranks that never will: the "
-            "job hangs until the process group's timeout (30 minutes by default), or the ranks without it raise at "
-            "their next forward while the others are stuck in backward. (PyTorch docs, DistributedDataParallel: all "
-            "ranks must take part in every gradient synchronisation.)"
+            "Ranks that have the gradient start the all-reduce of its bucket, and wait for ranks that never start it: "
+            "the job hangs until the process group's timeout (30 minutes by default, 10 with nccl), or the ranks "
+            "without it raise at their next forward while the others are stuck in backward. (PyTorch docs, "
+            "DistributedDataParallel: all ranks must take part in every gradient synchronisation.)"
         ),
         fix=(
             "Make the branch the same on every rank (decide it from the step or a shared seed, not from the rank or "

@@ -128,8 +128,8 @@ schedule.step(loss)                      # the loss of this rank's samples; righ
         severity=ERROR,
         summary="A rank skips a backward pass or an optimizer step that the others make.",
         why=(
-            "A guard against NaN or out of memory that decides locally shifts this rank by one: its next step is "
-            "averaged with another step of the others, silently, until the counts run out and the job hangs."
+            "If one rank alone skips a step (NaN, out of memory), its later gradients are averaged with those of "
+            "another step of the others, without a message, until one rank has no steps left and the job hangs."
         ),
         fix="all_reduce the decision, so that every rank skips or none does.",
         detected=(
