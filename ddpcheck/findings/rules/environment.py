@@ -46,7 +46,7 @@ DistributedDataParallel(model)           # with gloo; right: "INFO"
         code="DDP603",
         name="incomplete-launcher-environment",
         severity=ERROR,
-        summary=("Some of the variables that tell a process its rank are missing, or contradict each other."),
+        summary="Some of the variables that tell a process its rank are missing, or contradict each other.",
         why=(
             "init_process_group reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without one it raises; with "
             "values left over from another launcher, ranks wait for a world that never forms. (PyTorch docs, "
