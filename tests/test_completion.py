@@ -10,8 +10,6 @@ import pytest
 
 from ddpcheck import cli
 
-pytest.importorskip("shtab", reason="shtab is not installed")
-
 ASKED = {
     "re": {"report", "render"},
     "report --wor": {"--world-size"},
@@ -55,12 +53,14 @@ def test_bash_completes_commands_options_and_values(scripts: Path) -> None:
     assert asked("bash", f"source {scripts / 'bash'}\n{ask}" + "\n".join(typed)) == list(ASKED.values())
 
 
+@pytest.mark.slow
 def test_fish_completes_commands_options_and_values(scripts: Path) -> None:
     needs("fish")
     typed = [f"echo (complete -C 'ddpcheck {line}' | string split -f1 \\t)" for line in ASKED]
     assert asked("fish", f"source {scripts / 'fish'}\n" + "\n".join(typed)) == list(ASKED.values())
 
 
+@pytest.mark.slow
 def test_zsh_reads_its_script(scripts: Path) -> None:
     needs("zsh")
     subprocess.run(["zsh", "-n", scripts / "zsh"], check=True, timeout=60)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from ddpcheck import cli
@@ -19,8 +20,6 @@ from ddpcheck.findings.report import AcceptedFinding, Report
 from tests.test_from_json import FOUND, MATRIX, REPORT
 from tests.test_judges_on_evidence import ONE_OF_EACH_CODE, report_of
 from tests.test_render import REPORT as SHOWN
-
-jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 ROOT = Path(__file__).parents[1]
 ACCEPTED = Report("t", accepted=(AcceptedFinding(FOUND, "suppression", "why"),), ignored=("DDP305",))

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ddpcheck.cli.arguments import make_parser
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.report.settings import load_settings
 from tests.test_selection import RECIPE
-
-yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -86,7 +85,6 @@ def test_the_hook_is_a_command_that_takes_the_arguments_of_the_docs() -> None:
 @INSTALLED
 @pytest.mark.slow
 def test_pre_commit_runs_the_hook_and_fails_for_a_finding(tmp_path: Path) -> None:
-    pytest.importorskip("pre_commit", reason="pre-commit is not installed")
     hooks, project = tmp_path / "hooks", tmp_path / "project"
     for folder in (hooks, project):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Install launchers that are missing, and the browser for HTML pages, with Debian's packages, where this is root.
+"""Install launchers that are missing, shells, and the browser for HTML pages, with Debian's packages, where this is root.
 
 `python -m tests.launchers.install` says what cannot be had, and why; the tests that need it are skipped with the same
 words.
@@ -44,8 +44,9 @@ def install(packages: list[str]) -> None:
 if __name__ == "__main__":
     if packages := missing_packages():
         install(packages)
-    if shutil.which("chromium") is None:  # by itself: where it cannot be had, launchers still can
-        install(["chromium"])
+    for program in ("chromium", "fish", "zsh"):  # each by itself: where one cannot be had, others still can
+        if shutil.which(program) is None:
+            install([program])
     for what, reason in (("SLURM", slurm.why_not()), ("two nodes", nodes.why_not())):
         if reason:
             print(f"no {what}: {reason}", file=sys.stderr)
