@@ -1,4 +1,4 @@
-"""Install launchers that are missing, shells, and the browser for HTML pages, with Debian's packages, where this is root.
+"""Install what is missing of launchers, shells and the browser for HTML pages, from Debian, where this is root.
 
 `python -m tests.launchers.install` says what cannot be had, and why; the tests that need it are skipped with the same
 words.
