@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
-from ddpcheck.monitor.script.recording.program_state import tables_of, tables_of_program
+from ddpcheck.monitor.script.recording.program_state import _is_near, tables_of, tables_of_program
 
 
 class Labels:
@@ -38,3 +41,19 @@ def test_a_module_of_the_user_is_followed_and_one_that_is_installed_is_not() -> 
     assert {"own.labels", "trainer.vocabulary", "late"} <= paths, (trainer, late)
     assert "installed.labels" not in paths
     assert not any(path.startswith("__builtins__.") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("of", "near"),
+    [
+        (lambda ours, other: ours * 0.999 + other * 0.001, True),
+        (lambda ours, other: other, True),  # an average that was begun from weights of another start
+        (lambda ours, other: (ours + other) / 2, True),
+        (lambda ours, other: other.square() * 3, False),  # Fisher information
+        (lambda ours, other: other * 0.01, False),  # residuals of gradients
+        (lambda ours, other: torch.zeros_like(ours), True),  # an average that is begun from nothing
+    ],
+)
+def test_a_copy_is_known_by_its_direction_or_by_its_size(of: Any, near: bool) -> None:
+    ours, other = (nn.Linear(8, 64).weight.detach() for _ in range(2))
+    assert _is_near({"w": of(ours, other)}, {"w": ours}) == near

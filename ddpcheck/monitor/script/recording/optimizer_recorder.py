@@ -66,6 +66,7 @@ class OptimizerRecorder:
 
     Attributes:
         steps: How often any of them has stepped.
+        states: What it looks at before some of these steps: models that no optimizer holds.
     """
 
     def __init__(
@@ -93,8 +94,7 @@ class OptimizerRecorder:
         self._follow(_Plateau, "step", self._before_plateau)
         self._clips = 0
         self._follow_clips()
-        self._states = StateRecorder(sink, watches)
-        self.note_together = self._states.note_together
+        self.states = StateRecorder(sink, watches)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
 
@@ -173,7 +173,7 @@ class OptimizerRecorder:
             known.marks = []
             if known.steps:
                 held = [p for one in list(self._known) for p in _parameters_of(one)]
-                self._states.look(known.number, known.steps, held)
+                self.states.look(known.number, known.steps, held)
         self._sums.clear()
         self._flat.clear()
         known.reductions = sum(watch.step for watch in watches)

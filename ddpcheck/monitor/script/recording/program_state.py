@@ -31,6 +31,7 @@ _MOST_OBJECTS = 4096  # that the variables of the program are followed to
 _MOST_TOGETHER = 1 << 16  # tensors
 _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
 _MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
+_SIMILAR_NORM = 0.7  # what two starts that are mixed as an average mixes them do not fall below, where the cosine does
 
 
 # Tables
@@ -178,10 +179,14 @@ def _numbered(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
-    """Whether tensors point where the parameters do, and are no sums of gradients, squares or residuals of them."""
+    """Whether tensors may be the weights of such a module, and are no sums of gradients, squares or residuals of them.
+
+    They point where the parameters do, or are as large, with both signs: weights of another start.
+    """
     name = max(ours, key=lambda name: ours[name].numel())
     a, b = (_plain(one[name].detach().flatten()[:_MOST_NUMBERS]) for one in (found, ours))
-    return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm())
+    as_large = b.norm() * _SIMILAR_NORM <= a.norm() <= b.norm() / _SIMILAR_NORM and a.min() < 0 < a.max()
+    return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm() or as_large)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

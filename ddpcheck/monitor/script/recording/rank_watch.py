@@ -173,9 +173,8 @@ class _WatchedRank:
         """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""
         tensor = given.get("tensor")
         if call.operation in ("all_reduce", "broadcast") and len(call.members) == dist.get_world_size():
-            self._optimizers.note_together(tensor)
-        if call.operation == "all_reduce" and len(call.members) == dist.get_world_size():
-            if given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
+            self._optimizers.states.note_together(tensor)
+            if call.operation == "all_reduce" and given.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
                 self._optimizers.note_sum(tensor, Location.parse(call.location))
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
             return
