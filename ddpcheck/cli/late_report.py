@@ -22,7 +22,7 @@ from pathlib import Path
 from ddpcheck.cli.output import complain
 from ddpcheck.cli.run import Accepted, report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
-from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, read_logs
+from ddpcheck.monitor.script.rank_log import RankRaised, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.flight_records import prepare
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch
@@ -89,8 +89,7 @@ def _ending(folder: Path, watch: HangWatch) -> Ending:
     codes = {
         rank.started.rank: 1 if any(isinstance(entry, RankRaised) for entry in rank.entries) else -1
         for rank in ranks
-        if not any(isinstance(entry, ProgramEnded) for entry in rank.entries)
-        or any(isinstance(entry, RankRaised) for entry in rank.entries)
+        if not rank.has_ended or any(isinstance(entry, RankRaised) for entry in rank.entries)
     }
     return Ending(max(codes.values(), default=0))
 

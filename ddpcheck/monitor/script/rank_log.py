@@ -245,6 +245,11 @@ class WatchedRank:
         """In the order of construction."""
         return [entry for entry in self.entries if isinstance(entry, WrapperMade)]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of the script has run on it."""
+        return any(isinstance(entry, ProgramEnded) for entry in self.entries)
+
 
 def read_logs(folder: Path) -> list[WatchedRank]:
     """The logs of the last start of the ranks, by rank."""

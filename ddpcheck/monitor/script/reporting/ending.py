@@ -16,7 +16,7 @@ from ddpcheck.findings.stacks import is_waiting
 from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
-from ddpcheck.monitor.script.rank_log import ProgramEnded, RankRaised, WatchedRank, comparable_logs
+from ddpcheck.monitor.script.rank_log import RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds import failures
 
@@ -53,7 +53,7 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         return []
     error = RankError("", ordered)
     failed = {one.rank for one in found}
-    ended = {rank.started.rank for rank in ranks if any(isinstance(entry, ProgramEnded) for entry in rank.entries)}
+    ended = {rank.started.rank for rank in ranks if rank.has_ended}
     error.results = dict.fromkeys(sorted(ended - failed))
     logs = comparable_logs(ranks)
     judged = judge_failure(error, logs, len(ranks))
@@ -71,7 +71,7 @@ def _with_option_of_run(finding: Finding) -> Finding:
 
 def _judge_silent_mismatch(ranks: Sequence[WatchedRank]) -> list[Finding]:
     """DDP403: collectives that have paired up wrongly, and the script came to its end all the same."""
-    if not all(any(isinstance(entry, ProgramEnded) for entry in rank.entries) for rank in ranks):
+    if not all(rank.has_ended for rank in ranks):
         return []
     silent = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
     return [replace(one, evidence=(*one.evidence, silent)) for one in judge_collectives(comparable_logs(ranks))]
@@ -90,7 +90,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
             found.append(failures.raised(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
             found.append(failures.stuck(number, 0.0, ending.hang.stacks[number], "", ""))
-        elif code is not None and not any(isinstance(entry, ProgramEnded) for entry in rank.entries):
+        elif code is not None and not rank.has_ended:
             found.append(failures.died(number, code, 0.0))
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
         return []  # the script ends its processes itself
@@ -119,7 +119,7 @@ def timelines_of(
     waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
     failed |= {one.rank: f"waits in {logs[one.rank][-1]}" for one in found if one.rank in waiting and one.stack}
     open_ones = {(logs[rank][-1].group, rank) for rank in waiting}
-    ended = {rank.started.rank for rank in ranks if any(isinstance(entry, ProgramEnded) for entry in rank.entries)}
+    ended = {rank.started.rank for rank in ranks if rank.has_ended}
     made = timelines(logs, open_ones, dict.fromkeys(ended, "had finished") | failed, at_work)
     return made if ending.hang is not None else those_that_differ(made)
 

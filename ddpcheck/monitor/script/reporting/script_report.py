@@ -13,7 +13,7 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.monitor.script.rank_log import ProgramEnded, ReplicaCaptured, WatchedRank, WatchingFailed
+from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank, WatchingFailed
 from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
 from ddpcheck.monitor.script.reporting.log_judging import (
     WatchedWrapper,
@@ -52,7 +52,7 @@ def report_on_script(
         suppress: Findings that are shown with a reason, and do not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
     """
-    ended = not ending.exit_code and all(any(isinstance(e, ProgramEnded) for e in rank.entries) for rank in ranks)
+    ended = not ending.exit_code and all(rank.has_ended for rank in ranks)
     findings = judge_logs(ranks, ended=ended)
     findings += judge_ending(ranks, ending, findings)
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
@@ -95,7 +95,7 @@ def report_on_script(
 
 def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
     """The ranks that were aborted after all of the script had run; none where another rank is at fault."""
-    to_the_end = {rank.started.rank for rank in ranks if any(isinstance(e, ProgramEnded) for e in rank.entries)}
+    to_the_end = {rank.started.rank for rank in ranks if rank.has_ended}
     aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
     others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
     return [] if others or not to_the_end.issuperset(aborted) else aborted
