@@ -9,6 +9,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.recipe.target import load_object
 from ddpcheck.report.first_recipe.first_recipe import make_first_recipe, place_of_recipe
 from ddpcheck.report.first_recipe.inputs import Guess, Input, NoGuess
 from ddpcheck.report.first_recipe.writing import recipe_text
@@ -94,7 +95,8 @@ def here(tmp_path: Path, monkeypatch) -> Path:
 
 
 def guess(name: str, arguments: str = "") -> Guess | NoGuess:
-    recipe = make_first_recipe(f"models_of_init.py:{name}", arguments, Path("check.py"))
+    target = f"models_of_init.py:{name}"
+    recipe = make_first_recipe(load_object(target), target, arguments, Path("check.py"))
     ast.parse(recipe.text)
     assert max(map(len, recipe.text.splitlines())) <= 100
     return recipe.guess
@@ -177,6 +179,8 @@ def test_a_recipe_is_written_once_and_checked(here: Path, capsys) -> None:
     written.write_text("mine")
     assert cli.main(["init", "models_of_init.py:Image"]) == 2 and written.read_text() == "mine"
     assert "is there already; --force overwrites it" in capsys.readouterr().err
+    assert cli.main(["init", "models_of_init.py:Imge"]) == 2
+    assert "has no attribute 'Imge'; did you mean 'Image'?" in capsys.readouterr().err
     assert cli.main(["init", "models_of_init.py:Odd", "--args", "2, 2", "--force"]) == 3
     assert "2 inputs were tried, the first gave ValueError: no: really" in capsys.readouterr().err
     assert "TODO" in written.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.errors import TargetError, UsageError
+from ddpcheck.findings.errors import DdpcheckError, TargetError, UsageError
 from ddpcheck.recipe.target import find_file, is_path, load_target, split_target
 
 pytest.importorskip("torch")
@@ -145,6 +145,41 @@ def test_what_is_no_recipe_is_wrong_usage(place: Path, target: str, words: str) 
     with pytest.raises(UsageError) as caught:
         load_target(target)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+MODEL, BATCH, LOSS = "def model(): ...\n", "def batch(step): ...\n", "def loss(model, batch): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (MODEL + LOSS + "def batches(step): ...\n", "no batch; batch is called batches there: rename it"),
+        (MODEL + BATCH + "def losses(model, batch): ...\n", "no loss; loss is called losses there: rename it"),
+        (MODEL + BATCH + LOSS + "def optimiser(parameters): ...\n", "did you mean 'optimizer'?"),
+        (MODEL + BATCH + LOSS + "ddp_kwarg = {'static_graph': True}\n", "did you mean 'ddp_kwargs'?"),
+        (MODEL + BATCH + LOSS + "def shards(batch, rank, world_size): ...\n", "did you mean 'shard'?"),
+        ("import ddpcheck\nddpcheck.Recipe(model=1, batches=2, loss=3)\n", "no 'batches'; did you mean 'batch'?"),
+    ],
+)
+def test_a_misspelled_part_of_a_recipe_is_suggested(place: Path, code: str, words: str) -> None:
+    (place / "misspelled.py").write_text(code)
+    with pytest.raises(DdpcheckError) as caught:
+        load_target("misspelled.py")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_helper_with_a_name_like_a_part_is_no_misspelling(place: Path) -> None:
+    (place / "helped.py").write_text("from functools import wraps\nshards = [1]\n" + MODEL + LOSS + HELPED)
+    assert load_target("helped.py").shard is None
+
+
+HELPED = """
+def batch(step):
+    return [each() for each in (optimizers,)]
+
+def optimizers(): ...
+def make_model(): ...
+"""
 
 
 @pytest.mark.parametrize("target", ["recipes.py", "recipes"])

@@ -12,6 +12,7 @@ from ddpcheck.cli.output import reason_of, say
 from ddpcheck.cli.report import run_report
 from ddpcheck.cli.settings import CHECK_SETTINGS
 from ddpcheck.findings.errors import EXIT_TARGET, UsageError
+from ddpcheck.recipe.target import load_object
 from ddpcheck.report.first_recipe.first_recipe import make_first_recipe, place_of_recipe
 from ddpcheck.report.first_recipe.inputs import NoGuess
 
@@ -19,9 +20,10 @@ from ddpcheck.report.first_recipe.inputs import NoGuess
 def run_init(arguments: argparse.Namespace) -> int:
     """Write a recipe, and check it; 3 where the inputs of the model could not be guessed."""
     path = place_of_recipe(arguments.model, arguments.output)
+    maker = load_object(arguments.model)  # a wrong name is told before a file that is there
     if path.exists() and not arguments.force:
         raise UsageError(f"{path} is there already; --force overwrites it, -o FILE writes another one")
-    recipe = make_first_recipe(arguments.model, arguments.args, path)
+    recipe = make_first_recipe(maker, arguments.model, arguments.args, path)
     _write(path, recipe.text)
     check = f"ddpcheck report {path.as_posix()}"
     if isinstance(recipe.guess, NoGuess):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -45,6 +46,14 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wrap: Callable[[nn.Module, torch.device], nn.Module] | None = None
+
+    def __new__(cls, *_arguments: Any, **given: Any) -> Recipe:
+        """Suggest the part that an unknown one is like: Python says only that it is unknown."""
+        names = [attribute.name for attribute in fields(cls)]
+        for name in given:
+            if name not in names and (near := get_close_matches(name, names, n=1)):
+                raise WrongTypeError(f"recipe: there is no {name!r}; did you mean {near[0]!r}?")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("model", "batch", "loss", "shard", "optimizer", "wrap"):

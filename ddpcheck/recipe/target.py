@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 
+_MISSPELLED = 0.85  # how alike the name of a function is to one of a recipe's; `optimiser` is, `losses` is not
+
+
 def load_target(target: str) -> Recipe:
     """Turn `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py` into a `Recipe`.
 
@@ -218,15 +221,41 @@ def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
         raise UsageError(f"{place} is a folder without __init__.py; TARGET must be a Python file or a module")
     missing = [name for name in ("model", "batch", "loss") if not hasattr(module, name)]
     if missing:
+        others = _defined_in(module)
+        close = [(name, one) for name in missing for one in difflib.get_close_matches(name, others, n=1)]
+        meant = ", ".join(f"{name} is called {other} there: rename it" for name, other in close)
         raise UsageError(
-            f"{place} has no {' and no '.join(missing)}; define functions model(), batch(step) and loss(model, batch), "
-            f"or name a Recipe in it: {place}:attr"
+            f"{place} has no {' and no '.join(missing)}; {f'{meant}, or ' if close else ''}define functions model(), "
+            f"batch(step) and loss(model, batch), or name a Recipe in it: {place}:attr"
         )
     wrong = [name for name in ("model", "batch", "loss") if not callable(getattr(module, name))]
     if wrong:
         raise UsageError(f"{place}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
     names = [attribute.name for attribute in dataclasses.fields(Recipe)]
+    for name in _unused_of(module):
+        if (near := difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELLED)) and not hasattr(module, near[0]):
+            raise UsageError(f"{place} defines {name}, which nothing uses and no recipe has; did you mean {near[0]!r}?")
     return Recipe(**{name: getattr(module, name) for name in names if hasattr(module, name)})
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    """The functions and dictionaries of a module that it has not imported."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (isinstance(value, dict) or (callable(value) and getattr(value, "__module__", "") == module.__name__))
+    ]
+
+
+def _unused_of(module: ModuleType) -> list[str]:
+    """Of these, those that no function of the module names."""
+    pending = [value.__code__ for value in vars(module).values() if inspect.isfunction(value)]
+    used: set[str] = set()
+    for code in pending:  # which grows
+        used.update(code.co_names)
+        pending += [inner for inner in code.co_consts if inspect.iscode(inner)]
+    return [name for name in _defined_in(module) if name not in used]
 
 
 def _did_you_mean(name: str, choices: Iterable[str]) -> str:

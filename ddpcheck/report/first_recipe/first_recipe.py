@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.errors import TargetError, UsageError
-from ddpcheck.recipe.target import find_file, is_path, load_object, split_target
+from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.first_recipe.inputs import Guess, NoGuess
 from ddpcheck.report.first_recipe.writing import recipe_text
 
@@ -53,21 +53,22 @@ def place_of_recipe(model: str, output: str | None = None) -> Path:
     return path
 
 
-def make_first_recipe(model: str, arguments: str, path: Path) -> FirstRecipe:
+def make_first_recipe(maker: Any, model: str, arguments: str, path: Path) -> FirstRecipe:
     """Build the model and guess what goes into it.
 
     Args:
+        maker: What `model` names, as `load_object` finds it.
         model: `pkg.module:Class` or `path/to/file.py:Class`; also a function that returns the model.
         arguments: Of the constructor, as Python writes them; literals only.
         path: Where the recipe goes.
 
     Raises:
-        UsageError: There is no such class, it is no model, or its constructor needs other arguments.
+        UsageError: It is no model, or its constructor needs other arguments.
         TargetError: The user's code raised.
     """
     positional, named, spelled = _parsed(arguments)
     place, attribute = split_target(model)
-    made = _build(load_object(model), attribute, positional, named)
+    made = _build(maker, attribute, positional, named)
     from ddpcheck.report.first_recipe.guessing import guess_inputs
 
     guess = guess_inputs(made)
