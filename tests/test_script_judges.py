@@ -371,14 +371,14 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (losses([TWICE], [TWICE], by_world_size=True), ["DDP303"]),
-        (losses([HALF], [HALF], by_world_size=True), ["DDP303"]),
+        (losses([TWICE], [TWICE], scaled=LINE), ["DDP303"]),
+        (losses([HALF], [HALF], scaled=LINE), ["DDP303"]),
         (losses([HALF], [HALF]), []),  # half of the squared error
-        (losses([HALF], [HALF], by_world_size=True, number=1), []),  # of two micro-batches
-        (losses([HALF], [HALF], by_world_size=True, number=3), ["DDP303"]),  # of four: 2 / 4
-        (losses([MEAN], [MEAN], by_world_size=True, number=1), []),  # not divided, or by the micro-batches
-        (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], by_world_size=True), []),
-        (losses([MEAN, HALF], [MEAN, HALF], by_world_size=True), []),
+        (losses([HALF], [HALF], scaled=LINE, number=1), []),  # of two micro-batches
+        (losses([HALF], [HALF], scaled=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
+        (losses([MEAN], [MEAN], scaled=LINE, number=1), []),  # not divided, or by the micro-batches
+        (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled=LINE), []),
+        (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
         (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers

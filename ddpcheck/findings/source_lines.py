@@ -70,11 +70,12 @@ def is_user_file(name: str) -> bool:
 
 def user_location(frame: FrameType | None = None) -> Location | None:
     """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
-    found = _user_frame(frame or sys._getframe(1))
+    found = user_frame(frame or sys._getframe(1))
     return None if found is None else Location(relative_path(found.f_code.co_filename), found.f_lineno)
 
 
-def _user_frame(frame: FrameType) -> FrameType | None:
+def user_frame(frame: FrameType) -> FrameType | None:
+    """The frame of the line that `user_location` gives."""
     innermost: FrameType | None = None
     current: FrameType | None = frame
     while current is not None:
@@ -244,7 +245,7 @@ def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name
 
 def _assignment_in_file(file: str, kind: str, attribute: str) -> Location | None:
     """The assignment of `self.attribute` in the class that has the qualified name `kind`."""
-    node: ast.AST | None = _parsed(file)
+    node: ast.AST | None = parsed_source(file)
     for part in kind.replace(".<locals>", "").split("."):
         if node is not None:
             definitions = (x for x in ast.walk(node) if isinstance(x, ast.ClassDef | ast.FunctionDef))
@@ -253,7 +254,8 @@ def _assignment_in_file(file: str, kind: str, attribute: str) -> Location | None
 
 
 @functools.cache
-def _parsed(file: str) -> ast.Module | None:
+def parsed_source(file: str) -> ast.Module | None:
+    """The tree of a file; `None` where it is no Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:

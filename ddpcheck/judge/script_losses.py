@@ -48,7 +48,7 @@ def are_sums(losses: Losses, wrapper: int) -> bool:
 def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
     """DDP303: a mean, multiplied or divided by the world size although DDP averages."""
     every = [one for of_ranks in passes for one in of_ranks]
-    if not all(one.by_world_size and one.terms and all(term.kind == "mean" for term in one.terms) for one in every):
+    if not all(one.scaled and one.terms and all(term.kind == "mean" for term in one.terms) for one in every):
         return []
     scales = {round(abs(term.factor) * (one.number + 1), 4) for one in every for term in one.terms}
     divided = {round(1.0 / world_size, 4), float(world_size)}
@@ -61,7 +61,7 @@ def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
         ("loss",),
         f"The loss is a mean and is {says} by the world size, and DDP averages its gradients over the ranks: they are "
         f"{world_size if power > 0 else f'1/{world_size} of'} {'times ' if power > 0 else ''}those of the mean.",
-        location=every[0].location,
+        location=every[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,
         fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
@@ -78,7 +78,7 @@ def _judge_counts(passes: Losses) -> list[Finding]:
         ("loss",),
         "The loss of each rank is divided by its own number of elements, and the numbers differ, so the average over "
         "ranks is a mean of means and not that of all elements of the step.",
-        location=passes[0][0].location,
+        location=passes[0][0].made or passes[0][0].location,
         evidence=[
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))

@@ -205,7 +205,8 @@ class LossDifferentiated:
         number: Of the backward pass in that step, counted from 0.
         terms: Of the loss.
         location: The line of the script that calls backward.
-        by_world_size: Whether a line of the script multiplies or divides a loss by the world size.
+        made: The line that computes the loss, or reduces it to one number.
+        scaled: The line that multiplies or divides it by the world size; `None` where none does.
         wrappers: The numbers of the wrappers that have averaged its gradients.
     """
 
@@ -213,7 +214,8 @@ class LossDifferentiated:
     number: int
     terms: tuple[ScaledTerm, ...]
     location: Location | None
-    by_world_size: bool = False
+    made: Location | None = None
+    scaled: Location | None = None
     wrappers: tuple[int, ...] = ()
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-import linecache
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.exception_origin import passes_on
-from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
+from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
 
 _MOST_NODES = 32
@@ -25,12 +25,7 @@ _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Uns
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
 _REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
-_WORLD_SIZE = r"(world(_?size)?|num_replicas|num_processes|n_?gpus|n_?procs|n(um)?_ranks)\b"
-_BY_WORLD_SIZE = re.compile(
-    rf"loss.*[*/]=?\s*[\w.(]*{_WORLD_SIZE}|{_WORLD_SIZE}(\(\))?\s*\*.*(loss|criterion)", re.IGNORECASE
-)
-_FOR_BACKWARD = re.compile(r"^\s*(self\.)?\w*loss\w*\s*[*/]?=(?!=)|\.backward\(|^\s*return\b", re.IGNORECASE)
-_FOR_A_LOG = re.compile(r"avg|average|mean_|total|running|epoch|log|val_|test|eval|print|item\(|detach", re.IGNORECASE)
+_MOST_SOURCES = 256
 
 
 class LossRecorder:
@@ -41,6 +36,7 @@ class LossRecorder:
         self._sink = sink
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
+        self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         module: Any = torch.autograd
         original, begins = module.backward, guarded(self._begins)
         before, after = guarded(optimizers.before_backward), guarded(optimizers.after_backward)
@@ -65,6 +61,7 @@ class LossRecorder:
         if not is_probed(step) or before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
             return None
         where, reductions = user_location(), self._optimizers.reductions()
+        source = self._source()
         arrived: dict[int, ScaledTerm] = {}
         handles = []
         for number, (node, kind) in enumerate(_terms(losses.grad_fn)):
@@ -76,9 +73,18 @@ class LossRecorder:
             terms = tuple(arrived[number] for number in sorted(arrived))
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
-            self._sink(LossDifferentiated(step, before, terms, where, _says_world_size(), wrappers))
+            self._sink(LossDifferentiated(step, before, terms, where, source.made, source.scaled, wrappers))
 
         return guarded(ended)
+
+    def _source(self) -> LossSource:
+        frame = user_frame(sys._getframe(1))
+        if frame is None:
+            return LossSource()
+        key = frame.f_code, frame.f_lineno
+        if key not in self._sources and len(self._sources) < _MOST_SOURCES:
+            self._sources[key] = loss_source(frame)
+        return self._sources.get(key, LossSource())
 
 
 def _note_of(arrived: dict[int, ScaledTerm], number: int, kind: str, node: Any) -> Callable[[Any], None]:
@@ -117,15 +123,3 @@ def _count(node: Any) -> int:
 def _chooses(node: Any) -> bool:
     following = node.next_functions[0][0]
     return following is not None and following.name().startswith(_CHOICES)
-
-
-@functools.cache
-def _says_world_size() -> bool:
-    """Whether a line of the program multiplies or divides a loss by the world size, and not to log it."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    return any(
-        _BY_WORLD_SIZE.search(line) and _FOR_BACKWARD.search(line) and not _FOR_A_LOG.search(line)
-        for file in files
-        if file.endswith(".py") and is_user_file(file) and not is_installed(file)
-        for line in linecache.getlines(file)
-    )

@@ -31,6 +31,7 @@ from ddpcheck.monitor.script.reporting.program_judging import (
     averages_by_hand,
     judge_held_states,
     judge_program,
+    loss_line,
     sums_over_ranks,
 )
 
@@ -107,7 +108,9 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
     def locate(finding: Finding) -> Finding:
         if finding.location or not finding.subjects:
             return finding
-        return replace(finding, location=assignment_in_classes(made.classes, finding.subjects[0]) or made.location)
+        of_loss = loss_line(wrapper.ranks, wrapper.number) if finding.subjects == ("loss",) else None
+        made_at = of_loss or assignment_in_classes(made.classes, finding.subjects[0])
+        return replace(finding, location=made_at or made.location)
 
     options = WatchOptions(on_finding=lambda _: None)
     reporter = FindingReporter(options, shows_warnings=False, locate=locate)

@@ -23,7 +23,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
@@ -74,6 +74,12 @@ def averages_by_hand(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
 def sums_over_ranks(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
     """Whether the losses of a wrapper are sums over what all ranks have."""
     return are_sums([_of(rank, LossDifferentiated) for rank in ranks], wrapper)
+
+
+def loss_line(ranks: Sequence[WatchedRank], wrapper: int) -> Location | None:
+    """The line that makes the loss of which a wrapper averages the gradients, else that of its backward."""
+    losses = [one for rank in ranks for one in _of(rank, LossDifferentiated) if wrapper in one.wrappers]
+    return next((line for one in losses if (line := one.made or one.location)), None)
 
 
 def judge_held_states(ranks: Sequence[WatchedRank]) -> list[Finding]:
