@@ -106,6 +106,20 @@ def test_samples_that_no_rank_takes_in_any_epoch() -> None:
     assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
 
 
+def test_the_line_of_a_finding_on_data_is_the_one_to_change() -> None:
+    made, seeded, split = Location("train.py", 3), Location("train.py", 1), Location("train.py", 2)
+
+    def line(*indices: Sequence[int], **more: Any) -> Location | None:
+        (finding,) = judge_loaders([[epoch(part, made=made, split=split, seeded=seeded, **more)] for part in indices])
+        assert any(str(LINE) in line for line in finding.evidence)  # where it was noticed
+        return finding.location
+
+    assert line(EVEN, EVEN) == made
+    assert line(EVEN, ODD, draws={1: 2, 2: 3}) == seeded
+    parts = [[epoch(EVEN, subset=tuple(part), split=split)] for part in (range(48), range(16, 64))]
+    assert judge_loaders(parts)[0].location == split
+
+
 def test_a_split_that_ranks_have_drawn_for_themselves() -> None:
     parts = [range(48), range(16, 64)]
     (finding,) = judge_loaders([[epoch(EVEN, subset=tuple(part))] for part in parts])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddpcheck.findings.evidence.script import DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location
@@ -45,6 +46,7 @@ def judge_expected_batches(passes: Sequence[Sequence[LoaderPass]]) -> list[Findi
                 of_ranks[0],
                 f"The loader has {min(expected)} batches on some ranks and {max(expected)} on others: those with more "
                 "wait for the others in backward.",
+                line=None,
                 ranks=[rank for rank, count in enumerate(expected) if count == min(expected)],
                 evidence=[f"batches: {one}" for one in group_by_value(expected)],
             )
@@ -66,6 +68,7 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         passes[0][0],
         f"The ranks have split the dataset differently: {lone} of the {counted(len(subsets[0]), 'sample')} of rank 0's "
         "part are not in every other rank's, so that what one rank trains on, another one holds back.",
+        line=passes[0][0].split,
         ranks=minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
         evidence=[
             f"rank {rank} begins with samples {_first(of_rank[0].subset)}" for rank, of_rank in enumerate(passes)
@@ -90,6 +93,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             first[0],
             f"{format_ranks(alike).capitalize()} take the same samples in the same order from the loader, so together "
             "they do the work of one.",
+            line=first[0].made,
             ranks=alike if len(alike) < len(lists) else (),
             evidence=[
                 f"the first samples on each of them: {_first(lists[alike[0]])}",
@@ -108,6 +112,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         first[0],
         f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
         "in an order of its own.",
+        line=first[0].made,
         severity=Severity.WARNING,
         evidence=[f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])]
         + [_taken(first[0])],
@@ -135,6 +140,7 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         "DDP519",
         first[0],
         f"{missing} of the {size} samples of the dataset are on no rank in any of {len(epochs)} epochs.",
+        line=first[0].made,
         evidence=[f"each rank takes {len(one.indices)} samples, by {one.sampler}" for one in first[:1]],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only: by "
         "the sampler, or by the framework.",
@@ -159,6 +165,7 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         "DDP506",
         one,
         f"{one.sampler} shuffles, and all {epochs} epochs have the same order.",
+        line=one.made,
         evidence=[f"every epoch begins with samples {_first(one.indices)} on rank 0"],
         fix="" if one.has_epoch else "Do not seed the generator of the loader again before each epoch.",
     )
@@ -176,6 +183,7 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         passes[0][0],
         f"The dataset draws random numbers for its samples, and every rank draws the same ones, in "
         f"{len(shared)} of {max(map(len, draws))} batches that were looked at.",
+        line=passes[-1][0].seeded,
         evidence=["the states of the global random generators before and after these batches are equal on all ranks"],
         fix="Seed with seed + rank before the loop over the data, after the model has been constructed.",
     )
@@ -193,6 +201,7 @@ def judge_worker_seeds(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         one,
         "The workers of the loader have the same seeds on every rank, and draw random numbers for the samples: every "
         "rank draws the same ones.",
+        line=passes[-1][0].seeded,
         evidence=[
             f"in {counted(len(seeds[0]), 'epoch')}, worker 0 has the seed {seeds[0][0]} on every rank",
             f"{one.drawn_by} draws random numbers",
@@ -314,9 +323,13 @@ def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
     return any(alike) if alike else bool(one.digest) and one.digest == other.digest
 
 
-def _one(code: str, one: LoaderPass, message: str, **more: object) -> list[Finding]:
-    location: Location | None = one.location
-    return one_finding(code, (one.dataset,), message, location=location, **more)  # type: ignore[arg-type]
+def _one(
+    code: str, one: LoaderPass, message: str, *, line: Location | None, evidence: Sequence[str] = (), **more: Any
+) -> list[Finding]:
+    """A finding on a loader at the `line` to change; that of the loop, where it was noticed, is evidence."""
+    where = line or one.location
+    noticed = [f"the loop over the loader is at {one.location}"] if one.location and one.location != where else []
+    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)
 
 
 def _taken(one: LoaderPass) -> str:

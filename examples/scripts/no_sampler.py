@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-EXPECT = {"code": "DDP505", "subjects": ["Samples"], "line": "for x in loader"}
+EXPECT = {"code": "DDP505", "subjects": ["Samples"], "line": "DataLoader(data"}
 FIXED = "--fixed" in sys.argv
 
 

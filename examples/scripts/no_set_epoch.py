@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-EXPECT = {"code": "DDP506", "subjects": ["Samples"], "cause": "all 4 epochs have the same order"}
+EXPECT = {
+    "code": "DDP506",
+    "subjects": ["Samples"],
+    "cause": "all 4 epochs have the same order",
+    "line": "DistributedSampler(data",
+}
 FIXED = "--fixed" in sys.argv
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-EXPECT = {"code": "DDP505", "subjects": ["Samples"], "cause": "in an order of its own"}
+EXPECT = {"code": "DDP505", "subjects": ["Samples"], "cause": "in an order of its own", "line": "DataLoader(data"}
 FIXED = "--fixed" in sys.argv
 
 

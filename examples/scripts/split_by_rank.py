@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, random_split
 
-EXPECT = {"code": "DDP516", "subjects": ["Samples"], "cause": "split the dataset differently"}
+EXPECT = {
+    "code": "DDP516",
+    "subjects": ["Samples"],
+    "cause": "split the dataset differently",
+    "line": "random_split(data",
+}
 FIXED = "--fixed" in sys.argv
 
 

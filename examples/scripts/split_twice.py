@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-EXPECT = {"code": "DDP519", "subjects": ["Samples"], "cause": "32 of the 64 samples"}
+EXPECT = {"code": "DDP519", "subjects": ["Samples"], "cause": "32 of the 64 samples", "line": "DistributedSampler(data"}
 FIXED = "--fixed" in sys.argv
 
 

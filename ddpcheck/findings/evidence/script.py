@@ -44,6 +44,9 @@ class LoaderPass:
         chooses: Whether the sampler holds the indices of some of the samples, from which it draws.
         wrappers: How many wrappers there had been when it began.
         data: The number of the dataset, in the order in which they were first gone through.
+        made: The line that constructs the sampler beneath, or the loader where that is not known.
+        split: The line that makes the `Subset`.
+        seeded: The line that has last seeded the generator from which samples are made.
     """
 
     loader: int
@@ -71,6 +74,9 @@ class LoaderPass:
     chooses: bool = False
     wrappers: int = 0
     data: int = 0
+    made: Location | None = None
+    split: Location | None = None
+    seeded: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,10 @@ from types import ModuleType
 from typing import Any
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
+_WITH_LINES = (  # whose constructions and seeds are noted, which come before there is a process group too
+    *("torch.random", "torch.utils.data.dataset", "torch.utils.data.sampler", "torch.utils.data.distributed"),
+    *("torch.utils.data.dataloader", "numpy.random"),
+)
 _COLLECTIVES = (  # those that programs import by name
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "barrier"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_gather_object"),
@@ -37,14 +41,19 @@ def wait_for_process_group() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch's module of process groups as Python would, with a loader that goes on to change it."""
+    """Finds torch's module of process groups, and a few others, as Python would; a loader goes on to change them."""
+
+    def __init__(self) -> None:
+        self._awaited = {_WITH_GROUPS, *_WITH_LINES}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _WITH_GROUPS:
+        if fullname not in self._awaited:
             return None
-        sys.meta_path.remove(self)
+        self._awaited.discard(fullname)
+        if not self._awaited:
+            sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _LoaderThatArms(spec.loader)
@@ -65,6 +74,11 @@ class _LoaderThatArms(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        if module.__name__ != _WITH_GROUPS:
+            from ddpcheck.monitor.script.recording import constructions  # not in each Python process
+
+            constructions.follow(module)
+            return
         # Before `torch.distributed` copies the names, and before user code can take a reference.
         functions = vars(module)
         functions["init_process_group"] = _announcing(functions["init_process_group"])

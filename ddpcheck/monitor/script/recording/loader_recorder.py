@@ -24,6 +24,7 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.monitor.script.recording.constructions import made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
 from ddpcheck.recipe.pytree import tree_tensors
@@ -34,6 +35,7 @@ _MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
 _MOST_ROWS = 16  # of a batch
 _MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
 _MOST_PLAIN = 256  # items of an attribute of a dataset
+_GENERATORS = ("torch", "python", "numpy")  # as `_random_states` has them
 
 
 @dataclass(slots=True)
@@ -166,6 +168,8 @@ class LoaderRecorder:
             wrappers=self._wrappers(),
             data=self._number_of(loader.dataset),
             subset=array("q", map(int, subset[:_MOST_INDICES])) if len(subset) else (),
+            made=made_at(sampler) or made_at(loader),
+            split=made_at(loader.dataset),
         )
         if not number:
             for table in tables_of(_beneath(loader.dataset)[0], location):
@@ -202,7 +206,7 @@ def _note_workers(one: _Pass, loader: Any, iterator: Any) -> None:
     seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
     if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
         drawn_by = drawing_code(_beneath(loader.dataset)[0]) if not one.entry.number else ""
-        one.entry = replace(one.entry, worker_seed=seed, drawn_by=drawn_by)
+        one.entry = replace(one.entry, worker_seed=seed, drawn_by=drawn_by, seeded=seeded_at("torch"))
 
 
 def _note_index(one: _Pass, index: Any) -> None:
@@ -221,8 +225,10 @@ def _note_index(one: _Pass, index: Any) -> None:
 def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
     """Fingerprints of the first samples of a batch, and of the random states around it, where they have changed."""
     if one.entry.batches and one.drawn:  # the first one may have seeded what the loader itself draws from
-        changed = {old: new for old, new in zip(before, _random_states(), strict=False) if old != new}
-        one.entry = replace(one.entry, draws={**one.entry.draws, **changed})
+        after = _random_states()
+        changed = {old: new for old, new in zip(before, after, strict=False) if old != new}
+        drawn = next((name for name, old, new in zip(_GENERATORS, before, after, strict=False) if old != new), "torch")
+        one.entry = replace(one.entry, draws={**one.entry.draws, **changed}, seeded=seeded_at(drawn))
     taken = one.entry.batches
     if taken >= len(one.batches):
         return
