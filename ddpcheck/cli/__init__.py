@@ -7,47 +7,37 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from ddpcheck.cli.arguments import make_parser
 from ddpcheck.cli.launched import EXIT_INTERRUPTED
-from ddpcheck.cli.output import complain
-from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError
-from ddpcheck.findings.exception_origin import BUG
+from ddpcheck.cli.output import complain, complain_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process when absent) and return its exit code."""
-    debug = False
+    arguments = argparse.Namespace(debug=False)
     previous = _exit_on_sigterm()
     try:
         arguments = make_parser().parse_args(argv)
-        debug = arguments.debug
         arguments.command_line = shlex.join(("ddpcheck", *(sys.argv[1:] if argv is None else argv)))
         code: int = arguments.command(arguments)
         return code
-    except DdpcheckError as error:
-        if debug:
-            raise
-        complain(str(error), error.detail)
-        return error.exit_code
     except KeyboardInterrupt:
-        if debug:
+        if arguments.debug:
             raise
         complain("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
-        if debug:
+        if arguments.debug:
             raise
-        reason = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-        complain(f"{reason}; {BUG}: please report it with the traceback that --debug shows")
-        return EXIT_USAGE
+        return complain_of(error)
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)

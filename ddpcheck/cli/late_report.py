@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddpcheck.cli.output import complain
+from ddpcheck.cli.output import complain, complain_of
 from ddpcheck.cli.run import Accepted, report_output, show_report
 from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.monitor.script.rank_log import RankRaised, read_logs
@@ -48,6 +48,10 @@ def main() -> None:
         with report_output(given) as output:
             script = shlex.join([given.script, *given.arguments])
             show_report(script, _ending(folder, watch), folder, given, output, accepted)
+    except Exception as error:
+        if given.debug:
+            raise
+        complain_of(error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

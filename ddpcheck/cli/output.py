@@ -10,11 +10,13 @@ import dataclasses
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Mapping
 from typing import Self, TextIO
 
 from ddpcheck.findings.difference import ReportDifference
-from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
+from ddpcheck.findings.exception_origin import BUG
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
 from ddpcheck.render import FORMATS, Format, Medium, as_text, renderer_for
@@ -158,6 +160,20 @@ def say(text: str) -> None:
 def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
     """Print an error or a warning to standard error."""
     _tell(f"ddpcheck: {kind}: {message}", textwrap.indent(fold_traceback(detail.rstrip()), "  "))
+
+
+def complain_of(error: Exception) -> int:
+    """Print an error that ends a command to standard error; the exit code that it stands for."""
+    if isinstance(error, DdpcheckError):
+        complain(str(error), error.detail)
+        return error.exit_code
+    complain(f"{named(error)}; {BUG}: please report it with the traceback that --debug shows")
+    return EXIT_USAGE
+
+
+def named(error: Exception) -> str:
+    """The class of an error and what it says, in one line."""
+    return "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
 
 
 def _tell(sentence: str, more: str = "") -> None:

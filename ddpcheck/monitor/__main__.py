@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import EXIT_USAGE, UsageError
 from ddpcheck.monitor.script.environment import RunOptions, environment_for
-from ddpcheck.monitor.script.reporting.check_options import add_check_options, examine
+from ddpcheck.monitor.script.reporting.check_options import add_check_options, examine, split_at_script
 
 _REPORTER = "ddpcheck.cli.late_report"
 
@@ -27,19 +27,21 @@ def main() -> int:
     """Become the script; returns only where that cannot be done."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpcheck.monitor",
+        usage="%(prog)s [options] script [arguments of the script]",
         description="Run a script and watch it, under any launcher: torchrun --nproc-per-node 2 -m ddpcheck.monitor "
         "train.py. The report comes on standard error when all ranks on this machine have ended.",
     )
     add_check_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
+    options, script = split_at_script(parser, sys.argv[1:])
+    given = parser.parse_args([*options, *script[:1]])
+    given.arguments = script[1:]
     examine(given)
     folder = Path(tempfile.gettempdir()) / f"ddpcheck-run-{os.getuid()}-{_launcher()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / f"{os.getpid()}.pid").touch()
-    script = [*(["-m"] if given.module else []), given.script, *given.arguments]
+    script = [*(["-m"] if given.module else []), *script]
     try:
         (folder / "reporter").touch(exist_ok=False)
     except FileExistsError:
@@ -47,8 +49,8 @@ def main() -> int:
     else:
         _leave_behind([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(given))])
     flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
-    options = RunOptions(str(folder), given.check_every)
-    os.execve(sys.executable, [sys.executable, *flags, *script], environment_for(options, os.environ))
+    environment = environment_for(RunOptions(str(folder), given.check_every), os.environ)
+    os.execve(sys.executable, [sys.executable, *flags, *script], environment)
 
 
 def _leave_behind(command: list[str]) -> None:

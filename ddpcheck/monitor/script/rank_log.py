@@ -270,7 +270,7 @@ def _read(path: Path) -> WatchedRank | None:
         while True:
             try:
                 entries.append(pickle.load(file))
-            except (EOFError, pickle.UnpicklingError):  # the rank was killed in the middle of a write
+            except Exception:  # of any kind: the rank was killed in the middle of a write
                 break
     if not entries or not isinstance(entries[0], RankStarted):
         return None

@@ -219,5 +219,7 @@ def _tell_torchrun(message: str, traceback: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path and not os.path.exists(path):
         details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+        beside = f"{path}.{os.getpid()}"  # the agent may end this process in the middle of it, and read
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
+            Path(beside).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
+            os.replace(beside, path)

@@ -1,4 +1,4 @@
-"""The options of a watched script: those that begin with `--check-`.
+"""The options of a watched script: those that begin with `--check-`; and where the script itself begins.
 
 This module is light: it never imports torch.
 """
@@ -6,15 +6,18 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.report.settings import rule_patterns
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add them to a parser, in which no prefix of them is an option."""
     rules = "by code, prefix or name; may be repeated"
-    add = parser.add_argument_group("ddpcheck").add_argument
+    group = parser.add_argument_group("ddpcheck")
+    add = group.add_argument
     add("--check-every", type=int, default=10, metavar="N", help="compare the ranks every N steps (default 10)")
     timeout = "end a script whose ranks wait for each other and make no progress for so long (default 60)"
     add("--check-timeout", type=float, default=60.0, metavar="SECONDS", help=timeout)
@@ -28,6 +31,38 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     dumps = "write the last collectives of each rank into this folder, as Flight Recorder's dumps (see ddpcheck hang)"
     add("--check-flight-recorder", metavar="DIR", help=dumps)
     add("--check-format", metavar="FORMAT", help="of the report; by the suffix of the file where there is one")
+    add("--debug", action="store_true", help="show the traceback of an error of ddpcheck")
+    abbreviated: Any = parser._get_option_tuples
+
+    def of_others(word: str) -> list[Any]:
+        return [found for found in abbreviated(word) if found[0] not in group._group_actions]
+
+    parser._get_option_tuples = of_others  # type: ignore[assignment]
+
+
+def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options of the run, and the script with its own ones, which nobody but the script reads.
+
+    argparse looks at all words, and refuses one behind the script that could be two of its options.
+    """
+    at = 0
+    while at < len(words):
+        if words[at] == "--":
+            at += 1
+            break
+        if not words[at].startswith("-"):
+            break
+        at += 2 if _takes_next(parser, words[at]) else 1
+    return list(words[:at]), list(words[at:])
+
+
+def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
+    """Whether an option is given its value in the next word."""
+    known = parser._option_string_actions
+    if "=" in word or (word not in known and word[:2] in known):  # as in -r3
+        return False
+    actions = [known[word]] if word in known else [found[0] for found in parser._get_option_tuples(word)]
+    return bool(actions) and actions[0].nargs != 0
 
 
 def examine(given: argparse.Namespace) -> None:

@@ -90,9 +90,11 @@ def judge_held_states(ranks: Sequence[WatchedRank]) -> list[Finding]:
 
 
 def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:
-    """How many steps all optimizers of a rank have made, as far as they were written down."""
-    last = {one.optimizer: one.count + 1 for one in _of(ranks[0], OptimizerStep)}
-    return sum((last | {one.optimizer: one.count for one in _of(ranks[0], OptimizerEnd)}).values())
+    """How many steps all optimizers of the first rank have made, as far as they were written down."""
+    for rank in ranks[:1]:
+        last = {one.optimizer: one.count + 1 for one in _of(rank, OptimizerStep)}
+        return sum((last | {one.optimizer: one.count for one in _of(rank, OptimizerEnd)}).values())
+    return 0
 
 
 def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:

@@ -104,8 +104,7 @@ def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
 def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
     """The check line on the ranks themselves: which were watched, and to the end."""
     if not ranks:
-        why = "no process of the script joined a process group where ddpcheck could see it"
-        return CheckResult("ranks", "skipped", detail=f"not watched: {why}")
+        return CheckResult("ranks", "skipped", detail="no rank joined a process group where ddpcheck could see it")
     for rank in ranks:
         if failed := [entry for entry in rank.entries if isinstance(entry, WatchingFailed)]:
             last = failed[0].error.strip().splitlines()[-1]

@@ -1,0 +1,84 @@
+"""torchrun's agent, which starts the ranks of a script, in this process; and how the script has ended, as it saw that.
+
+This module is light: it never imports torch before a script is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.cli.output import complain, named
+from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG
+from ddpcheck.monitor.script.reporting.ending import Ending
+from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
+
+
+def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
+    """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    watch = HangWatch(folder, given.check_timeout, end_agent)
+    try:
+        with _handlers_kept(), _without_broken_error_files():
+            try:
+                run(given)
+            finally:
+                watch.stop()
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _, first = error.get_first_failure()
+        code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        return Ending(code, {rank: failure.exitcode for rank, failure in error.failures.items()})
+    except SignalException as error:
+        if watch.hang is not None:
+            return Ending(EXIT_HANG, hang=watch.hang)
+        print(f"ddpcheck run: {error}", file=sys.stderr)
+        return Ending(128 + int(error.sigval), interrupted=True)
+    except Exception as error:
+        if given.debug:
+            traceback.print_exception(error)
+        complain(f"the agent of torchrun has stopped: {named(error)}")
+        return Ending(EXIT_FINDINGS)  # torchrun's own exit code then
+    return Ending()
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Put the handlers of signals back in the end: the agent's make exceptions, also when it has ended."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _without_broken_error_files() -> Iterator[None]:
+    """Have the agent do without an error file that a rank could not finish, since it was killed."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    read: Any = ProcessFailure.__post_init__
+
+    def __post_init__(failure: Any) -> None:
+        try:
+            failure._get_error_data(json.loads(Path(failure.error_file).read_bytes()))
+        except Exception:  # whatever it holds
+            failure.error_file = ""
+        read(failure)
+
+    ProcessFailure.__post_init__ = __post_init__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ProcessFailure.__post_init__ = read  # type: ignore[method-assign]
