@@ -5,12 +5,12 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.monitor.script.held_file import mapped_file
 
 _KEPT = 2048
 _WIDTH = 256  # bytes of a call
@@ -22,9 +22,7 @@ class CallRing:
     """The ring that this process writes."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("w+b") as file:
-            file.truncate(_HEAD.size + _KEPT * _WIDTH)
-            self._memory = mmap.mmap(file.fileno(), 0)
+        self._memory = mapped_file(path, _HEAD.size + _KEPT * _WIDTH)
         self._count = 0
 
     def add(self, call: Call) -> None:

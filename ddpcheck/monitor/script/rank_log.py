@@ -7,12 +7,10 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,11 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import RankReport, ReplicaState
 from ddpcheck.monitor.script.collective_ring import CallRing, read_calls
+from ddpcheck.monitor.script.held_file import HeldFile, mapped_file
 
 _MOST_WRAPPERS = 256
 _COUNTS = struct.Struct("<qq")  # of a wrapper: backward passes that have begun, steps that have ended
+_LOST = _MOST_WRAPPERS * _COUNTS.size  # where the number of the error is that has ended the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True)
 class WatchingFailed:
-    """An error of ddpcheck's own, after which this rank is not watched any more."""
+    """An error, of ddpcheck's own or of writing the log, after which this rank is not watched any more."""
 
     error: str
 
@@ -183,24 +183,33 @@ class RankLog:
     def __init__(self, folder: Path, started: RankStarted) -> None:
         name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
         self.path = folder / f"{name}.log"
-        with self.path.with_suffix(".steps").open("w+b") as steps:
-            steps.truncate(_MOST_WRAPPERS * _COUNTS.size)
-            self._steps = mmap.mmap(steps.fileno(), 0)
+        self._steps = mapped_file(self.path.with_suffix(".steps"), _LOST + _COUNTS.size)
         self._calls = CallRing(self.path.with_suffix(".calls"))
         self._groups: set[str] = set()
         self._process = os.getpid()
         self._world_size = started.world_size
         self.collectives = 0
         self.waited = False
-        self._file = self.path.open("ab", buffering=0)
+        self._file = HeldFile(self.path)
+        self._stacks: HeldFile | None = None
         self.add(started)
 
+    def hold_stacks(self, use: Callable[[int], object]) -> None:
+        """Hold the file of stacks too; `use` is told its descriptor, and again where the script has closed it."""
+        self._stacks = HeldFile(self.path.with_suffix(".stack"), use)
+
     def add(self, entry: Entry) -> None:
-        """Write an entry; the folder may be gone, and with it who would read."""
+        """Write an entry; it is the last one if that fails: the folder may be gone, and with it who would read."""
         if os.getpid() != self._process:
             return
-        with contextlib.suppress(OSError):
-            self._file.write(pickle.dumps(entry))
+        data = pickle.dumps(entry)
+        try:
+            self._file.append(data)
+            if self._stacks is not None:
+                self._stacks.hold()
+        except OSError as error:
+            self._process = -1
+            _COUNTS.pack_into(self._steps, _LOST, error.errno or -1, 0)
 
     def add_call(self, call: Call) -> None:
         """Write a collective that is about to be made."""
@@ -274,9 +283,12 @@ def _read(path: Path) -> WatchedRank | None:
                 break
     if not entries or not isinstance(entries[0], RankStarted):
         return None
-    counts = path.with_suffix(".steps").read_bytes()
+    steps = path.with_suffix(".steps").read_bytes()
+    lost, _ = _COUNTS.unpack_from(steps, _LOST)
+    if lost:
+        entries.append(WatchingFailed(f"its log was lost: {os.strerror(lost)}"))
     members = {entry.name: entry.members for entry in entries if isinstance(entry, GroupUsed)}
     first, calls = read_calls(path.with_suffix(".calls"), members)
     stack = path.with_suffix(".stack")
     text = stack.read_text("utf-8", "replace") if stack.exists() else ""
-    return WatchedRank(entries[0], entries[1:], list(_COUNTS.iter_unpack(counts)), first, calls, text)
+    return WatchedRank(entries[0], entries[1:], list(_COUNTS.iter_unpack(steps[:_LOST])), first, calls, text)

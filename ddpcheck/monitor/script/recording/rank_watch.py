@@ -146,10 +146,7 @@ class _WatchedRank:
 
     def _record_end(self) -> None:
         """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
-        self._stacks = self._log.path.with_suffix(".stack").open("ab")
-        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
-        for number in _ENDING:
-            faulthandler.register(number, file=self._stacks, all_threads=True, chain=True)
+        self._log.hold_stacks(_write_stacks_to)
         os.register_at_fork(after_in_child=_keep_no_stack)
         then = sys.excepthook
 
@@ -207,6 +204,12 @@ class _WatchedRank:
             self._close(failing=getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
             time.sleep(_LAST_WORK)
+
+
+def _write_stacks_to(descriptor: int) -> None:
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+    for number in _ENDING:
+        faulthandler.register(number, file=descriptor, all_threads=True, chain=True)
 
 
 def _keep_no_stack() -> None:

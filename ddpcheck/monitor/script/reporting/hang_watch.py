@@ -17,6 +17,7 @@ from pathlib import Path
 from ddpcheck.findings.stacks import own_stack, waits_for_others
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
+from ddpcheck.monitor.script.held_file import is_held
 from ddpcheck.monitor.script.rank_log import comparable_logs, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds
 
@@ -106,6 +107,8 @@ class HangWatch:
     def _stacks(self, ranks: dict[int, int]) -> dict[int, str]:
         """The stacks of the ranks, where each of them waits for others; a slow read of a file is no hang."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
+        if not all(is_held(files[rank], pid) for rank, pid in ranks.items()):
+            return {}  # the script has closed it: the stack would go to a file of its own
         for rank, pid in ranks.items():
             os.truncate(files[rank], 0)
             os.kill(pid, STACK_SIGNAL)
