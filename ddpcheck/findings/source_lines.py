@@ -253,6 +253,32 @@ def _assignment_in_file(file: str, kind: str, attribute: str) -> Location | None
     return None if node is None else _assigned(node, f"self.{attribute}", file, 0)
 
 
+def last_assignment(at: Location, name: str) -> Location | None:
+    """The line that has last assigned the variable `name` before the line `at`, in the function that has that line.
+
+    Of "data.classes", what assigns an attribute of that name in the file, else the variable that it begins with.
+    """
+    tree = parsed_source(at.path)
+    if tree is None:
+        return None
+    first, *attributes = name.split(".")
+    if attributes and (lines := [line for line, target in _targets(tree) if target.endswith(f".{attributes[-1]}")]):
+        return Location(at.path, lines[0])
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    around = [node for node in around if node.lineno <= at.line <= (node.end_lineno or 0)]
+    for scope in (*sorted(around, key=lambda node: -node.lineno), tree):
+        if lines := [line for line, target in _targets(scope) if target == first and line <= at.line]:
+            return Location(at.path, max(lines))
+    return None
+
+
+def _targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What is assigned in `tree`, each name with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, ast.unparse(node)
+
+
 @functools.cache
 def parsed_source(file: str) -> ast.Module | None:
     """The tree of a file; `None` where it is no Python."""

@@ -23,16 +23,23 @@ _MASK = (1 << 64) - 1
 def describe(module: nn.Module) -> ModuleDescription:
     """Describe everything about `module` that DDP takes to be the same on every rank."""
     return replace(
+        structure_of(module),
+        state=tuple(
+            (name, tuple(tensor.shape), fingerprint(tensor))
+            for name, tensor in unregistered_tensors(module)
+            if not isinstance(tensor, _LAZY)
+        ),
+    )
+
+
+def structure_of(module: nn.Module) -> ModuleDescription:
+    """As `describe`, without any values: that of tensors that are held without being registered is not there."""
+    return replace(
         layout_of(module),
         ties=tuple(sorted(names for names in all_names(module).values() if len(names) > 1)),
         modules=tuple(
             (name, type(submodule).__qualname__, _options(submodule), submodule.training)
             for name, submodule in module.named_modules()
-        ),
-        state=tuple(
-            (name, tuple(tensor.shape), fingerprint(tensor))
-            for name, tensor in unregistered_tensors(module)
-            if not isinstance(tensor, _LAZY)
         ),
         uninitialised=tuple(
             name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if isinstance(tensor, _LAZY)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -149,6 +150,7 @@ class ProgramEnded:
 
 Entry = (
     RankStarted
+    | WrapperBegun
     | WrapperMade
     | StepsReported
     | ReplicaCaptured
@@ -253,6 +255,12 @@ class WatchedRank:
     def wrappers(self) -> list[WrapperMade]:
         """In the order of construction."""
         return [entry for entry in self.entries if isinstance(entry, WrapperMade)]
+
+    @property
+    def constructs(self) -> bool:
+        """Whether the rank has come into the constructor of a wrapper, and not out of it."""
+        around = [entry for entry in self.entries if isinstance(entry, WrapperBegun | WrapperMade)]
+        return bool(around) and isinstance(around[-1], WrapperBegun)
 
     @property
     def has_ended(self) -> bool:

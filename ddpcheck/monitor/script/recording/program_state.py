@@ -46,7 +46,11 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
 
 def tables_of_program() -> list[DerivedTable]:
     """The dictionaries of plain values in the user's functions that run now, and in their modules."""
-    return [DerivedTable(path, table, where) for path, value, where in _variables(depth=1) if (table := _table(value))]
+    return [
+        DerivedTable(path, table, where)
+        for path, value, where in program_variables(depth=1)
+        if (table := _table(value))
+    ]
 
 
 def _table(value: Any) -> dict[str, str] | None:
@@ -85,7 +89,7 @@ class StateRecorder:
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
         trained.update(id(p) for watch in self._watches for p in watch.wrapped)
         seen: set[int] = set()
-        for path, value, where in _variables(depth=2) if wrapped else ():
+        for path, value, where in program_variables(depth=2) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
             if isinstance(value, nn.Module) and not _can_be_followed(value):
@@ -210,7 +214,7 @@ def _can_be_followed(module: nn.Module) -> bool:
 # Variables
 
 
-def _variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
+def program_variables(depth: int) -> Iterator[tuple[str, Any, Location]]:
     """Name, value and line of each variable of the user's functions that run now, and of their modules.
 
     The objects of the user's classes, and the user's modules, are followed, up to `depth` attributes.

@@ -46,6 +46,7 @@ from ddpcheck.monitor.script.rank_log import (
     RankStarted,
     WatchingFailed,
 )
+from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
 from ddpcheck.monitor.script.recording.file_recorder import FileRecorder
 from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
@@ -103,15 +104,21 @@ class _WatchedRank:
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives)
         self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count)
         LossRecorder(log.add, self._optimizers)
+        self._constructions = ConstructionRecorder()
         FileRecorder(log)
         record_overwritten(guarded(self._overwritten))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
         atexit.register(self._ended)
 
     def _then_watched(self, construct: Callable[..., None]) -> Callable[..., None]:
+        describe = guarded(self._constructions.begun)
+
         @functools.wraps(construct)
         @passes_on
         def __init__(wrapper: nn.Module, *arguments: Any, **named: Any) -> None:
+            watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
+            if watched and (begun := describe((wrapper, *arguments), named, construct)) is not None:
+                self._log.add(begun)
             construct(wrapper, *arguments, **named)
             if os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck."):
                 self._watch(wrapper)

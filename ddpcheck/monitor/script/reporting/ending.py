@@ -20,7 +20,17 @@ from ddpcheck.monitor.script.rank_log import RankRaised, WatchedRank, comparable
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds import failures
 
-_MAY_END = ("DDP1", "DDP2", "DDP405", "DDP406", "DDP502", "DDP503", "DDP509", "DDP513")  # what may end a run of ranks
+_MAY_END = (
+    "DDP1",
+    "DDP2",
+    "DDP403",
+    "DDP405",
+    "DDP406",
+    "DDP502",
+    "DDP503",
+    "DDP509",
+    "DDP513",
+)  # what may end a run of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,8 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
     if not found:
         return [] if ending.exit_code or known else _judge_silent_mismatch(ranks)
     ordered = failures.in_order(found)
-    if known and all(follows_from_another_rank(failure) for failure in ordered):
+    constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
+    if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
     error = RankError("", ordered)
     failed = {one.rank for one in found}

@@ -9,13 +9,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.source_lines import assignment_in_classes
+from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.root_causes import split_consequences
+from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_settled
@@ -92,6 +94,7 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
             where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"
             findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
         found += findings
+    found = [*judge_begun(ranks), *found]
     around = judge_program(ranks, ended=ended)
     if any(finding.code == "DDP306" for finding in around):  # of the optimizers' state, which the parameters follow
         found = [finding for finding in found if finding.code != "DDP306"]
@@ -100,6 +103,20 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     if not any(finding.code in _REPLICAS_PART for finding in (*around, *found)):
         around += judge_held_states(ranks)
     return split_consequences([*around, *found])[0]
+
+
+def judge_begun(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """The findings on what the ranks were about to wrap, each at the line that a user edits."""
+    if len(ranks) < 2 or [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
+        return []
+    begun = [[entry for entry in rank.entries if isinstance(entry, WrapperBegun)] for rank in ranks]
+    found = []
+    for finding in judge_constructions(begun):
+        if COUNTED in finding.tags and finding.location is not None:
+            variable = finding.tags[finding.tags.index(COUNTED) + 1]
+            finding = replace(finding, location=last_assignment(finding.location, variable) or finding.location)
+        found.append(finding)
+    return found
 
 
 def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:

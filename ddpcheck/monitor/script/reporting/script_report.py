@@ -114,6 +114,8 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
     steps = optimizer_steps(ranks)
     if not wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
+        if any(rank.constructs for rank in ranks):
+            why = "the constructor of DistributedDataParallel has not come to its end"
         return CheckResult("ranks", "skipped", detail=why)
     size = max(rank.started.world_size for rank in ranks)
     here = {rank.started.rank for rank in ranks}
