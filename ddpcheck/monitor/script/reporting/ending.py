@@ -123,7 +123,9 @@ def timelines_of(
     failed = {one.rank: describe_failure(one) for one in found}
     here = {rank.started.rank for rank in ranks}
     parted = any(finding.code == "DDP403" for finding in findings)
-    if not (failed or parted) or here != set(range(len(ranks))):  # those on other machines have no log here
+    if not (failed or parted) or here != set(
+        range(ranks[0].started.world_size)
+    ):  # those on other machines have no log here
         return ()
     logs = comparable_logs(ranks)
     at_work = {one.rank for one in found if one.kind == "stuck" and not is_waiting(one)}

@@ -56,6 +56,16 @@ class WatchedWrapper:
     ranks: Sequence[WatchedRank]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of its group have left a log here, and none is on another machine."""
+        return not self.missing
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks of its group that have left no log here."""
+        return {*self.made.ranks} - {rank.started.rank for rank in self.ranks}
+
+    @property
     def steps(self) -> int:
         """How many have ended on each rank."""
         return min(rank.counts[self.number][1] for rank in self.ranks)
@@ -143,14 +153,14 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
     for rank, entry in wrapper.entries(ReplicaCaptured):
         assert isinstance(entry, ReplicaCaptured)
         captured.setdefault(entry.step, {})[rank] = entry
-    for step in sorted(reports.keys() | captured.keys()):
+    for step in sorted(reports.keys() | captured.keys()) if wrapper.is_whole else ():
         found = []
         if step in reports:
             found += _judge_step(wrapper, step, reports[step])
         if len(captured.get(step, {})) == len(wrapper.ranks):
             found += _judge_replicas(made, step, captured[step], first=step == min(captured))
         reporter.report(found)
-    if len(closing) == len(wrapper.ranks):
+    if wrapper.is_whole and len(closing) == len(wrapper.ranks):
         reporter.report(judge_reports([closing[rank] for rank in sorted(closing)], made.context, settled=True))
     for _, entry in wrapper.entries(RankFound):
         assert isinstance(entry, RankFound)

@@ -172,12 +172,13 @@ def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[_Optimizer]:
     It is the same one where it first steps at the same line, with the same parameters.
     """
     known: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
+    by_number = {rank.started.rank: rank for rank in ranks}
     for rank in ranks:
         times: Counter[tuple[Any, ...]] = Counter()  # that a script has made it anew, in each round say
         for first in _firsts(rank):
             numbers = {int(name.partition("/")[0]) for name in first.held}
             groups = {rank.wrappers[number].ranks for number in numbers}
-            members = next(iter(groups)) if len(groups) == 1 else tuple(range(len(ranks)))
+            members = next(iter(groups)) if len(groups) == 1 else tuple(range(rank.started.world_size))
             same = [one for one in _of(rank, OptimizerStep) if one.optimizer == first.optimizer]
             key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
             known.setdefault((*key, times[key]), {})[rank.started.rank] = same
@@ -187,7 +188,7 @@ def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[_Optimizer]:
             ends = [
                 end
                 for number, same in theirs.items()
-                for end in _of(ranks[number], OptimizerEnd)
+                for end in _of(by_number[number], OptimizerEnd)
                 if end.optimizer == same[0].optimizer
             ]
             yield _in_step(list(theirs.values())), ends

@@ -109,6 +109,11 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
         if failed := [entry for entry in rank.entries if isinstance(entry, WatchingFailed)]:
             last = failed[0].error.strip().splitlines()[-1]
             return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
+    size = max(rank.started.world_size for rank in ranks)
+    here = {rank.started.rank for rank in ranks}
+    if missing := sorted(set(range(size)) - here):
+        why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
+        return CheckResult("ranks", "skipped", detail=f"{len(here)} of {counted(size, 'rank')}: {why}")
     if wrappers and not any(wrapper.steps for wrapper in wrappers):
         return CheckResult("ranks", "skipped", detail=f"no step of {describe_wrappers(wrappers)} was seen to end")
     steps = optimizer_steps(ranks)
@@ -117,11 +122,6 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
         if any(rank.constructs for rank in ranks):
             why = "the constructor of DistributedDataParallel has not come to its end"
         return CheckResult("ranks", "skipped", detail=why)
-    size = max(rank.started.world_size for rank in ranks)
-    here = {rank.started.rank for rank in ranks}
-    if missing := sorted(set(range(size)) - here):
-        why = f"{format_ranks(missing)} left no log here"
-        return CheckResult("ranks", "skipped", detail=f"{len(here)} of {counted(size, 'rank')}: {why}")
     watched = describe_wrappers(wrappers) or f"no DistributedDataParallel, {counted(steps, 'optimizer step')}"
     detail = f"{counted(size, 'rank')} ({ranks[0].started.backend}), {watched}"
     return CheckResult("ranks", "passed", detail=detail)
@@ -138,6 +138,10 @@ def _parts(
             worst = min(own, key=lambda finding: (finding not in kept, finding.sort_key()))
             status: CheckStatus = "failed" if worst.severity is Severity.ERROR else "warned"
             yield CheckResult(name, status if worst in kept else "ignored", detail=f"{worst.code}: {worst.message}")
+        elif elsewhere := sorted({rank for one in wrappers if not one.is_whole for rank in one.missing}):
+            yield CheckResult(
+                name, "skipped", detail=f"not compared with {format_ranks(elsewhere)}, of which nothing is here"
+            )
         elif "{times}" in what and not times:
             yield CheckResult(name, "skipped", detail="no step was compared")
         else:
