@@ -211,11 +211,12 @@ def judge_worker_seeds(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     )
 
 
-def judge_inputs(inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
+def judge_inputs(inputs: Sequence[Sequence[Inputs]], line: Location | None = None) -> list[Finding]:
     """DDP505: a wrapper that is given the same samples on every rank in each step, and others in the next.
 
     Args:
         inputs: By rank of the wrapper's group, of the same steps.
+        line: At which they are drawn, or the generator is seeded from which they are.
     """
     steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
     varying = len({of_ranks[0].samples for of_ranks in steps}) > 1
@@ -227,8 +228,11 @@ def judge_inputs(inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
         ("forward",),
         f"Every rank's forward pass is given the same samples, in all {len(same)} steps that were compared; "
         "so together the ranks do the work of one.",
-        location=same[0][0].location,
-        evidence=["their bits are equal on all ranks, and others in other steps"],
+        location=line or same[0][0].location,
+        evidence=[
+            "their bits are equal on all ranks, and others in other steps",
+            *([f"forward is called at {same[0][0].location}"] if line else []),
+        ],
         fix="Take other samples on each rank: by a DistributedSampler, by rank and world size, or from a generator "
         "that is seeded with seed + rank.",
     )

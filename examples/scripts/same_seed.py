@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP505", "subjects": ["forward"], "line": "model(x)"}
+EXPECT = {"code": "DDP505", "subjects": ["forward"], "line": "generator=generator"}
 FIXED = "--fixed" in sys.argv
 
 

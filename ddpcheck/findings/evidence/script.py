@@ -88,12 +88,14 @@ class Inputs:
         step: How many averaged backward passes had ended before.
         samples: A fingerprint of each sample, or one of all tensors where they do not agree on the number of samples.
         location: The line of the script that calls forward.
+        parts: Of each tensor, a fingerprint and the number of its elements.
     """
 
     wrapper: int
     step: int
     samples: tuple[int, ...]
     location: Location | None
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,11 @@ for epoch in range(epochs):
         ),
         fix="Seed model construction equally and data workers with seed + rank.",
         detected=(
-            "The random numbers that each rank draws for its samples are fingerprinted: in the process, in the "
-            "forward pass of a recipe, and in the workers of a data loader. Batches with other samples and the "
-            "same numbers are reported."
+            "The states of the random generators are compared where each rank draws for its samples: in the data "
+            "loader and in its workers, and in the forward pass of a recipe. Batches with other samples and the same "
+            "numbers are reported. `ddpcheck run` also follows what a training step draws between two optimizer "
+            "steps, before backward: as many numbers as there are samples, or elements in what forward is given. "
+            "Dropout and other noise within forward is not reported there."
         ),
         ignore="If less variety is accepted, or if the same noise is meant on every rank.",
         reports=("huggingface/transformers#37932", "huggingface/pytorch-image-models#1519"),

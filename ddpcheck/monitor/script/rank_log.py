@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -157,6 +158,7 @@ Entry = (
     | Inputs
     | LoaderPass
     | DerivedTable
+    | StepDraw
     | OptimizerStep
     | OptimizerEnd
     | StateHeld

@@ -47,6 +47,7 @@ from ddpcheck.monitor.script.rank_log import (
     WatchingFailed,
 )
 from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
+from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
 from ddpcheck.monitor.script.recording.file_recorder import FileRecorder
 from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
@@ -103,6 +104,7 @@ class _WatchedRank:
         log = self._log
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives)
         self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count)
+        self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
@@ -206,6 +208,7 @@ class _WatchedRank:
 
     def _ended(self) -> None:
         if os.getpid() == self._process:  # and not -1: what has failed to begin has no end
+            self._draws.close()
             self._loaders.close()
             self._optimizers.close()
             self._close(failing=getattr(sys, "last_value", None) is not None)

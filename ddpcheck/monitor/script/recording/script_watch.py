@@ -7,6 +7,7 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
-from ddpcheck.gather.state.module_description import module_entries
+from ddpcheck.gather.state.module_description import fingerprint, module_entries
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
@@ -43,6 +44,7 @@ from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 
 _OF_THE_LOOP = ("DDP501", "DDP502", "DDP509")
+_MOST_PARTS = 16  # tensors that forward is given
 _DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
 
 
@@ -174,7 +176,9 @@ class ScriptWatch(Watch):
                 and not _are_indices(given)
                 and (samples := sample_fingerprints(given) or batch_fingerprint(given))
             ):
-                self._log.add(Inputs(self.number, step, samples, self._forward_line))
+                tensors = itertools.islice(tree_tensors(given), _MOST_PARTS)
+                parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
+                self._log.add(Inputs(self.number, step, samples, self._forward_line, parts))
         self._log.count(self.number, step + 1, step + 1)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -26,6 +27,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gradients import all_gradients_agree
 from ddpcheck.judge.script_losses import are_sums, judge_losses, judge_sums
@@ -104,11 +106,16 @@ def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
         if _take_slices(group):  # of a batch that all load
             of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
         found += [finding for finding in of_loaders if finding not in found]
-    if not any(finding.code == "DDP505" for finding in found):
+    draws, inputs = [_of(rank, StepDraw) for rank in ranks], [_of(rank, Inputs) for rank in ranks]
+    orders = [tuple(tuple(one.indices) for one in _passes(rank) if one.trains) for rank in ranks]
+    of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(ranks))
+    found += of_draws
+    if not of_draws and not any(finding.code == "DDP505" for finding in found):
         wrappers = {(number, made.ranks) for rank in ranks for number, made in enumerate(rank.wrappers)}
         for number, members in sorted(wrappers):
             theirs = [rank for rank in ranks if rank.started.rank in members]
-            found += judge_inputs([[one for one in _of(rank, Inputs) if one.wrapper == number] for rank in theirs])
+            given = [[one for one in _of(rank, Inputs) if one.wrapper == number] for rank in theirs]
+            found += judge_inputs(given, line_of_selection([_of(rank, StepDraw) for rank in theirs]))
     return found + judge_tables([_of(rank, DerivedTable) for rank in ranks])
 
 

@@ -1,0 +1,126 @@
+"""DDP510: random numbers that every rank draws alike in its training steps, for samples of its own.
+
+Pure functions from `findings.evidence.draws` and `findings.evidence.script` to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, one_finding
+
+_FEWEST = 2  # intervals between optimizer steps in which the same line draws
+_KEYS = 624  # a count is known up to a multiple of it
+_BLOCK = 16  # numbers that `randn` draws once more at the end
+
+
+def judge_step_draws(
+    draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]], *, loads_others: bool = False
+) -> list[Finding]:
+    """At most one finding; `draws` and `inputs` of all wrappers, by rank.
+
+    `loads_others`: A loader gives the ranks other samples, and what forward was given last may be made of noise alone.
+
+    Numbers for each sample are as many as there are samples, or as a tensor that forward is given has elements. Fewer
+    are for the batch as a whole (its size, the weight of a mixture), and others are for what all ranks are to draw
+    alike: for the batch of all ranks, of which each takes its part, or for weights. Within the forward pass whole
+    numbers for each sample tell the steps of a diffusion from dropout, whose masks are not reported.
+    """
+    given = _compared(inputs)
+    if len(draws) < 2 or not given or not (loads_others or any(map(_all_differ, given))):
+        return []
+    rows = {len(one.samples) for of_wrapper in given for of_ranks in of_wrapper for one in of_ranks}
+    sizes = {size for of_wrapper in given for of_ranks in of_wrapper for one in of_ranks for _, size in one.parts}
+    shared = shared_draws(draws)
+    for_samples = [
+        one
+        for one in shared
+        if (one.kind == "noise" and not one.in_forward and _is_for(one.count, rows | sizes))
+        or (one.kind == "choice" and one.in_forward and one.count in rows)
+    ]
+    passed = any(_passes_on_same(of_wrapper) for of_wrapper in given)
+    if passed:  # as steps of a diffusion, say
+        for_samples += [one for one in shared if one.generator == "cuda" or one.count >= min(rows)]
+    lines = [one.location for one in for_samples]
+    repeated = [one for one in for_samples if len({o.step for o in for_samples if o.location == one.location}) > 1]
+    if len({one.step for one in repeated}) < _FEWEST:
+        return []
+    one = repeated[0]
+    places = [str(line) for line in dict.fromkeys(lines) if line is not None]
+    seeded = [f"the generator ({one.generator}) was last seeded at {one.seeded}"] if one.seeded else []
+    return one_finding(
+        "DDP510",
+        ("training step",),
+        "The training step draws random numbers for its samples, and every rank draws the same ones for other "
+        f"samples, in {counted(len({other.step for other in repeated}), 'step')} that were looked at.",
+        location=one.seeded or one.location or given[0][0][0].location,
+        evidence=[
+            "before and after these draws the random generators have the same state on every rank",
+            *([f"they are drawn at {', '.join(places[:3])}"] if places else []),
+            *seeded,
+        ],
+        fix="Seed with seed + rank before the training loop, after the model has been constructed; or draw from a "
+        "generator of each rank's own: torch.Generator().manual_seed(seed + rank).",
+    )
+
+
+def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
+    """Those of global generators that every rank has made from the same state, as the last rank has made them."""
+    keys = [{_key(one) for one in of_rank if one.generator} for of_rank in draws]
+    common = set.intersection(*keys) if keys else set()
+    return [one for one in draws[-1] if _key(one) in common] if draws else []
+
+
+def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
+    """The line by which every rank draws the same samples: that of the seed, or of the draw from an own generator."""
+    choices = [one for one in shared_draws(draws) if one.count > 1 or one.generator == "cuda"]
+    choices.sort(key=lambda one: ("choice", "any", "noise").index(one.kind))
+    own = [one for of_rank in draws for one in of_rank if not one.generator]
+    found = [one.seeded or one.location for one in choices] + [one.location for one in own]
+    return next((line for line in found if line is not None), None)
+
+
+def _key(one: StepDraw) -> tuple[object, ...]:
+    return one.step, one.generator, one.kind, one.before, one.after, one.location
+
+
+def _compared(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
+    """By wrapper, what all ranks were given in the same step."""
+    by_place = [{(one.wrapper, one.step): one for one in of_rank if len(one.samples) > 1} for of_rank in inputs]
+    common = sorted(set.intersection(*map(set, by_place))) if by_place else []
+    wrappers = dict.fromkeys(wrapper for wrapper, _ in common)
+    return [[tuple(of_rank[place] for of_rank in by_place) for place in common if place[0] == w] for w in wrappers]
+
+
+def _all_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
+    return len(steps) >= _FEWEST and all(
+        len({tuple(sorted(one.samples)) for one in of_ranks}) == len(of_ranks) for of_ranks in steps
+    )
+
+
+def _passes_on_same(steps: Sequence[Sequence[Inputs]]) -> bool:
+    """Whether one tensor that forward is given is the same on all ranks, and another in each step, beside others."""
+    places = min((len(one.parts) for of_ranks in steps for one in of_ranks), default=0)
+    if len(steps) < _FEWEST or not _all_differ(steps):
+        return False
+    return any(
+        all(len({one.parts[place] for one in of_ranks}) == 1 for of_ranks in steps)
+        and len({of_ranks[0].parts[place] for of_ranks in steps}) == len(steps)
+        and all(of_ranks[0].parts[place][1] >= len(of_ranks[0].samples) for of_ranks in steps)
+        for place in range(places)
+    )
+
+
+def _is_for(count: int, sizes: set[int]) -> bool:
+    """Whether so many numbers are one for each element of a tensor."""
+    return count > 1 and count % _KEYS in set(_remainders(sizes))
+
+
+def _remainders(sizes: set[int]) -> Iterator[int]:
+    for size in sizes:
+        yield size % _KEYS
+        if size > _BLOCK and size % _BLOCK:
+            yield (size + _BLOCK) % _KEYS
