@@ -57,7 +57,10 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
                 )[0],
                 evidence=finding.evidence,
             )
-        return [replace(finding, steps=(first.count,), location=first.location)]
+        made = first.rate if finding.code == "DDP507" else first.made
+        noticed = (f"noticed at {first.location}",) if made and made != first.location else ()
+        evidence = (*finding.evidence, *noticed)
+        return [replace(finding, steps=(first.count,), location=made or first.location, evidence=evidence)]
     return []
 
 

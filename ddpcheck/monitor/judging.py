@@ -147,6 +147,9 @@ def judge_replica_states(
             for finding in judge_values_changed([s.constructed for s in states], [s.at_first_forward for s in states])
         ]
         changed_early = {name for finding in start for name in finding.subjects}
+        never = [{n: v for n, v in s.at_first_forward.items() if n not in changed_early} for s in states]
+        start += [one for one in judge_values_after_wrapping(never, [{} for _ in states]) if one.code == "DDP208"]
+        changed_early |= {name for finding in start for name in finding.subjects}
         changed = []
         for item in values:  # forward or backward has changed the others
             others = {name: value for name, value in item.parameters.items() if name not in changed_early}

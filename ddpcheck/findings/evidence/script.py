@@ -127,6 +127,9 @@ class OptimizerStep:
         marks: Fingerprints of one of them, at each step since the last entry.
         unknown: Of them, those that no module has.
         collectives: How many collectives of all ranks this rank has come to before.
+        made: The line that has constructed it.
+        rate: The line that decides its learning rate, but for the constructor: of its schedule, or the only one that
+            assigns a rate.
         summed: Of the parameters in no wrapper, those whose gradient is just as an all_reduce has left it that sums.
         summed_at: The line of that all_reduce.
     """
@@ -145,6 +148,8 @@ class OptimizerStep:
     marks: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
     collectives: int = 0
+    made: Location | None = None
+    rate: Location | None = None
     summed: tuple[str, ...] = ()
     summed_at: Location | None = None
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import (
@@ -168,6 +169,7 @@ Entry = (
     | GradientsZeroed
     | ReducedInPlace
     | FileUsed
+    | ModuleChanged
     | RankFound
     | GroupUsed
     | RankRaised

@@ -33,6 +33,7 @@ from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, follow
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
@@ -75,13 +76,23 @@ class OptimizerRecorder:
         watches: Iterable[ScriptWatch],
         every: int,
         collectives: Callable[[], int],
+        lines: LineRecorder,
     ) -> None:
-        """Begin; `watches` are those on the wrappers, `collectives` says how many of all ranks there have been."""
+        """Begin.
+
+        Args:
+            sink: Takes the evidence.
+            watches: Those on the wrappers.
+            every: Steps from one entry to the next.
+            collectives: Says how many of all ranks there have been.
+            lines: Where optimizers and schedules are made.
+        """
         self.steps = 0
         self._sink = sink
         self._watches = watches
         self._every = every
         self._collectives = collectives
+        self._lines = lines
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
         self._schedule_numbers = itertools.count()
@@ -89,26 +100,14 @@ class OptimizerRecorder:
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
         _Optim, _Module, _Plateau = torch.optim.Optimizer, nn.Module, torch.optim.lr_scheduler.ReduceLROnPlateau
-        self._follow(_Optim, "zero_grad", self._before_zero_grad)
-        self._follow(_Module, "zero_grad", self._before_module_zero_grad)
-        self._follow(_Plateau, "step", self._before_plateau)
+        follow(_Optim, "zero_grad", self._before_zero_grad)
+        follow(_Module, "zero_grad", self._before_module_zero_grad)
+        follow(_Plateau, "step", self._before_plateau)
         self._clips = 0
         self._follow_clips()
         self.states = StateRecorder(sink, watches)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
-
-    @staticmethod
-    def _follow(kind: Any, name: str, before: Callable[..., None]) -> None:
-        original, note = getattr(kind, name), guarded(before)
-
-        @functools.wraps(original)
-        @passes_on
-        def method(self: Any, *arguments: Any, **named: Any) -> Any:
-            note(self, *arguments, **named)
-            return original(self, *arguments, **named)
-
-        setattr(kind, name, method)
 
     def _follow_clips(self) -> None:
         original, note = nn.utils.clip_grad_norm_, guarded(self._after_clip)
@@ -128,7 +127,7 @@ class OptimizerRecorder:
         if type(norm) is torch.Tensor and self._is_written(self._clips):
             self._sink(GradientsClipped(self._clips, float(norm), user_location(), self.steps))
         self._clips += 1
-        self.after_backward()  # in place: these are still the gradients of backward
+        self._note_left()  # in place: these are still the gradients of backward
 
     def close(self) -> None:
         """The script has ended."""
@@ -217,6 +216,8 @@ class OptimizerRecorder:
             marks=tuple(known.marks),
             unknown=tuple(name for name in alone if name.startswith("?")),
             collectives=self._collectives(),
+            made=self._lines.of_optimizer(optimizer),
+            rate=self._lines.of_rate(optimizer),
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), None),
         )
@@ -274,6 +275,8 @@ class OptimizerRecorder:
 
     def before_backward(self, loss: Any) -> None:
         """A backward pass begins from `loss`."""
+        for watch in list(self._watches):
+            watch.any_backward_begins()
         for known in self._looked_at():
             repeats = any(times > 1 for times in known.zeroed_before.values())
             if repeats and not known.for_inputs and isinstance(loss, torch.Tensor):
@@ -282,6 +285,11 @@ class OptimizerRecorder:
 
     def after_backward(self) -> None:
         """It has ended."""
+        for watch in list(self._watches):
+            watch.any_backward_ended()
+        self._note_left()
+
+    def _note_left(self) -> None:
         for known in self._looked_at():
             gradient = getattr(known.sample(), "grad", None)
             known.left = (lambda: None, 0) if gradient is None else (ref(gradient), gradient._version)

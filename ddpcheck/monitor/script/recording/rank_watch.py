@@ -49,6 +49,7 @@ from ddpcheck.monitor.script.rank_log import (
 from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
 from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
 from ddpcheck.monitor.script.recording.file_recorder import FileRecorder
+from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
 from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
@@ -102,7 +103,8 @@ class _WatchedRank:
         self._record_calls(replacements)
         self._record_end()
         log = self._log
-        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives)
+        self._lines = lines = LineRecorder(log.add, self._watches)
+        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives, lines)
         self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count)
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers)
@@ -123,7 +125,7 @@ class _WatchedRank:
                 self._log.add(begun)
             construct(wrapper, *arguments, **named)
             if os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck."):
-                self._watch(wrapper)
+                self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
         return __init__
 
@@ -168,9 +170,12 @@ class _WatchedRank:
 
         sys.excepthook = excepthook
 
-    def _watch(self, wrapper: Any) -> None:
+    def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
         try:
-            self._watches.add(ScriptWatch(wrapper, self._options, self._log, self._count))
+            lines, log = self._lines, self._log
+            self._watches.add(
+                ScriptWatch(wrapper, self._options, log, self._count, lines.note_changes, began_alike=began_alike)
+            )
             self._count += 1
         except Exception as error:
             self._failed(error)

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +32,13 @@ from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_finger
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import WatchContext, judge_events
+from ddpcheck.monitor.judging import WatchContext, judge_events, judge_unaveraged_steps
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_probed
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.script.rank_log import RankFound, RankLog, ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
 from ddpcheck.monitor.watch import Watch
@@ -55,20 +56,30 @@ class ScriptWatch(Watch):
     _keep = staticmethod(sketch)
 
     def __init__(
-        self, wrapper: nn.parallel.DistributedDataParallel, options: WatchOptions, log: RankLog, number: int
+        self,
+        wrapper: nn.parallel.DistributedDataParallel,
+        options: WatchOptions,
+        log: RankLog,
+        number: int,
+        note_changes: Callable[[ScriptWatch, Sequence[str]], None],
+        *,
+        began_alike: bool,
     ) -> None:
         self._log = log
         self.number = number
-        self._forwards = 0  # that may train
+        self.forwards = 0  # that may train
+        self._note_changes = note_changes
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
         self._zeroed = False  # by zero_grad, since the last optimizer step
         self._discarded = 0  # optimizer steps before which all of these were thrown away by it
-        super().__init__(wrapper, options)
+        super().__init__(wrapper, options, began_alike=began_alike)
         self._comparison: _ReplicaRecorder = _ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
         )
+        self._paths = {id(part): path for path, part in self._module.named_modules()}
+        self._bypass = BypassRecorder(self._module, self._tracker.parameters.tensors)
         self._handle = wrapper.register_forward_pre_hook(UnpickledHook(_note_broadcast))
         log.add(
             WrapperMade(
@@ -92,6 +103,14 @@ class ScriptWatch(Watch):
         """All parameters in the wrapper, also those that have come later, or that it was told to ignore."""
         return iter(()) if self._tracker.wrapper is None else self._tracker.wrapper.parameters()
 
+    def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of the wrapped module as it is now, by name."""
+        return self._module.named_parameters()
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """Where a module was in the wrapped one when that was wrapped; `None` for another."""
+        return self._paths.get(id(module))
+
     @property
     def has_unreduced(self) -> bool:
         """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
@@ -106,9 +125,19 @@ class ScriptWatch(Watch):
         """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
         self._zeroed = True
 
+    def any_backward_begins(self) -> None:
+        """A backward pass of the script begins, of whatever."""
+        self._bypass.backward_begins(self.step)
+
+    def any_backward_ended(self) -> None:
+        """It has ended."""
+        self._bypass.backward_ended(self.step, put_off=self.has_unreduced or self.joins)
+
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
         self._comparison.write()
+        if self._bypass.steps() and self._alarms.has_others:
+            self._report(judge_unaveraged_steps(self._context, self._alarms.rank, self.step, forwards=0))
         fresh, self._fresh = self._fresh, {}
         zeroed, self._zeroed = self._zeroed, False
         if not fresh or not zeroed:
@@ -123,6 +152,7 @@ class ScriptWatch(Watch):
         """As of `Watch`."""
         self._comparison.write()
         self._handle.remove()
+        self._bypass.close()
         super().close(failing=failing)
 
     def _make_board(self, group: Any) -> AlarmBoard:
@@ -130,9 +160,16 @@ class ScriptWatch(Watch):
 
     def _report(self, findings: Iterable[Finding]) -> None:
         if found := tuple(findings):
-            where = user_location()  # of the pass or step by which they are noticed
-            located = (replace(one, location=where) if one.code in _OF_THE_LOOP else self._locate(one) for one in found)
-            self._log.add(RankFound(self.number, tuple(located)))
+            self._log.add(RankFound(self.number, tuple(map(self._placed, found))))
+
+    def _placed(self, finding: Finding) -> Finding:
+        """A finding at the line to change, else at the pass or step by which it is noticed."""
+        if finding.code not in _OF_THE_LOOP:
+            return self._locate(finding)
+        noticed, inner = user_location(), self._bypass.line
+        if finding.code != "DDP501" or inner is None:
+            return replace(finding, location=noticed)
+        return replace(finding, location=inner, evidence=(*finding.evidence, f"noticed at {noticed}"))
 
     def _judge(self, reports: Sequence[RankReport], *, settled: bool = False) -> None:
         self._log.add(StepsReported(self.number, reports[0], closing=settled))
@@ -142,12 +179,14 @@ class ScriptWatch(Watch):
     ) -> list[Finding]:
         mine = self._own_report(step, probe, snapshot, thorough=thorough)
         self._history.note_reported([mine])
+        if mine.changes:
+            self._note_changes(self, tuple(mine.changes.values()))
         self._log.add(StepsReported(self.number, mine))
         return []
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         super().forward_returned(step, output, tensors, synced=synced)
-        self._forwards += 1
+        self.forwards += 1
         if self._is_sampled(step):
             self._forward_line = user_location()
 
@@ -158,7 +197,7 @@ class ScriptWatch(Watch):
         super().backward_begins()
         wrapper = self._tracker.wrapper
         if wrapper is not None and not wrapper._join_config.enable:
-            place = f"forward pass {self._forwards}"
+            place = f"forward pass {self.forwards}"
             note_collective(DDP_BACKWARD, "", wrapper.process_group, place=place)
         self._log.count(self.number, self.step + 1, self.step)
 
@@ -216,7 +255,7 @@ class _ReplicaRecorder(ReplicaComparison):
         log: RankLog,
         number: int,
     ) -> None:
-        super().__init__(module, synced, context, alarms, keeps_start=False)
+        super().__init__(module, synced, context, alarms, keeps_start=context.began_alike)
         self._log = log
         self._number = number
         self._captured: ReplicaCaptured | None = None

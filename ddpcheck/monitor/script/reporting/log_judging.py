@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import StepEvidence
@@ -17,6 +18,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import counted
 from ddpcheck.judge.root_causes import split_consequences
+from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.options import WatchOptions
@@ -172,7 +174,12 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
         for name, gradient in one.state.values.gradients.items()
         if gradient
     }
-    return [one for one in reporter.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
+    changes = [
+        [one for one in rank.entries if isinstance(one, ModuleChanged) and one.wrapper == wrapper.number]
+        for rank in wrapper.ranks
+    ]
+    kept = [one for one in reporter.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
+    return [at_the_change(one, changes, made.location) for one in kept]
 
 
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:

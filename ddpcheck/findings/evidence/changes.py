@@ -1,0 +1,36 @@
+"""Evidence on what a script changes in wrapped modules: the call or the assignment, with its line.
+
+Judged in `judge.script_changes`; gathered in `monitor.script.recording.line_recorder`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpcheck.findings.report import Location
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleChanged:
+    """A line of the script has changed, or may have changed, parameters of a wrapped module.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        what: "values" (loaded, or set by a function that was applied), "requires_grad", or "parameters" (others are
+            registered now).
+        how: The name of what was called, or assigned.
+        names: Of the parameters; empty where they are not known.
+        location: The line of the script.
+        forwards: How many forward passes of the wrapper had been before.
+        step: How many averaged backward passes had ended before.
+    """
+
+    wrapper: int
+    what: str
+    how: str
+    names: tuple[str, ...]
+    location: Location | None
+    forwards: int = 0
+    step: int = 0

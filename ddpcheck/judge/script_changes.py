@@ -1,0 +1,59 @@
+"""DDP208, 306, 503, 515: the line that has changed a wrapped module, put into findings that notice the change later.
+
+Pure functions from `findings.evidence.changes` (gathered by `monitor.script.recording.line_recorder`) to findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks
+
+_ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may
+
+Changes = Sequence[Sequence[ModuleChanged]]
+"""Of one wrapper, by rank."""
+
+
+def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
+    """A finding at the line that has made the change, if it is one on a change; `made`: the line that wraps."""
+    if finding.code == "DDP503":
+        return _at_first(finding, [one for of_rank in changes for one in of_rank if one.what != "values"])
+    if finding.code in ("DDP208", "DDP515"):
+        found = _at_values(finding, changes, after_forward=False)
+        return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
+    return _at_values(finding, changes, after_forward=True) if finding.code == "DDP306" else finding
+
+
+def _at_first(finding: Finding, candidates: Iterable[ModuleChanged]) -> Finding:
+    subjects = set(finding.subjects)
+    for one in candidates:
+        theirs = subjects.intersection(one.names) or any(name.startswith(f"{one.how}.") for name in subjects)
+        if theirs or one.how in subjects or (one.what == "requires_grad" and not one.names):
+            return replace(finding, location=one.location)
+    return finding
+
+
+def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
+    """At a line that sets values: one that not every rank has come to, else one that all have."""
+    ranks: dict[tuple[str, Location | None], list[int]] = {}
+    for rank, of_rank in enumerate(changes):
+        for one in of_rank:
+            fits = one.what == "values" and bool(one.forwards) == after_forward
+            if fits and not set(finding.subjects).isdisjoint(one.names):
+                ranks.setdefault((one.how, one.location), []).append(rank)
+    some = {key: on for key, on in ranks.items() if len(on) < len(changes)}
+    if after_forward and not some:  # what all ranks call later is no reason to differ
+        return finding
+    for (how, where), on in sorted((some or ranks).items(), key=lambda item: _ORDER.index(item[0][0])):
+        only = f"only on {format_ranks(on)}" if len(on) < len(changes) else "on every rank"
+        return replace(
+            finding,
+            location=where,
+            ranks=tuple(on) if len(on) < len(changes) else finding.ranks,
+            evidence=(*finding.evidence, f"{how} is called there after wrapping, {only}"),
+        )
+    return finding

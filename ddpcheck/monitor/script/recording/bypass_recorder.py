@@ -1,0 +1,108 @@
+"""Backward passes that reach the parameters of a wrapper and that it does not reduce, and the call that makes them so.
+
+Only the calls of a wrapper's own forward are followed by a reduction. Where `.grad` has grown and neither a reduction
+has ended nor `no_sync` has put it off, the loss came from the module inside. From then on that module is listened to,
+and the line by which the script enters it is the one to change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path
+from ddpcheck.monitor.module_hooks import UnpickledHook, remove_hooks
+
+_DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
+_STEPS = 3  # that use such gradients, before that is said
+
+_Marks = list[tuple[int, int] | None]
+
+
+class BypassRecorder:
+    """Counts the optimizer steps on gradients of backward passes around one wrapper.
+
+    Attributes:
+        line: That calls the module inside of the wrapper, once it is known.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        self.line: Location | None = None
+        self._module = module
+        self._some = [*parameters[:1], *parameters[-1:]]  # by which a backward pass is known to have come
+        self._marks: _Marks = []
+        self._reductions = 0
+        self._passes = 0  # since the last step
+        self._steps = 0
+        self._handles: list[Any] = []
+
+    def backward_begins(self, reductions: int) -> None:
+        """Any backward pass of the script begins; so many reductions have ended."""
+        if self._passes and not self._has_gradients():  # they are zeroed before anything has used them
+            self._passes = 0
+        self._marks, self._reductions = self._marked(), reductions
+
+    def backward_ended(self, reductions: int, *, put_off: bool) -> None:
+        """It has ended; `put_off`: its gradients are to be reduced with those of a later one."""
+        marks, before = self._marked(), self._marks
+        grown = any(now is not None and now != then for now, then in zip(marks, before, strict=False))
+        if grown and reductions == self._reductions and not put_off:
+            self._passes += 1
+            self._listen()
+
+    def steps(self) -> bool:
+        """An optimizer steps; whether this is the step at which such steps are to be reported."""
+        passes, self._passes = self._passes, 0
+        passes = passes if passes and self._has_gradients() else 0
+        self._steps += bool(passes)
+        if passes and self._steps == _STEPS:
+            self.close()
+            return True
+        return False
+
+    def close(self) -> None:
+        """Listen no more."""
+        remove_hooks(self._handles)
+
+    def _marked(self) -> _Marks:
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._some]
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None and bool(p.grad.detach().count_nonzero()) for p in self._some)
+
+    def _listen(self) -> None:
+        if not self._handles and self.line is None and self._steps < _STEPS:
+            hook = UnpickledHook(self._called)
+            self._handles = [part.register_forward_pre_hook(hook) for part in self._module.modules()]
+
+    def _called(self, *_arguments: Any) -> None:
+        """A part of the module is called: by a line outside of it, if not by the wrapper."""
+        if self.line is not None or not torch.is_grad_enabled():
+            return
+        parts = set(self._module.modules())
+        frame: FrameType | None = sys._getframe(1)
+        found: FrameType | None = None
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == _DDP_FILE:
+                return
+            of_users = is_user_file(code.co_filename) and not is_installed(code.co_filename)
+            if found is None and of_users and not _is_method_of(frame, parts):
+                found = frame
+            frame = frame.f_back
+        if found is not None:
+            self.line = Location(relative_path(found.f_code.co_filename), found.f_lineno)
+
+
+def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:
+    """Whether a frame is of a method of one of the modules."""
+    code = frame.f_code
+    own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return isinstance(own, nn.Module) and own in parts

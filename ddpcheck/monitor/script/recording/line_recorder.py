@@ -1,0 +1,150 @@
+"""The lines at which a script makes optimizers and schedules, and changes modules that are wrapped."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_location
+from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+
+_MOST_CHANGES = 256
+_SCHEDULES = ("LRScheduler", "ReduceLROnPlateau")
+
+
+class LineRecorder:
+    """Records where things are made; hands changes of wrapped modules to `sink`."""
+
+    def __init__(self, sink: Callable[[ModuleChanged], object], watches: Iterable[ScriptWatch]) -> None:
+        """Begin; `watches` are those on the wrappers."""
+        self._sink = sink
+        self._watches = watches
+        self._seen: set[tuple[int, str, Location | None]] = set()
+        self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self._schedules: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # by optimizer
+        follow(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        schedules = (getattr(torch.optim.lr_scheduler, name, None) for name in _SCHEDULES)
+        for schedule in dict.fromkeys(filter(None, schedules)):
+            follow(schedule, "__init__", self._schedule_made)
+        follow(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
+        follow(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
+        follow(nn.Module, "requires_grad_", self._thawed)
+        follow(nn.Parameter, "requires_grad_", self._thawed)
+        hook = UnpickledHook(self._registered)
+        registration.register_module_parameter_registration_hook(hook)
+        registration.register_module_module_registration_hook(hook)
+
+    def of_optimizer(self, optimizer: Any) -> Location | None:
+        """The line that has constructed it."""
+        return self._optimizers.get(optimizer)
+
+    def of_rate(self, optimizer: Any) -> Location | None:
+        """The line that decides its learning rate: of its schedule's construction, or the one that assigns a rate."""
+        return self._schedules.get(optimizer) or assignment_in_program("lr")
+
+    def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
+        """A watch has noticed changes of parameters of these kinds, the line of which may not have been seen."""
+        if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
+            key[:2] == (watch.number, "requires_grad") for key in self._seen
+        ):
+            return
+        where = assignment_in_program("requires_grad", "unfrozen" in kinds)
+        self._note(watch, "requires_grad", "requires_grad", (), where)
+
+    def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
+        if (where := user_location()) is not None:
+            self._optimizers[optimizer] = where
+
+    def _schedule_made(self, _schedule: Any, *arguments: Any, **named: Any) -> None:
+        optimizer = arguments[0] if arguments else named.get("optimizer")
+        if optimizer is not None and (where := user_location()) is not None:
+            self._schedules[optimizer] = where
+
+    def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
+        self._note_parameters("values", how, module)
+
+    def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
+        self._note_parameters("requires_grad", "requires_grad_", thing)
+
+    def _note_parameters(self, what: str, how: str, thing: Any) -> None:
+        watches = list(self._watches)
+        if not watches or len(self._seen) >= _MOST_CHANGES:
+            return
+        where = user_location()
+        if all((watch.number, what, where) in self._seen for watch in watches):
+            return
+        changed = {id(p) for p in thing.parameters()} if isinstance(thing, nn.Module) else {id(thing)}
+        for watch in watches:
+            if names := tuple(name for name, p in watch.module_parameters() if id(p) in changed):
+                self._note(watch, what, how, names, where)
+
+    def _registered(self, module: nn.Module, name: str, _thing: Any) -> None:
+        if len(self._seen) < _MOST_CHANGES:
+            for watch in list(self._watches):
+                if (path := watch.path_of(module)) is not None:
+                    self._note(watch, "parameters", f"{path}.{name}".lstrip("."), (), user_location())
+
+    def _note(self, watch: ScriptWatch, what: str, how: str, names: tuple[str, ...], where: Location | None) -> None:
+        key = watch.number, what, where
+        if where is not None and key not in self._seen:
+            self._seen.add(key)
+            self._sink(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
+
+
+def follow(kind: Any, name: str, before: Callable[..., None]) -> None:
+    """Call `before` with the arguments of each call of a method, before it."""
+    original, note = getattr(kind, name), guarded(before)
+
+    @functools.wraps(original)
+    @passes_on
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        note(self, *arguments, **named)
+        return original(self, *arguments, **named)
+
+    setattr(kind, name, method)
+
+
+@functools.cache
+def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
+    """The one line of the program that assigns an attribute or an item of this name; `None` where there are others.
+
+    `value`: that it may assign, as far as it is spelled out.
+    """
+    found = {
+        Location(relative_path(file), node.lineno)
+        for file in _program_files()
+        for node in ast.walk(parsed_source(file) or ast.Module([], []))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if _is_of(target, name) and _may_be(node.value, value)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _may_be(node: ast.expr | None, value: bool | None) -> bool:
+    return value is None or not isinstance(node, ast.Constant) or node.value is value
+
+
+def _is_of(target: ast.expr, name: str) -> bool:
+    if isinstance(target, ast.Subscript):
+        return isinstance(target.slice, ast.Constant) and target.slice.value == name
+    return isinstance(target, ast.Attribute) and target.attr == name
+
+
+def _program_files() -> Iterator[str]:
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith(".py") and is_user_file(file) and not is_installed(file):
+            yield file
