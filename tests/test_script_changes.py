@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
+from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.script_changes import at_the_change
+from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
@@ -45,3 +47,27 @@ def test_the_line_of_a_change(
 ) -> None:
     found = at_the_change(finding(code), changes, WRAPS)
     assert (found.location, found.ranks) == (where, ranks)
+
+
+@pytest.mark.parametrize(
+    ("steps", "horizon", "found"),
+    [(48, 24, True), (24, 24, False), (48, 48, False), (48, 0, False), (50, 24, True), (12, 24, False)],
+)
+def test_a_schedule_that_steps_once_for_each_rank(steps: int, horizon: int, found: bool) -> None:
+    schedule = ScheduleState(WRAPS, steps, LOADS, horizon=horizon)
+    taken = [OptimizerStep(0, 0, {}, THAWS)] * 2
+    findings = judge_schedule([taken], [OptimizerEnd(0, 24, 24, schedule=schedule)] * 2, 2)
+    assert [(one.code, one.location) for one in findings] == ([("DDP507", LOADS)] if found else [])
+
+
+def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
+    apart = [
+        OptimizerStep(0, 3, {"group 0 lr": rate}, THAWS, rate=WRAPS, schedule=ScheduleState(WRAPS, steps, LOADS))
+        for rate, steps in (("0.1", 0), ("0.05", 1))
+    ]
+    alike = [replace(one, count=0, options={"group 0 lr": "0.1"}) for one in apart]
+    (finding,) = judge_optimizer_options([alike, apart])
+    assert (finding.code, finding.location) == ("DDP507", LOADS)
+    own = [replace(one, schedule=ScheduleState(WRAPS, 3, LOADS)) for one in apart]  # of another length on each rank
+    (finding,) = judge_optimizer_options([alike, own])
+    assert (finding.code, finding.location) == ("DDP507", WRAPS)

@@ -16,7 +16,8 @@ from ddpcheck.findings.evidence.script import (
     OptimizerEnd,
     ReducedInPlace,
 )
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import (
     format_ranks,
     group_by_value,
@@ -29,6 +30,9 @@ from ddpcheck.findings.wording import (
 from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.script_alone import are_local
 from ddpcheck.judge.script_gradients import Steps, all_gradients_agree, any_gradient_differs, are_close, differing
+
+_FEWEST_STEPS = 8  # of an optimizer
+_ABOUT = 0.1
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
@@ -57,11 +61,46 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
                 )[0],
                 evidence=finding.evidence,
             )
-        made = first.rate if finding.code == "DDP507" else first.made
+        made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made
         noticed = (f"noticed at {first.location}",) if made and made != first.location else ()
         evidence = (*finding.evidence, *noticed)
         return [replace(finding, steps=(first.count,), location=made or first.location, evidence=evidence)]
     return []
+
+
+def _rate_line(of_ranks: Steps) -> Location | None:
+    """The line that decides the learning rate: of the schedule's step where not every rank has come to it as often."""
+    schedules = [one.schedule for one in of_ranks if one.schedule is not None]
+    if len({schedule.steps for schedule in schedules}) > 1:
+        return max(schedules, key=lambda schedule: schedule.steps).location
+    return of_ranks[0].rate
+
+
+def judge_schedule(steps: Sequence[Steps], ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
+    """DDP507: a schedule that makes as many steps in one of the optimizer as there are ranks, and so ends too early.
+
+    Some count the steps of all ranks by right: then the schedule has as many to make. So it is a fault only where it
+    has gone past its end as many times over.
+    """
+    schedules = [end.schedule for end in ends if end.schedule is not None]
+    if world_size < 2 or not steps or len(schedules) < len(steps[0]):
+        return []
+    first, count = schedules[0], ends[0].count
+    ratio = first.steps / max(1, first.horizon)
+    often = all(abs(one.steps - world_size * end.count) <= world_size for one, end in zip(schedules, ends, strict=True))
+    if not first.horizon or count < _FEWEST_STEPS or not often or abs(ratio / world_size - 1) > _ABOUT:
+        return []
+    return one_finding(
+        "DDP507",
+        ("learning rate",),
+        f"The learning rate schedule makes {world_size} steps, one for each rank, in each step of the optimizer: it "
+        f"has an end after {first.horizon} steps, and was there after 1/{world_size} of the training.",
+        location=first.made if first.by_package else first.location,
+        evidence=[f"{first.steps} steps of the schedule, {count} of the optimizer"],
+        severity=Severity.WARNING,
+        fix="Step the schedule once after each optimizer step. Where a framework makes one for each rank (accelerate "
+        "without split_batches), give the schedule the number of steps of all ranks together.",
+    )
 
 
 def _out_of_step(of_ranks: Steps) -> list[Finding]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP501", "subjects": ["forward"]}
+EXPECT = {"code": "DDP501", "subjects": ["forward"], "line": "forward(x)"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP223", "subjects": ["group 0 lr"], "ranks": [1]}
+EXPECT = {"code": "DDP223", "subjects": ["group 0 lr"], "ranks": [1], "line": "torch.optim.SGD("}
 FIXED = "--fixed" in sys.argv
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP507", "subjects": ["group 0 lr"], "ranks": [1], "line": "optimizer.step()"}
+EXPECT = {"code": "DDP507", "subjects": ["group 0 lr"], "ranks": [1], "line": "schedule.step()"}
 FIXED = "--fixed" in sys.argv
 
 

@@ -1,6 +1,6 @@
-"""Evidence on what a script changes in wrapped modules: the call or the assignment, with its line.
+"""Evidence on what a script changes: wrapped modules, and learning rates; with the lines.
 
-Judged in `judge.script_changes`; gathered in `monitor.script.recording.line_recorder`.
+Judged in `judge.script_changes` and `judge.script_optimizers`; gathered in `monitor.script.recording.line_recorder`.
 
 This module is light: it never imports torch.
 """
@@ -34,3 +34,22 @@ class ModuleChanged:
     location: Location | None
     forwards: int = 0
     step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleState:
+    """The learning rate schedule of an optimizer.
+
+    Attributes:
+        made: The line that has constructed it.
+        steps: How often it has stepped.
+        location: The line that has stepped it last.
+        by_package: Whether an installed package has, and not the script itself.
+        horizon: After how many steps it is to come to its end; 0 where it does not say.
+    """
+
+    made: Location | None
+    steps: int = 0
+    location: Location | None = None
+    by_package: bool = False
+    horizon: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddpcheck.findings.evidence.changes import ScheduleState
 from ddpcheck.findings.report import Location
 
 
@@ -130,6 +131,7 @@ class OptimizerStep:
         made: The line that has constructed it.
         rate: The line that decides its learning rate, but for the constructor: of its schedule, or the only one that
             assigns a rate.
+        schedule: Of its learning rate.
         summed: Of the parameters in no wrapper, those whose gradient is just as an all_reduce has left it that sums.
         summed_at: The line of that all_reduce.
     """
@@ -150,6 +152,7 @@ class OptimizerStep:
     collectives: int = 0
     made: Location | None = None
     rate: Location | None = None
+    schedule: ScheduleState | None = None
     summed: tuple[str, ...] = ()
     summed_at: Location | None = None
 
@@ -162,6 +165,7 @@ class OptimizerEnd:
     count: int
     reductions: int
     marks: tuple[int, ...] = ()
+    schedule: ScheduleState | None = None
 
 
 @dataclass(frozen=True, slots=True)

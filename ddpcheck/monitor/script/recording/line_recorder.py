@@ -6,6 +6,7 @@ import ast
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +14,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_location
+from ddpcheck.findings.source_lines import (
+    is_called_by_a_package,
+    is_installed,
+    is_user_file,
+    parsed_source,
+    relative_path,
+    user_location,
+)
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
@@ -33,11 +41,12 @@ class LineRecorder:
         self._watches = watches
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self._schedules: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # by optimizer
+        self._schedules: WeakKeyDictionary[Any, ScheduleState] = WeakKeyDictionary()  # by optimizer
         follow(torch.optim.Optimizer, "__init__", self._optimizer_made)
         schedules = (getattr(torch.optim.lr_scheduler, name, None) for name in _SCHEDULES)
         for schedule in dict.fromkeys(filter(None, schedules)):
             follow(schedule, "__init__", self._schedule_made)
+            follow(schedule, "step", self._schedule_steps)
         follow(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
         follow(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
         follow(nn.Module, "requires_grad_", self._thawed)
@@ -52,7 +61,12 @@ class LineRecorder:
 
     def of_rate(self, optimizer: Any) -> Location | None:
         """The line that decides its learning rate: of its schedule's construction, or the one that assigns a rate."""
-        return self._schedules.get(optimizer) or assignment_in_program("lr")
+        schedule = self._schedules.get(optimizer)
+        return assignment_in_program("lr") if schedule is None else schedule.made
+
+    def schedule_of(self, optimizer: Any) -> ScheduleState | None:
+        """Its learning rate schedule, the last one that was made."""
+        return self._schedules.get(optimizer)
 
     def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
         """A watch has noticed changes of parameters of these kinds, the line of which may not have been seen."""
@@ -69,8 +83,18 @@ class LineRecorder:
 
     def _schedule_made(self, _schedule: Any, *arguments: Any, **named: Any) -> None:
         optimizer = arguments[0] if arguments else named.get("optimizer")
-        if optimizer is not None and (where := user_location()) is not None:
-            self._schedules[optimizer] = where
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._schedules[optimizer] = ScheduleState(user_location())
+
+    def _schedule_steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> None:
+        optimizer = getattr(schedule, "optimizer", None)
+        known = self._schedules.get(optimizer) if optimizer is not None else None
+        if known is None or not hasattr(schedule, "_last_lr"):  # its constructor makes the first step
+            return
+        if known.location is None:
+            by_package = is_called_by_a_package()
+            known = replace(known, location=user_location(), by_package=by_package, horizon=_horizon(schedule))
+        self._schedules[optimizer] = replace(known, steps=known.steps + 1)
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         self._note_parameters("values", how, module)
@@ -114,6 +138,19 @@ def follow(kind: Any, name: str, before: Callable[..., None]) -> None:
         return original(self, *arguments, **named)
 
     setattr(kind, name, method)
+
+
+def _horizon(schedule: Any) -> int:
+    """After how many steps a schedule comes to its end, as far as it says."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        if isinstance(steps := getattr(schedule, name, None), int):
+            return steps
+    if milestones := getattr(schedule, "milestones", None):
+        return int(max(milestones))
+    words = [getattr(function, "keywords", None) or {} for function in getattr(schedule, "lr_lambdas", ())]
+    return next(
+        (n for one in words if isinstance(n := one.get("num_training_steps"), int)), 0
+    )  # as transformers names it
 
 
 @functools.cache

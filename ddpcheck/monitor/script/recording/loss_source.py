@@ -9,22 +9,35 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, variables_of
+from ddpcheck.findings.source_lines import parsed_source
+from ddpcheck.monitor.script.recording.source_scope import (
+    UNKNOWN,
+    Scope,
+    bindings,
+    body_of,
+    function_of,
+    is_users,
+    location_in,
+    parameters_of,
+    resolved,
+    returns,
+    scope_of_frame,
+    statement_at,
+    user_caller,
+)
 
 _DEEPEST = 24  # names, operations and functions, one in the other
 _MOST_CALLERS = 4  # functions that were handed the loss
-_UNKNOWN: Any = object()
 _WORLD_SIZE = "world_size"  # the keyword of torch's init_process_group, and half of the name of get_world_size
 
 
@@ -42,22 +55,9 @@ class LossSource:
 
 
 @dataclass(slots=True)
-class _Scope:
-    """A function, or the top of a file, in which names are looked up."""
-
-    file: str
-    body: ast.AST
-    names: Mapping[str, Any]  # the local variables, as far as it runs now
-    outer: Mapping[str, Any]  # global ones
-
-    def value(self, name: str) -> Any:
-        return self.names.get(name, self.outer.get(name, _UNKNOWN))
-
-
-@dataclass(slots=True)
 class _Trace:
     made: Location | None = None
-    factors: list[tuple[_Scope, ast.expr, int]] = field(default_factory=list)
+    factors: list[tuple[Scope, ast.expr, int]] = field(default_factory=list)
     steps: int = 0
 
 
@@ -65,20 +65,20 @@ def loss_source(frame: FrameType | None) -> LossSource:
     """The lines of the loss with which the script's function in `frame` calls backward."""
     trace = _Trace()
     for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else _scope_of_frame(frame)
+        scope = None if frame is None else scope_of_frame(frame)
         if frame is None or scope is None:
             break
         handed = _follow_call(trace, scope, frame.f_lineno)
         if handed is None:
             break
-        frame = _user_caller(frame)
-    scaled = (_location(scope, at) for scope, factor, at in trace.factors if _is_world_size(scope, factor, set()))
+        frame = user_caller(frame)
+    scaled = (location_in(scope, at) for scope, factor, at in trace.factors if _is_world_size(scope, factor, set()))
     return LossSource(trace.made, next(scaled, None))
 
 
-def _follow_call(trace: _Trace, scope: _Scope, line: int) -> str | None:
+def _follow_call(trace: _Trace, scope: Scope, line: int) -> str | None:
     """Follow the losses in the statement at a line; returns the parameter of the function that one is, if it is."""
-    statement = _statement_at(scope.body, line)
+    statement = statement_at(scope.body, line)
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -90,18 +90,18 @@ def _follow_call(trace: _Trace, scope: _Scope, line: int) -> str | None:
     if loss is None:
         return None
     _follow(trace, scope, loss, line, None)
-    if trace.made is None and isinstance(loss, ast.Name) and loss.id in _parameters(scope.body):
+    if trace.made is None and isinstance(loss, ast.Name) and loss.id in parameters_of(scope.body):
         return loss.id
-    trace.made = trace.made or _location(scope, loss.lineno)
+    trace.made = trace.made or location_in(scope, loss.lineno)
     return None
 
 
-def _unscaled(scope: _Scope, loss: ast.expr) -> ast.expr:
+def _unscaled(scope: Scope, loss: ast.expr) -> ast.expr:
     """What a method of an object that is no module (a gradient scaler) has been given, where that is a loss."""
     if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and len(loss.args) == 1:
         if isinstance(loss.args[0], ast.Name) and _is_loss(scope.value(loss.args[0].id)):
             return loss.args[0]
-        if not isinstance(_resolved(scope, loss.func.value), nn.Module) and isinstance(loss.args[0], ast.BinOp):
+        if not isinstance(resolved(scope, loss.func.value), nn.Module) and isinstance(loss.args[0], ast.BinOp):
             return loss.args[0]
     return loss
 
@@ -118,7 +118,7 @@ def _is_loss(value: Any) -> bool:
 # Through the source
 
 
-def _follow(trace: _Trace, scope: _Scope, node: ast.expr, line: int, part: int | str | None) -> bool:
+def _follow(trace: _Trace, scope: Scope, node: ast.expr, line: int, part: int | str | None) -> bool:
     """Follow a loss to what makes it; `part`: of a tuple, a dictionary or an object. Whether it is found."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
@@ -148,9 +148,9 @@ def _follow(trace: _Trace, scope: _Scope, node: ast.expr, line: int, part: int |
     return False
 
 
-def _follow_name(trace: _Trace, scope: _Scope, name: str, line: int, part: int | str | None) -> bool:
+def _follow_name(trace: _Trace, scope: Scope, name: str, line: int, part: int | str | None) -> bool:
     """Follow it to the last assignment before a line, and through what is done in place after that."""
-    for at, target, value in sorted(_bindings(scope.body, name), key=lambda found: -found[0]):
+    for at, target, value in sorted(bindings(scope.body, name), key=lambda found: -found[0]):
         if at >= line:
             continue
         if isinstance(target, ast.AugAssign):
@@ -165,12 +165,12 @@ def _follow_name(trace: _Trace, scope: _Scope, name: str, line: int, part: int |
         if _follow(trace, scope, value, at, part):
             return True
         if not isinstance(value, ast.Constant):
-            trace.made = _location(scope, value.lineno)
+            trace.made = location_in(scope, value.lineno)
             return True
     return False
 
 
-def _follow_operation(trace: _Trace, scope: _Scope, node: ast.BinOp, line: int) -> bool:
+def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, line: int) -> bool:
     if isinstance(node.op, ast.Mult | ast.Div):
         left, right = _is_number(scope, node.left), _is_number(scope, node.right)
         left, right = left or _has_loss(scope, node.right), right or _has_loss(scope, node.left)
@@ -191,103 +191,74 @@ def _follow_operation(trace: _Trace, scope: _Scope, node: ast.BinOp, line: int) 
     return _made_here(trace, scope, node)
 
 
-def _made_here(trace: _Trace, scope: _Scope, node: ast.expr) -> bool:
+def _made_here(trace: _Trace, scope: Scope, node: ast.expr) -> bool:
     if isinstance(node, ast.Name):
         return False
-    trace.made = trace.made or _location(scope, node.lineno)
+    trace.made = trace.made or location_in(scope, node.lineno)
     return True
 
 
-def _has_loss(scope: _Scope, node: ast.expr) -> bool:
+def _has_loss(scope: Scope, node: ast.expr) -> bool:
     return any(isinstance(one, ast.Name) and _is_loss(scope.value(one.id)) for one in ast.walk(node))
 
 
-def _is_number(scope: _Scope, node: ast.expr) -> bool:
+def _is_number(scope: Scope, node: ast.expr) -> bool:
     """Whether an operand is no loss, as far as that can be told: a constant, or made of names that hold none."""
     if _has_loss(scope, node):
         return False
     if isinstance(node, ast.Name):
         value = scope.value(node.id)
-        return value is not _UNKNOWN and not isinstance(value, torch.Tensor)
+        return value is not UNKNOWN and not isinstance(value, torch.Tensor)
     if isinstance(node, ast.Call):
-        called = _resolved(scope, node.func)
-        plain = isinstance(called, types.FunctionType) and not _is_users(called.__code__)
+        called = resolved(scope, node.func)
+        plain = isinstance(called, types.FunctionType) and not is_users(called.__code__)
         return plain or any(called is one for one in (int, float, len))
     if isinstance(node, ast.Attribute):
-        return isinstance(_resolved(scope, node), int | float)
+        return isinstance(resolved(scope, node), int | float)
     if isinstance(node, ast.BinOp):
         return _is_number(scope, node.left) and _is_number(scope, node.right)
     return isinstance(node, ast.Constant)
 
 
-def _follow_result(trace: _Trace, scope: _Scope, call: ast.Call, line: int, part: int | str | None) -> bool:
+def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, line: int, part: int | str | None) -> bool:
     """Follow what a call returns into a function of the script; any other function makes the loss here."""
-    code, outer = _function_of(_resolved(scope, call.func))
+    code, outer = function_of(resolved(scope, call.func))
     if code is None and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
         if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast, a copy
             return _follow_name(trace, scope, call.func.value.id, line, part)
-    body = None if code is None else _body_of(code)
+    body = None if code is None else body_of(code)
     if code is None or body is None:
         given = {word.arg: word.value for word in call.keywords}
         if isinstance(part, str) and part in given:  # a container that is made here
             return _follow(trace, scope, given[part], line, None)
         return _made_here(trace, scope, call)
-    inner = _Scope(code.co_filename, body, {}, outer)
-    for result in reversed(list(_returns(body))):
+    inner = Scope(code.co_filename, body, {}, outer)
+    for result in reversed(list(returns(body))):
         if _follow(trace, inner, result, result.lineno + 1, part):
             return True
     return _made_here(trace, scope, call)
 
 
-def _function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
-    """The code of the script that a call runs, and its global variables."""
-    while isinstance(called, nn.Module):
-        inner = called._modules.get("module") or called._modules.get("_orig_mod")
-        wraps = not _is_users(getattr(type(called).forward, "__code__", None))
-        called = inner if wraps and inner is not None else type(called).forward
-    called = getattr(called, "func", called) if isinstance(called, functools.partial) else called
-    called = inspect.unwrap(called) if isinstance(called, types.FunctionType) else called
-    called = getattr(called, "__func__", called)
-    code = getattr(called, "__code__", None)
-    return (code, called.__globals__) if isinstance(code, CodeType) and _is_users(code) else (None, {})
-
-
-def _is_users(code: Any) -> bool:
-    return isinstance(code, CodeType) and is_user_file(code.co_filename) and not is_installed(code.co_filename)
-
-
-def _resolved(scope: _Scope, node: ast.expr) -> Any:
-    """What an expression of names and attributes holds, without running code of the script's."""
-    if isinstance(node, ast.Name):
-        return scope.value(node.id)
-    if isinstance(node, ast.Attribute) and (owner := _resolved(scope, node.value)) is not _UNKNOWN:
-        if isinstance(owner, nn.Module) and node.attr in owner._modules:
-            return owner._modules[node.attr]
-        found = inspect.getattr_static(owner, node.attr, _UNKNOWN)
-        return found.__func__ if isinstance(found, staticmethod | classmethod) else found
-    return _UNKNOWN
-
-
 # The world size
 
 
-def _is_world_size(scope: _Scope, node: ast.expr, seen: set[Any]) -> bool:
+def _is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     """Whether an expression comes from the number of ranks; `seen`: the names that have been asked."""
     return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
 
 
-def _says_world_size(scope: _Scope, node: ast.AST, seen: set[Any]) -> bool:
+def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
     if isinstance(node, ast.Constant):
         return bool(node.value == _WORLD_SIZE.upper())  # of the environment
     if isinstance(node, ast.Call):
-        called = _resolved(scope, node.func)
-        if called is not _UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
+        called = resolved(scope, node.func)
+        if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
             return True
         return any(_is_world_size(inner, one, seen) for inner, one in _results(called, None, seen))
     if not isinstance(node, ast.Name | ast.Attribute):
         return False
     if isinstance(node, ast.Attribute):
-        library = type(_resolved(scope, node.value)).__module__.partition(".")[0]
+        library = type(resolved(scope, node.value)).__module__.partition(".")[0]
         if library in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"):
             return node.attr in ("num_processes", _WORLD_SIZE)
     spelled, tree = ast.unparse(node), parsed_source(scope.file)
@@ -297,28 +268,28 @@ def _says_world_size(scope: _Scope, node: ast.AST, seen: set[Any]) -> bool:
     if spelled in _given_as_world_size(tree):
         return True
     for body in (scope.body, tree):
-        for _, target, value in _bindings(body, spelled):
+        for _, target, value in bindings(body, spelled):
             if not isinstance(target, int):
-                of_it: list[tuple[_Scope, ast.expr]] = [(scope, value)]
+                of_it: list[tuple[Scope, ast.expr]] = [(scope, value)]
             elif isinstance(value, ast.Tuple):
                 of_it = [(scope, value.elts[target])] if target < len(value.elts) else []
             else:
-                called = _resolved(scope, value.func) if isinstance(value, ast.Call) else _UNKNOWN
+                called = resolved(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
                 of_it = list(_results(called, target, seen))
             if any(_is_world_size(where, one, seen) for where, one in of_it):
                 return True
     return False
 
 
-def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[_Scope, ast.expr]]:
+def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
     """What a function of the script returns, or the part of the tuples that it returns."""
-    code, outer = _function_of(called)
-    body = None if code is None else _body_of(code)
+    code, outer = function_of(called)
+    body = None if code is None else body_of(code)
     if code is None or body is None or (body, part) in seen:
         return
     seen.add((body, part))
-    inner = _Scope(code.co_filename, body, {}, outer)
-    for one in _returns(body):
+    inner = Scope(code.co_filename, body, {}, outer)
+    for one in returns(body):
         if part is None:
             yield inner, one
         elif isinstance(one, ast.Tuple) and part < len(one.elts):
@@ -331,89 +302,3 @@ def _given_as_world_size(tree: ast.Module) -> frozenset[str]:
     words = (word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords)
     given = (word.value for word in words if word.arg in (_WORLD_SIZE, "num_replicas"))
     return frozenset(ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute))
-
-
-# Trees
-
-_Binding = tuple[int, "int | ast.AugAssign | None", ast.expr]
-"""A line, which part of the value is assigned there or what is done in place, and the value."""
-
-
-def _bindings(body: ast.AST, name: str) -> Iterator[_Binding]:
-    """The assignments to a name, or to an attribute that is spelled so."""
-    for node in _own_nodes(body):
-        if isinstance(node, ast.AugAssign):
-            if ast.unparse(node.target) == name:
-                yield node.lineno, node, node.value
-        elif isinstance(node, ast.NamedExpr):
-            if node.target.id == name:
-                yield node.lineno, None, node.value
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Tuple | ast.List):
-                    for index, one in enumerate(target.elts):
-                        if ast.unparse(one) == name:
-                            yield node.lineno, index, node.value
-                elif ast.unparse(target) == name:
-                    yield node.lineno, None, node.value
-
-
-def _own_nodes(body: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, without those of functions in it; of a file, all of its top."""
-    pending = list(ast.iter_child_nodes(body))
-    for node in pending:  # which grows
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            pending += ast.iter_child_nodes(node)
-
-
-def _returns(body: ast.AST) -> Iterator[ast.expr]:
-    if isinstance(body, ast.Lambda):
-        yield body.body
-    yield from (node.value for node in _own_nodes(body) if isinstance(node, ast.Return) and node.value is not None)
-
-
-def _parameters(body: ast.AST) -> set[str]:
-    if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        return set()
-    return {one.arg for one in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
-
-
-def _statement_at(body: ast.AST, line: int) -> ast.stmt | None:
-    """The innermost statement of a function at a line."""
-    found = [n for n in _own_nodes(body) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
-    return max(found, key=lambda node: node.lineno, default=None)
-
-
-@functools.cache
-def _body_of(code: CodeType) -> ast.AST | None:
-    """The tree of a function, or of the top of a file."""
-    tree: ast.AST | None = parsed_source(code.co_filename)
-    if tree is None or code.co_name == "<module>":
-        return tree
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    for node in ast.walk(tree):
-        if isinstance(node, kinds):
-            decorators = [one.lineno for one in getattr(node, "decorator_list", ())]
-            name = getattr(node, "name", "<lambda>")
-            if name == code.co_name and min([node.lineno, *decorators]) == code.co_firstlineno:
-                return node
-    return None
-
-
-def _scope_of_frame(frame: FrameType) -> _Scope | None:
-    body = _body_of(frame.f_code)
-    if body is None:
-        return None
-    return _Scope(frame.f_code.co_filename, body, variables_of(frame), frame.f_globals)
-
-
-def _user_caller(frame: FrameType) -> FrameType | None:
-    caller = frame.f_back
-    while caller is not None and not _is_users(caller.f_code):
-        caller = caller.f_back
-    return caller
-
-
-def _location(scope: _Scope, line: int) -> Location:
-    return Location(relative_path(scope.file), line)

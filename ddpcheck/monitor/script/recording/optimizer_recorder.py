@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpcheck.findings.evidence.changes import ScheduleState
 from ddpcheck.findings.evidence.script import (
     GradientsClipped,
     GradientsZeroed,
@@ -55,6 +56,7 @@ class _Optimizer:
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
     zeroings: int = 0  # steps, one after the other, in which that was the same
     inside: bool = False  # of `step`
+    schedule: ScheduleState | None = None  # at the last step
     joins: bool = False  # with ranks that have run out of batches: steps do not pair up by their number
     sample: Callable[[], Any] = lambda: None  # one of its parameters
     left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
@@ -136,7 +138,7 @@ class OptimizerRecorder:
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
             reductions = sum(watch.step for watch in watches) if watches and not known.joins else -1
-            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks)))
+            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), known.schedule))
 
     def note_sum(self, tensor: Any, location: Location | None) -> None:
         """An all_reduce of all ranks has left a sum in `tensor`."""
@@ -158,6 +160,7 @@ class OptimizerRecorder:
             self._all.append(known)
             self._look_at(optimizer, known)
         known.inside = True
+        known.schedule = self._lines.schedule_of(optimizer)
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             return
@@ -218,6 +221,7 @@ class OptimizerRecorder:
             collectives=self._collectives(),
             made=self._lines.of_optimizer(optimizer),
             rate=self._lines.of_rate(optimizer),
+            schedule=self._lines.schedule_of(optimizer),
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), None),
         )

@@ -38,6 +38,7 @@ from ddpcheck.judge.script_optimizers import (
     judge_optimizer_state,
     judge_pace,
     judge_reduced_in_place,
+    judge_schedule,
     judge_stale,
     judge_step_gradients,
     judge_zeroed,
@@ -153,7 +154,7 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
         of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
         if not of_one:
             of_one += judge_alone(steps, ends, others, wrapped=wrapped) or judge_sums(steps, losses)
-        found += of_one + judge_stale(steps, moved, held)
+        found += of_one + judge_stale(steps, moved, held) + judge_schedule(steps, ends, len(ranks))
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
