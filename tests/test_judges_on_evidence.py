@@ -50,7 +50,7 @@ _BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the
 NO_FAULT_NEEDS = {
     # what only `ddpcheck run` gathers has scripts in examples/scripts, and no recorded evidence
     **{name: "test_script_judges" for name in judges() if name.startswith("script_")},
-    "collective_order.judge_skipped_backward": "test_script_judges",
+    **{name: "test_endings" for name in judges() if name.startswith(("endings.", "loop_endings.", "ending_facts."))},
     "call_sites.judge_call_sites": _BY_LINES,
     "call_sites._finding": _BY_LINES,
     "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",

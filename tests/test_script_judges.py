@@ -25,11 +25,9 @@ from ddpcheck.findings.evidence.script import (
     ScaledTerm,
     StateHeld,
 )
-from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.collective_order import DDP_BACKWARD, judge_skipped_backward
 from ddpcheck.judge.script_alone import judge_alone
-from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_losses import judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
@@ -180,15 +178,6 @@ def _flipped(x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_draws_random_numbers_for_a_sample(dataset: Any, drawn_by: str) -> None:
     assert drawing_code(dataset) == drawn_by
-
-
-def test_loaders_of_unequal_length_explain_a_hang() -> None:
-    def opened(expected: int) -> list[LoaderPass]:
-        return [epoch((), batches=0, exhausted=False, expected=expected)]
-
-    (finding,) = judge_expected_batches([opened(9), opened(8)])
-    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), LINE)
-    assert not judge_expected_batches([opened(8), opened(8)])
 
 
 def test_the_inputs_of_a_wrapper() -> None:
@@ -356,16 +345,6 @@ def test_clipping_before_gradients_are_averaged(
     clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
     steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
     assert codes(judge_clips(clips, [steps])) == found
-
-
-def backward(step: int) -> Call:
-    return Call(DDP_BACKWARD, "0", (0, 1), place=f"forward pass {step}", location="train.py:9")
-
-
-def test_a_backward_pass_that_a_rank_skips() -> None:
-    (finding,) = judge_skipped_backward([[backward(1), backward(2), backward(3)], [backward(1), backward(3)]])
-    assert (finding.code, finding.ranks) == ("DDP508", (1,))
-    assert not judge_skipped_backward([[backward(1), backward(3)], [backward(1), backward(3)]])
 
 
 # Losses

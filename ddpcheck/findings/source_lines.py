@@ -88,6 +88,34 @@ def user_frame(frame: FrameType) -> FrameType | None:
     return innermost
 
 
+def lines_of_program(frame: FrameType) -> tuple[str, ...]:
+    """The lines on the stack that belong to the user's own program, as "path:line", innermost first."""
+    lines: list[str] = []
+    current: FrameType | None = frame
+    while current is not None and len(lines) < _MOST_LINES:
+        file = current.f_code.co_filename
+        if is_user_file(file) and not is_installed(file):
+            lines.append(_line(file, current.f_lineno))
+        current = current.f_back
+    return tuple(lines)
+
+
+@functools.cache
+def _line(file: str, number: int) -> str:
+    shown = relative_path(file)
+    _files[shown] = os.path.abspath(file)
+    return f"{shown}:{number}"
+
+
+def file_of(line: str) -> str:
+    """The file of a line that `lines_of_program` has given."""
+    return _files[line.rpartition(":")[0]]
+
+
+_files: dict[str, str] = {}  # by how they are shown
+_MOST_LINES = 16  # of a stack
+
+
 def variables_of(frame: FrameType) -> dict[str, object]:
     """The local variables of a frame, which are not kept alive by asking for them.
 

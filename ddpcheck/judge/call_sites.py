@@ -44,9 +44,28 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
     """
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
+    parted = _parting(logs, ranks)
+    if parted is None:
+        return []
+    at, coded, *two = parted
+    calls = {rank: logs[rank][at] for rank in ranks if at < len(logs[rank])}
+    calling, missing = ([rank for rank in calls if coded[rank][at] == coded[one][at]] for one in two)
+    return [_finding(at + first, calls, calling, missing, _last(logs, ranks, first))]
+
+
+def place_of_call_in_addition(logs: Sequence[Sequence[Call]]) -> int | None:
+    """Where one of these ranks makes a call in addition, as far as lines tell."""
+    parted = _parting(logs, range(len(logs)))
+    return None if parted is None else parted[0]
+
+
+def _parting(
+    logs: Sequence[Sequence[Call]], ranks: Sequence[int]
+) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
+    """The place of the first call in addition, the coded logs, a rank that calls it, and one that does not."""
     mismatch = first_mismatch([logs[rank] for rank in ranks])
     if mismatch is None:
-        return []
+        return None
     place, found = mismatch
     end = None if None in found else place + 1  # from where operations differ, nothing pairs up any more
     table = _CallTable()
@@ -60,11 +79,9 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
                 at = _Comparison(table, extra, without).parting(place)
                 partings += [] if at is None else [(at, calling[0], missing[0])]
     if not partings:
-        return []
-    at, *two = min(partings)
-    calls = {rank: logs[rank][at] for rank in ranks if at < len(logs[rank])}
-    calling, missing = ([rank for rank in calls if coded[rank][at] == coded[one][at]] for one in two)
-    return [_finding(at + first, calls, calling, missing, _last(logs, ranks, first))]
+        return None
+    at, one, two = min(partings)
+    return at, coded, one, two
 
 
 def _finding(

@@ -87,39 +87,6 @@ def first_mismatch(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call
     return next(((at, of_ranks) for at, of_ranks in places if len(set(map(_signature, of_ranks))) > 1), None)
 
 
-def judge_skipped_backward(logs: Sequence[Sequence[Call]]) -> list[Finding]:
-    """DDP508: a rank that went on after a forward pass without its backward, and so has made fewer in the end.
-
-    From there on its backward passes are averaged with earlier ones of the others, until those wait for one more. Each
-    of DDP's calls in the logs says in its `place` which forward pass of the wrapper it belongs to.
-    """
-    backwards = [[call for call in log if call.operation == DDP_BACKWARD] for log in logs]
-    if len({call.group for of_rank in backwards for call in of_rank}) != 1:
-        return []
-    parting = next(
-        (at for at, calls in enumerate(zip(*backwards, strict=False)) if len({c.place for c in calls}) > 1), None
-    )
-    if parting is None:
-        return []
-    ahead = [int(of_rank[parting].place.rpartition(" ")[2]) for of_rank in backwards]
-    ranks = [rank for rank, number in enumerate(ahead) if number > min(ahead)]
-    if not all(len(backwards[rank]) < max(map(len, backwards)) for rank in ranks):
-        return []  # a forward pass more, in an evaluation say, and no backward less
-    others = [rank for rank in range(len(logs)) if rank not in ranks]
-    return one_finding(
-        "DDP508",
-        ("backward",),
-        f"{format_ranks(ranks).capitalize()} {plural_verb('skips', 'skip', ranks)} the backward pass of forward pass "
-        f"{min(ahead)}, which {format_ranks(others)} {plural_verb('makes', 'make', others)}.",
-        ranks=ranks,
-        location=Location.parse(backwards[ranks[0]][parting].location),
-        evidence=[
-            f"rank {rank}, backward pass {parting + 1} of {len(of_rank)}: after {of_rank[parting].place}"
-            for rank, of_rank in enumerate(backwards)
-        ],
-    )
-
-
 def same_signature(one: Call, other: Call) -> bool:
     """Whether two calls pair up."""
     return _signature(one) == _signature(other)

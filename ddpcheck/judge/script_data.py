@@ -34,25 +34,6 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return found
 
 
-def judge_expected_batches(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP405: loaders that have more batches on some ranks than on others, for ranks that hang or fail."""
-    for of_ranks in zip(*passes, strict=False):
-        expected = [one.expected for one in of_ranks]
-        if len({one.location for one in of_ranks}) > 1 or min(expected) < 0 or len(set(expected)) < 2:
-            continue
-        if any(one.trains for one in of_ranks) or all(one.batches == 0 or not one.exhausted for one in of_ranks):
-            return _one(
-                "DDP405",
-                of_ranks[0],
-                f"The loader has {min(expected)} batches on some ranks and {max(expected)} on others: those with more "
-                "wait for the others in backward.",
-                line=None,
-                ranks=[rank for rank, count in enumerate(expected) if count == min(expected)],
-                evidence=[f"batches: {one}" for one in group_by_value(expected)],
-            )
-    return []
-
-
 def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP516: a random split that each rank has drawn for itself, so that they neither agree nor are apart."""
     subsets = [set(of_rank[0].subset) for of_rank in passes]

@@ -18,7 +18,7 @@ EXPECT = {
     "code": "DDP403",
     "ranks": [0],
     "line": "dist.barrier()  # until the file is there",
-    "cause": "different lines",
+    "cause": "Rank 0 comes to barrier",
 }
 FIXED = "--fixed" in sys.argv
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP403", "ranks": [1], "cause": "Collective number"}
+EXPECT = {"code": "DDP405", "ranks": [1], "line": "break", "cause": "by the `break`"}
 FIXED = "--fixed" in sys.argv
 
 

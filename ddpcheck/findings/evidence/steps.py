@@ -28,6 +28,7 @@ class Call:
         elements: Of the floating-point tensor that goes in; what is logged usually has one.
         carries_gradient: Whether a tensor that requires grad went in.
         differentiable: Whether it was called by a custom autograd Function, which has a backward for it.
+        callers: The lines of the program that have led to it, innermost first; empty where only `location` is known.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class Call:
     elements: int = 0
     carries_gradient: bool = False
     differentiable: bool = False
+    callers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.operation}({self.payload}){f' at {self.location}' if self.location else ''}"

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
-from ddpcheck.findings.source_lines import user_location, variables_of
+from ddpcheck.findings.source_lines import lines_of_program, user_location, variables_of
 from ddpcheck.worlds import rank as this_rank
 
 _MATCHED_BY_PAYLOAD = (
@@ -69,7 +69,8 @@ def read_log(directory: Path, rank: int) -> list[Call]:
             data = json.loads(line)
         except ValueError:
             break  # a line that was being written when the rank died
-        calls.append(Call(**{**data, "members": tuple(data["members"])}))
+        lists = {name: tuple(data[name]) for name in ("members", "callers")}
+        calls.append(Call(**{**data, **lists}))
     return calls
 
 
@@ -301,6 +302,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
         differentiable=(backward and carries) or _called_by_autograd_function(),
+        callers=lines_of_program(sys._getframe(2)),
     )
 
 

@@ -11,7 +11,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.source_lines import file_of
 from ddpcheck.monitor.judging import WatchContext
 from ddpcheck.monitor.rank_report import RankReport, ReplicaState
 from ddpcheck.monitor.script.collective_ring import CallRing, read_calls
@@ -43,6 +44,9 @@ from ddpcheck.monitor.script.held_file import HeldFile, mapped_file
 _MOST_WRAPPERS = 256
 _COUNTS = struct.Struct("<qq")  # of a wrapper: backward passes that have begun, steps that have ended
 _LOST = _MOST_WRAPPERS * _COUNTS.size  # where the number of the error is that has ended the log
+_MOST_LOADERS = 256
+_TAKEN = struct.Struct("<qq")  # of a loader: the number of its pass, batches that were taken in it
+_MOST_CALLERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,21 @@ class GroupUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class CallersSeen:
+    """Lines of the program have led to a collective for the first time.
+
+    Attributes:
+        number: Of them.
+        lines: Innermost first.
+        files: Of each of the lines.
+    """
+
+    number: int
+    lines: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankRaised:
     """The script has ended in an exception on this rank; `reply` is as `worlds.failures.described` makes it."""
 
@@ -172,6 +191,7 @@ Entry = (
     | ModuleChanged
     | RankFound
     | GroupUsed
+    | CallersSeen
     | RankRaised
     | WatchingFailed
     | ProgramEnded
@@ -184,14 +204,18 @@ class RankLog:
     Attributes:
         collectives: How many of all ranks have been made, or are.
         waited: Whether this rank has waited for others since the last of them, in another way.
+        batch: The loader, the pass over it and the number of the batch that was taken last; "" before the first.
     """
 
     def __init__(self, folder: Path, started: RankStarted) -> None:
         name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
         self.path = folder / f"{name}.log"
         self._steps = mapped_file(self.path.with_suffix(".steps"), _LOST + _COUNTS.size)
+        self._batches = mapped_file(self.path.with_suffix(".batches"), _MOST_LOADERS * _TAKEN.size)
         self._calls = CallRing(self.path.with_suffix(".calls"))
         self._groups: set[str] = set()
+        self._callers: dict[tuple[str, ...], int] = {}
+        self.batch = ""
         self._process = os.getpid()
         self._world_size = started.world_size
         self.collectives = 0
@@ -227,7 +251,17 @@ class RankLog:
         if call.group not in self._groups:
             self._groups.add(call.group)
             self.add(GroupUsed(call.group, call.members))
-        self._calls.add(call)
+        number = self._callers.get(call.callers, len(self._callers))
+        if number == len(self._callers) < _MOST_CALLERS:
+            self._callers[call.callers] = number
+            self.add(CallersSeen(number, call.callers, tuple(map(file_of, call.callers))))
+        self._calls.add(call, number)
+
+    def count_batch(self, loader: int, number: int, batches: int) -> None:
+        """Write that a batch was taken: how many there were, in which pass over which loader."""
+        self.batch = f"batch {batches} of pass {number} over loader {loader}"
+        if loader < _MOST_LOADERS and os.getpid() == self._process:
+            _TAKEN.pack_into(self._batches, loader * _TAKEN.size, number, batches)
 
     def count(self, wrapper: int, begun: int, ended: int) -> None:
         """Write how many backward passes of a wrapper have begun, and how many steps have ended."""
@@ -246,6 +280,7 @@ class WatchedRank:
         first_call: The number of the first collective of those that are known.
         calls: The last collectives.
         stack: What `faulthandler` has written last; may be empty.
+        batches: By loader, the number of its last pass and how many batches were taken in it.
     """
 
     started: RankStarted
@@ -254,6 +289,7 @@ class WatchedRank:
     first_call: int = 0
     calls: Sequence[Call] = ()
     stack: str = ""
+    batches: Sequence[tuple[int, int]] = ()
 
     @property
     def wrappers(self) -> list[WrapperMade]:
@@ -265,6 +301,22 @@ class WatchedRank:
         """Whether the rank has come into the constructor of a wrapper, and not out of it."""
         around = [entry for entry in self.entries if isinstance(entry, WrapperBegun | WrapperMade)]
         return bool(around) and isinstance(around[-1], WrapperBegun)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of the program's lines that have led to collectives, by how reports call them."""
+        seen = [entry for entry in self.entries if isinstance(entry, CallersSeen)]
+        pairs = (pair for entry in seen for pair in zip(entry.lines, entry.files, strict=True))
+        return {line.rpartition(":")[0]: file for line, file in pairs}
+
+    @property
+    def passes(self) -> list[LoaderPass]:
+        """The passes over its data loaders, each as far as the rank came."""
+        found = {(one.loader, one.number): one for one in self.entries if isinstance(one, LoaderPass)}
+        for loader, (number, batches) in enumerate(self.batches):
+            if (one := found.get((loader, number))) is not None and one.batches < batches:
+                found[loader, number] = replace(one, batches=batches)
+        return list(found.values())
 
     @property
     def has_ended(self) -> bool:
@@ -300,7 +352,11 @@ def _read(path: Path) -> WatchedRank | None:
     if lost:
         entries.append(WatchingFailed(f"its log was lost: {os.strerror(lost)}"))
     members = {entry.name: entry.members for entry in entries if isinstance(entry, GroupUsed)}
-    first, calls = read_calls(path.with_suffix(".calls"), members)
+    callers = {str(entry.number): entry.lines for entry in entries if isinstance(entry, CallersSeen)}
+    first, calls = read_calls(path.with_suffix(".calls"), members, callers)
+    taken = path.with_suffix(".batches")
+    batches = list(_TAKEN.iter_unpack(taken.read_bytes())) if taken.exists() else []
     stack = path.with_suffix(".stack")
     text = stack.read_text("utf-8", "replace") if stack.exists() else ""
-    return WatchedRank(entries[0], entries[1:], list(_COUNTS.iter_unpack(steps[:_LOST])), first, calls, text)
+    counts = list(_COUNTS.iter_unpack(steps[:_LOST]))
+    return WatchedRank(entries[0], entries[1:], counts, first, calls, text, batches)

@@ -138,15 +138,14 @@ def _entry(raw: Mapping[str, Any]) -> Entry:
     own = raw.get(CALL_KEY)
     if isinstance(own, dict):
         operation, payload = str(own.get("operation", operation)), str(own.get("payload", payload))
-    location = user_line(raw.get("frames") or ())
-    call = _call(operation, group, payload, str(location) if location else "")
+    call = _call(operation, group, payload, tuple(map(str, user_lines(raw.get("frames") or ()))))
     return Entry(group, number, call, bool(raw.get("retired")) or raw.get("state") == "completed", between_two)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _call(operation: str, group: str, payload: str, location: str) -> Call:
+def _call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> Call:
     """One object for equal calls, of which there are thousands."""
-    return Call(operation, group, (), payload, location=location)
+    return Call(operation, group, (), payload, location=next(iter(lines), ""), callers=lines)
 
 
 def _payload(operation: str, raw: Mapping[str, Any]) -> str:
@@ -169,13 +168,12 @@ def _gathered_from(raw: Mapping[str, Any]) -> int:
     return 0
 
 
-def user_line(frames: Sequence[Mapping[str, Any]]) -> Location | None:
-    """The innermost of these frames, which begin with it, that belongs neither to torch nor to Python itself."""
+def user_lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[Location]:
+    """Those of these frames, innermost first, that belong neither to torch nor to Python itself."""
     for frame in frames:
         file = str(frame["filename"]).replace("\\", "/")
         if not _OF_LIBRARIES.search(file) and is_user_file(file):
-            return Location(relative_path(file), int(frame["line"]))
-    return None
+            yield Location(relative_path(file), int(frame["line"]))
 
 
 def world_size_of(dumps: Mapping[int, RankDump]) -> int:

@@ -12,11 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpcheck import __version__
+from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.figures import CollectiveTimeline
+from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.call_sites import judge_partings
+from ddpcheck.judge.ending_facts import lines_of
+from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.timelines import timelines
 from ddpcheck.report.hang.dump_files import read_dumps
 from ddpcheck.report.hang.flight_recorder import (
@@ -53,8 +57,7 @@ def report_on_hang(
         dumps = read_dumps(Path(folder))
     groups = list(line_up(dumps))
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()}
-    waits = [f"rank {rank}: {said}" for rank, said in at_end.items()]
-    findings = [finding for group in groups for finding in _judge(group, waits, set(dumps))]
+    findings = [finding for group in groups for finding in _judge(group, at_end)]
     chosen = sort_out(findings, folder, select=select, ignore=ignore, suppress=suppress)
     report = Report(
         target=folder,
@@ -78,8 +81,10 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _judge(group: GroupLogs, waits: Sequence[str], here: set[int]) -> list[Finding]:
+def _judge(group: GroupLogs, at_end: Mapping[int, str]) -> list[Finding]:
     """DDP403 where the ranks of a group part; DDP402 where one waits alone in a group whose ranks are not known."""
+    here = set(at_end)
+    waits = [f"rank {rank}: {said}" for rank, said in at_end.items()]
     found = judge_partings(group.logs, _coming(group), {group.name: group.first})
     if not found and not group.are_known and len(group.members) == 1:
         (rank,) = group.members
@@ -93,10 +98,26 @@ def _judge(group: GroupLogs, waits: Sequence[str], here: set[int]) -> list[Findi
                 ranks=(rank,),
                 location=Location.parse(call.location),
             )
+    if found and (story := _story(group, at_end)):
+        numbers = [f"by the collectives of the ranks: {one.message}" for one in found]
+        found = [replace(one, evidence=(*one.evidence, *numbers), tags=found[0].tags) for one in story]
+        waits = []  # is in the story
     missing = sorted(set(group.members) - here)
     unknown = [f"{format_ranks(missing)}: no dump"] if missing else []
     which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
     return [replace(one, evidence=(*which, *one.evidence, *waits, *unknown)) for one in found]
+
+
+def _story(group: GroupLogs, at_end: Mapping[int, str]) -> list[Finding]:
+    """What one rank of the group did and the others did not; by the program, too, where its files are here."""
+    members = sorted(set(group.members) & set(at_end))
+    ranks = [
+        RankAtEnd(rank, [replace(call, members=tuple(members)) for call in log], group.first, at_end[rank])
+        for rank, log in enumerate(group.logs)
+        if rank in members
+    ]
+    lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
+    return judge_endings(ranks, blocks_of_lines(lines))
 
 
 def _coming(group: GroupLogs) -> set[int]:

@@ -59,11 +59,16 @@ class LoaderRecorder:
         sink: Callable[[LoaderPass | DerivedTable], object],
         steps: Callable[[], int],
         wrappers: Callable[[], int],
+        taken: Callable[[int, int, int], object],
     ) -> None:
-        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been."""
+        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been.
+
+        `taken` is given loader, pass and number of each batch that the script takes.
+        """
         self._sink = sink
         self._steps = steps
         self._wrappers = wrappers
+        self._taken = taken
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by number of the loader
@@ -136,6 +141,7 @@ class LoaderRecorder:
             if one.before is not None:
                 note_batch(one, batch, one.before)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
+            self._taken(one.entry.loader, one.entry.number, one.entry.batches)
             return batch
 
         return __next__

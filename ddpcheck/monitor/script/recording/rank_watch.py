@@ -105,7 +105,7 @@ class _WatchedRank:
         log = self._log
         self._lines = lines = LineRecorder(log.add, self._watches)
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives, lines)
-        self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count)
+        self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count, log.count_batch)
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers)
         self._constructions = ConstructionRecorder()

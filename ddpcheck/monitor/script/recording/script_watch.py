@@ -30,6 +30,7 @@ from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.judge.ending_facts import place_of_backward
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
 from ddpcheck.monitor.judging import WatchContext, judge_events, judge_unaveraged_steps
@@ -68,6 +69,8 @@ class ScriptWatch(Watch):
         self._log = log
         self.number = number
         self.forwards = 0  # that may train
+        self._by_line: dict[Location | None, int] = {}  # these, by their line
+        self._unsynced = 0  # of them, under no_sync
         self._note_changes = note_changes
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
@@ -187,8 +190,9 @@ class ScriptWatch(Watch):
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         super().forward_returned(step, output, tensors, synced=synced)
         self.forwards += 1
-        if self._is_sampled(step):
-            self._forward_line = user_location()
+        line = self._forward_line = user_location()
+        self._by_line[line] = self._by_line.get(line, 0) + 1
+        self._unsynced += not synced
 
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or self._is_due(self._options.check_consistency_every, step)
@@ -197,7 +201,8 @@ class ScriptWatch(Watch):
         super().backward_begins()
         wrapper = self._tracker.wrapper
         if wrapper is not None and not wrapper._join_config.enable:
-            place = f"forward pass {self.forwards}"
+            line = self._forward_line
+            place = place_of_backward(self._by_line.get(line, 0), line, self._unsynced, self._log.batch)
             note_collective(DDP_BACKWARD, "", wrapper.process_group, place=place)
         self._log.count(self.number, self.step + 1, self.step)
 

@@ -9,17 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.figures import CollectiveTimeline
+from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.stacks import is_waiting
-from ddpcheck.judge.collective_order import judge_collectives, judge_skipped_backward
+from ddpcheck.findings.stacks import is_waiting, own_stack, program_lines, region_of
+from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, judge_collectives, place_of_parting
+from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
+from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
 from ddpcheck.monitor.script.rank_log import RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.worlds import failures
 
+_TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # where no rank has failed by itself
 _MAY_END = (
     "DDP1",
     "DDP2",
@@ -70,8 +75,10 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
     judged = judge_failure(error, logs, len(ranks))
     if ending.interrupted:
         judged = [finding for finding in judged if finding.code == "DDP403"]
-    if judged and judged[0].code in ("DDP402", "DDP403") and (skipped := judge_skipped_backward(logs)):
-        return [replace(skipped[0], evidence=(*skipped[0].evidence, judged[0].message))]
+    by_itself = judged and judged[0].code == "DDP401" and not follows_from_another_rank(ordered[0])
+    if judged and judged[0].code in _TOLD_AS_STORY and not by_itself:
+        if story := _story(ranks, ending, judged):
+            return story
     return [_with_option_of_run(finding) for finding in judged]
 
 
@@ -80,12 +87,58 @@ def _with_option_of_run(finding: Finding) -> Finding:
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
+def _story(ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding]) -> list[Finding]:
+    """What one rank did and the others did not; what the numbers of their collectives say is evidence of it."""
+    at_end = ranks_at_end(ranks, ending)
+    numbers = [f"by the collectives of the ranks: {one.message}" for one in judged if one.code == "DDP403"][:1]
+    return [
+        replace(story, evidence=(*filter(None, story.evidence), *numbers), tags=(*story.tags, *judged[0].tags))
+        for story in judge_endings(at_end, _blocks(ranks, at_end))
+    ]
+
+
+def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd]:
+    """Where each rank was when the job had stopped."""
+    found = {one.rank: one for one in failures_of(ranks, ending)}
+    at_end = []
+    for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
+        failure = found.get(rank.started.rank)
+        stacks = ending.hang.stacks if ending.hang is not None else {}
+        lines = program_lines(stacks.get(rank.started.rank, rank.stack))
+        follows = failure is None or follows_from_another_rank(failure)
+        if failure is not None:
+            lines = program_lines(failure.traceback) if failure.traceback else lines
+            doing = describe_failure(failure)
+        elif rank.has_ended:
+            doing = "has run to its end"
+        else:
+            doing = f"was in {described_call(log[-1])}" if log else "has come to no collective"
+        if failure is not None and failure.kind != "stuck" and follows and log:
+            doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
+        earlier = max(one.first_call for one in ranks)
+        lines = tuple(line for line in lines if line.rpartition(":")[0] in rank.files)
+        ended = rank.has_ended and (failure is None or failure.kind != "stuck")
+        waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
+        at_end.append(RankAtEnd(rank.started.rank, log, earlier, doing, lines, waits, ended, rank.passes))
+    return at_end
+
+
+def _blocks(ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd]) -> dict[str, tuple[Block, ...]]:
+    """The blocks of the program around all lines at which ranks were."""
+    lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
+    lines |= {line for rank in at_end for line in rank.lines}
+    lines |= {str(one.location) for rank in at_end for one in rank.passes if one.location is not None}
+    return blocks_of_lines(lines, {shown: file for rank in ranks for shown, file in rank.files.items()})
+
+
 def _judge_silent_mismatch(ranks: Sequence[WatchedRank]) -> list[Finding]:
     """DDP403: collectives that have paired up wrongly, and the script came to its end all the same."""
     if not all(rank.has_ended for rank in ranks):
         return []
     silent = "nothing was raised: what was paired up wrongly has the same size, or waits for nobody"
-    return [replace(one, evidence=(*one.evidence, silent)) for one in judge_collectives(comparable_logs(ranks))]
+    found = judge_collectives(comparable_logs(ranks))
+    found = (found and _story(ranks, Ending(), found)) or found
+    return [replace(one, evidence=(*one.evidence, silent)) for one in found]
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
@@ -100,12 +153,21 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
         elif raised:
             found.append(failures.raised(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
-            found.append(failures.stuck(number, 0.0, ending.hang.stacks[number], "", ""))
+            stack = ending.hang.stacks[number]
+            found.append(failures.stuck(number, 0.0, stack, "", _call_of_ddp(rank, stack)))
         elif code is not None and not rank.has_ended:
             found.append(failures.died(number, code, 0.0))
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
         return []  # the script ends its processes itself
     return [one for one in found if not _was_ended(one, found)]
+
+
+def _call_of_ddp(rank: WatchedRank, stack: str) -> str:
+    """What a rank waits in where that is a collective that DDP itself makes; "" for another one."""
+    waits_in = {"backward": DDP_BACKWARD, "the forward of DistributedDataParallel": DDP_FORWARD}
+    operation = waits_in.get(region_of(own_stack(stack)))
+    last = rank.calls[-1] if rank.calls else None
+    return described_call(last) if last is not None and last.operation == operation else ""
 
 
 def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
@@ -122,15 +184,12 @@ def timelines_of(
     found = failures_of(ranks, ending)
     failed = {one.rank: describe_failure(one) for one in found}
     here = {rank.started.rank for rank in ranks}
-    parted = any(finding.code == "DDP403" for finding in findings)
-    if not (failed or parted) or here != set(
-        range(ranks[0].started.world_size)
-    ):  # those on other machines have no log here
+    parted = any(place_of_parting(finding) is not None for finding in findings)
+    if not (failed or parted) or here != set(range(ranks[0].started.world_size)):  # others have no log here
         return ()
     logs = comparable_logs(ranks)
     at_work = {one.rank for one in found if one.kind == "stuck" and not is_waiting(one)}
     waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
-    failed |= {one.rank: f"waits in {logs[one.rank][-1]}" for one in found if one.rank in waiting and one.stack}
     open_ones = {(logs[rank][-1].group, rank) for rank in waiting}
     ended = {rank.started.rank for rank in ranks if rank.has_ended}
     made = timelines(logs, open_ones, dict.fromkeys(ended, "had finished") | failed, at_work)

@@ -107,5 +107,5 @@ def _sizes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
 
 
 def _frames(call: Call) -> list[dict[str, Any]]:
-    where = Location.parse(call.location)
-    return [] if where is None else [{"name": "<unknown>", "filename": where.path, "line": where.line}]
+    lines = map(Location.parse, call.callers or (call.location,))
+    return [{"name": "<unknown>", "filename": one.path, "line": one.line} for one in lines if one is not None]

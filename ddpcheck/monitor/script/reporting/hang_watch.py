@@ -88,14 +88,14 @@ class HangWatch:
         return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
 
     def _progress(self) -> tuple[bytes, ...]:
-        """What grows as long as a rank gets on: steps, collectives, entries of the log."""
+        """What grows as long as a rank gets on: steps, batches, collectives, entries of the log."""
         found = []
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
                 found.append(str(path.stat().st_size).encode())
-            elif path.suffix in (".steps", ".calls"):
+            elif path.suffix in (".steps", ".batches", ".calls"):
                 with path.open("rb") as file:
-                    found.append(file.read(256 if path.suffix == ".steps" else 8))
+                    found.append(file.read(8 if path.suffix == ".calls" else 256))
         return tuple(found)
 
     @staticmethod

@@ -16,7 +16,6 @@ from ddpcheck.findings.evidence.script import (
     GradientsClipped,
     GradientsZeroed,
     Inputs,
-    LoaderPass,
     LossDifferentiated,
     MetricUsed,
     OptimizerEnd,
@@ -26,7 +25,7 @@ from ddpcheck.findings.evidence.script import (
 )
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
-from ddpcheck.judge.script_data import judge_expected_batches, judge_inputs, judge_loaders, judge_tables
+from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gradients import all_gradients_agree
@@ -57,8 +56,6 @@ def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]
     optimizers = list(_optimizers(ranks))
     apart = not any(rank.wrappers for rank in ranks) and are_apart([steps for steps, _ in optimizers])
     data = [] if apart else _judge_data(ranks)
-    if not ended:
-        data += judge_expected_batches([_passes(rank) for rank in ranks])
     return [*_judge_optimizers(ranks, optimizers), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
 
 
@@ -103,12 +100,12 @@ def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:
 def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
     found: list[Finding] = []
     for group in _training_groups(ranks):
-        of_loaders = judge_loaders([_passes(rank) for rank in group])
+        of_loaders = judge_loaders([rank.passes for rank in group])
         if _take_slices(group):  # of a batch that all load
             of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
         found += [finding for finding in of_loaders if finding not in found]
     draws, inputs = [_of(rank, StepDraw) for rank in ranks], [_of(rank, Inputs) for rank in ranks]
-    orders = [tuple(tuple(one.indices) for one in _passes(rank) if one.trains) for rank in ranks]
+    orders = [tuple(tuple(one.indices) for one in rank.passes if one.trains) for rank in ranks]
     of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(ranks))
     found += of_draws
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
@@ -131,13 +128,8 @@ def _training_groups(ranks: Sequence[WatchedRank]) -> list[list[WatchedRank]]:
 def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
     """Whether each rank's forward is given a part of the batches that the loader gives."""
     rows = [len(one.samples) for one in _of(ranks[0], Inputs)]
-    sizes = [one.batch_size for one in _passes(ranks[0]) if one.trains]
+    sizes = [one.batch_size for one in ranks[0].passes if one.trains]
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
-
-
-def _passes(rank: WatchedRank) -> list[LoaderPass]:
-    """The passes of a rank, each as it was last written."""
-    return list({(one.loader, one.number): one for one in _of(rank, LoaderPass)}.values())
 
 
 def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimizer]) -> list[Finding]:

@@ -78,6 +78,7 @@ def report_on_script(
         checks.insert(0, CheckResult("script", "error", detail=detail))
     if any(wrapper.steps for wrapper in wrappers):
         checks += _parts(findings, chosen.kept, wrappers)
+    checks += _collectives(ranks, findings, chosen.kept, ended=ended)
     world = {
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
         "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
@@ -135,9 +136,7 @@ def _parts(
     times = max(len({id(entry) for _, entry in w.entries(ReplicaCaptured)}) // len(w.ranks) for w in wrappers)
     for name, (families, what) in _PARTS.items():
         if own := [finding for finding in findings if finding.code.startswith(families)]:
-            worst = min(own, key=lambda finding: (finding not in kept, finding.sort_key()))
-            status: CheckStatus = "failed" if worst.severity is Severity.ERROR else "warned"
-            yield CheckResult(name, status if worst in kept else "ignored", detail=f"{worst.code}: {worst.message}")
+            yield _failed(name, own, kept)
         elif elsewhere := sorted({rank for one in wrappers if not one.is_whole for rank in one.missing}):
             yield CheckResult(
                 name, "skipped", detail=f"not compared with {format_ranks(elsewhere)}, of which nothing is here"
@@ -147,3 +146,23 @@ def _parts(
         else:
             said = what.format(steps=counted(steps, "step"), times=f"compared {counted(times, 'time')}")
             yield CheckResult(name, "passed", detail=said)
+
+
+def _collectives(
+    ranks: Sequence[WatchedRank], findings: Sequence[Finding], kept: Sequence[Finding], *, ended: bool
+) -> Iterator[CheckResult]:
+    """The check line on the collectives of the ranks: whether they have come together."""
+    own = [finding for finding in findings if finding.code.startswith("DDP4")]
+    calls = [rank.first_call + len(rank.calls) for rank in ranks]
+    if own:
+        yield _failed("collectives", own, kept)
+    elif any(calls) and ended:
+        yield CheckResult("collectives", "passed", detail=f"{counted(max(calls), 'call')} of each rank, which pair up")
+    elif any(calls):
+        yield CheckResult("collectives", "skipped", detail="the ranks have not come to the end of the script")
+
+
+def _failed(name: str, own: Sequence[Finding], kept: Sequence[Finding]) -> CheckResult:
+    worst = min(own, key=lambda finding: (finding not in kept, finding.sort_key()))
+    status: CheckStatus = "failed" if worst.severity is Severity.ERROR else "warned"
+    return CheckResult(name, status if worst in kept else "ignored", detail=f"{worst.code}: {worst.message}")

@@ -1,0 +1,37 @@
+"""Evidence on ranks that have failed or wait for each other: where each of them was in the program at its end.
+
+Judged in `judge.endings`; gathered in `monitor.script`. This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import Call
+
+
+@dataclass(frozen=True, slots=True)
+class RankAtEnd:
+    """One rank when the job had stopped.
+
+    Attributes:
+        rank: The rank.
+        calls: Its last collectives, from the first that is known of all ranks.
+        earlier: How many collectives it had made before them.
+        doing: What it does, in words that come after its name: "waits in barrier() at train.py:41".
+        lines: The lines of the program at which it stands, innermost first; empty where they are not known.
+        waits: Whether it waits for others, or has failed because another rank did not come.
+        ended: Whether all of its script has run.
+        passes: Over data loaders.
+    """
+
+    rank: int
+    calls: Sequence[Call]
+    earlier: int = 0
+    doing: str = ""
+    lines: tuple[str, ...] = ()
+    waits: bool = True
+    ended: bool = False
+    passes: Sequence[LoaderPass] = field(default_factory=tuple)

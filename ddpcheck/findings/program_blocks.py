@@ -1,0 +1,145 @@
+"""The blocks of a program around one of its lines: loops, branches, and what an early exit leaves out.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+ENDLESS = -1.0
+_Kind = Literal["function", "loop", "branch", "rest", "try"]
+_JUMPS = ast.Break | ast.Continue | ast.Return | ast.Raise
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Lines of a program that do not always run, or run again and again.
+
+    Attributes:
+        kind: "function"; "loop"; "branch" (an arm of an `if` or a `match`); "rest" (what comes after an `if` that may
+            leave: `if ...: continue`); "try" (its body, which an exception that is caught cuts short).
+        path: Of the file.
+        line: Of its head: `def`, `for`, `while`, `if`; of a rest, the jump that leaves it out; of a try, the `except`.
+        first: Its first line; of a loop that of its head, which runs again as well.
+        last: Its last line.
+        word: Of its head: "for", "if", "except"; of a rest, of the jump.
+        exits: Of a loop, lines that end it, each with its word: "break" or "return".
+        over: Of a `for`, what it goes through; of a `while`, its condition.
+        times: Of a loop, how often it runs where that is a number in the program; `ENDLESS` for `while True`.
+    """
+
+    kind: _Kind
+    path: str
+    line: int
+    first: int
+    last: int
+    word: str = ""
+    exits: tuple[tuple[int, str], ...] = ()
+    over: str = ""
+    times: float | None = None
+
+    @property
+    def head(self) -> str:
+        """The line of its head, as "path:line"."""
+        return f"{self.path}:{self.line}"
+
+
+def blocks_around(file: Path, shown: str, line: int) -> tuple[Block, ...]:
+    """The blocks around a line, outermost first; none where the file cannot be read. `shown`: how reports call it."""
+    found = [replace(one, path=shown) for one in _blocks(file) if one.first <= line <= one.last]
+    return tuple(sorted(found, key=lambda one: (one.first, -one.last)))
+
+
+def blocks_of_lines(lines: Iterable[str], files: Mapping[str, str] | None = None) -> dict[str, tuple[Block, ...]]:
+    """The blocks around lines ("path:line") and around the heads of these; `files`: by how reports call them."""
+    found: dict[str, tuple[Block, ...]] = {}
+    wanted = set(lines)
+    while wanted:
+        for line in wanted:
+            shown, _, number = line.rpartition(":")
+            found[line] = blocks_around(Path((files or {}).get(shown, shown)), shown, int(number))
+        wanted = {block.head for line in wanted for block in found[line]} - found.keys()
+    return found
+
+
+@functools.cache
+def _blocks(file: Path) -> tuple[Block, ...]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return ()
+    return tuple(block for node in ast.walk(tree) for block in _made_by(node))
+
+
+def _made_by(node: ast.AST) -> Iterator[Block]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield _block("function", "def", node.lineno, node.body)
+        case ast.For() | ast.AsyncFor():
+            yield _loop("for", node.lineno, node.body, ast.unparse(node.iter), _times(node.iter))
+        case ast.While():
+            endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
+            yield _loop("while", node.lineno, node.body, ast.unparse(node.test), ENDLESS if endless else None)
+        case ast.If():
+            yield _block("branch", "if", node.lineno, node.body)
+            if node.orelse:
+                yield _block("branch", "if", node.lineno, node.orelse)
+        case ast.match_case():
+            yield _block("branch", "case", node.pattern.lineno, node.body)
+        case ast.Try():
+            for handler in node.handlers:
+                if not isinstance(handler.body[-1], ast.Raise):
+                    yield _block("try", "except", handler.lineno, node.body)
+    for name in ("body", "orelse", "finalbody"):
+        statements = getattr(node, name, None)
+        if isinstance(statements, list):
+            yield from _rests(statements)
+
+
+def _block(kind: _Kind, word: str, line: int, body: Sequence[ast.stmt]) -> Block:
+    return Block(kind, "", line, body[0].lineno, _end(body), word)
+
+
+def _loop(word: str, line: int, body: Sequence[ast.stmt], over: str, times: float | None) -> Block:
+    exits = tuple(sorted(_exits(body, inner=False)))
+    return Block("loop", "", line, line, _end(body), word, exits, over, times)
+
+
+def _end(body: Sequence[ast.stmt]) -> int:
+    return body[-1].end_lineno or body[-1].lineno
+
+
+def _rests(statements: Sequence[ast.stmt]) -> Iterator[Block]:
+    """What an `if` leaves out that ends in a jump."""
+    for place, one in enumerate(statements[:-1]):
+        if isinstance(one, ast.If) and not one.orelse and isinstance(jump := one.body[-1], _JUMPS):
+            rest = statements[place + 1 :]
+            word = type(jump).__name__.lower()
+            yield Block("rest", "", jump.lineno, rest[0].lineno, _end(rest), word)
+
+
+def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
+    """The lines that end a loop; `inner`: a `break` among these statements is of another loop."""
+    for one in body:
+        if isinstance(one, ast.Return) or (isinstance(one, ast.Break) and not inner):
+            yield one.lineno, type(one).__name__.lower()
+        elif not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            loops = isinstance(one, ast.For | ast.AsyncFor | ast.While)
+            for name in ("body", "orelse", "finalbody"):
+                yield from _exits(getattr(one, name, []), inner=inner or (loops and name == "body"))
+            for part in (*getattr(one, "handlers", ()), *getattr(one, "cases", ())):
+                yield from _exits(part.body, inner=inner)
+
+
+def _times(over: ast.expr) -> float | None:
+    """How often a loop over `range(a number)` runs."""
+    match over:
+        case ast.Call(func=ast.Name(id="range"), args=[ast.Constant(value=int(count))]):
+            return float(count)
+    return None

@@ -1,0 +1,156 @@
+"""The facts on ranks that do not come together any more: where they part, and what each did before; in words.
+
+What a rank did is known by the lines that led to each of its collectives, by its passes over data loaders, and by the
+blocks of the program around these lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import agreeing, format_ranks, group_by
+from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
+
+_PLACE = re.compile(
+    r"forward pass (?P<forward>\d+)(?: \((?P<unsynced>\d+) under no_sync\))?(?: at (?P<line>.+?:\d+))?"
+    r"(?:, batch (?P<batch>\d+) of pass (?P<number>\d+) over loader (?P<loader>\d+))?"
+)
+
+
+def place_of_backward(forward: int, line: Location | None, unsynced: int, batch: str) -> str:
+    """The `place` of a backward pass in the log of a rank: after which forward pass of a line, with which batch."""
+    under = f" ({unsynced} under no_sync)" if unsynced else ""
+    return f"forward pass {forward}{under}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
+
+
+def lines_in(place: str) -> tuple[str, ...]:
+    """The line of the forward pass in the `place` of a backward pass."""
+    match = _PLACE.fullmatch(place)
+    return (match["line"],) if match and match["line"] else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A backward pass that DDP has averaged.
+
+    Attributes:
+        call: In the log.
+        forward: The number of the forward pass, among those of its line.
+        unsynced: How many forward passes under `no_sync` there had been.
+        line: Of the forward pass; may be empty.
+        batch: The number of the pass over the loader whose batch was taken last, and of that batch.
+        loader: That loader; negative where there is none.
+    """
+
+    call: Call
+    forward: int
+    unsynced: int = 0
+    line: str = ""
+    batch: tuple[int, int] = (0, 0)
+    loader: int = -1
+
+
+def backwards_of(rank: RankAtEnd) -> list[Backward]:
+    """The backward passes of a rank that DDP has averaged, as far as they are known."""
+    found = []
+    for call in rank.calls:
+        if call.operation == DDP_BACKWARD and (match := _PLACE.fullmatch(call.place)):
+            batch = (int(match["number"]), int(match["batch"])) if match["loader"] else (0, 0)
+            unsynced, loader = int(match["unsynced"] or 0), int(match["loader"] or -1)
+            found.append(Backward(call, int(match["forward"]), unsynced, match["line"] or "", batch, loader))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is when it and another one part: the collective that it has come to, or what it does instead."""
+
+    of: RankAtEnd
+    call: Call | None
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndingFacts:
+    """The facts on ranks that do not come together any more.
+
+    Attributes:
+        ranks: All of them, in order.
+        blocks: Of the program, around each line at which a rank was; outermost first.
+    """
+
+    ranks: Sequence[RankAtEnd]
+    blocks: Mapping[str, Sequence[Block]]
+
+    def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
+        """The blocks around lines of a stack, outermost first."""
+        return [one for line in reversed(lines) for one in self.blocks.get(line, ()) if one.kind in kinds]
+
+    def loops(self, lines: Sequence[str]) -> list[Block]:
+        """The loops that run at lines of a stack, outermost first."""
+        return self.around(lines, "loop")
+
+    def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
+        """Whether a collective of a rank was made in a block."""
+        return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
+
+    def now(self, rank: RankAtEnd) -> tuple[str, ...]:
+        """Where a rank stands."""
+        return rank.lines or (lines_of(rank.calls[-1]) if rank.calls and not rank.ended else ())
+
+
+def lines_of(call: Call) -> tuple[str, ...]:
+    """The lines of the program that led to a collective, innermost first."""
+    return call.callers or ((call.location,) if call.location else ())
+
+
+def own_branch(facts: EndingFacts, one: Position, other: Position) -> Block | None:
+    """The outermost branch in which `one` is, and the other rank neither is nor has made a collective."""
+    theirs = facts.around(other.lines, "branch", "rest")
+    for block in facts.around(one.lines, "branch", "rest"):
+        if block not in theirs and not facts.has_been_in(other.of, block):
+            return block
+    return None
+
+
+# Words
+
+
+def described_call(call: Call) -> str:
+    """A call with its line."""
+    return f"{named(call)}{f' at {call.location}' if call.location else ''}"
+
+
+def named(call: Call) -> str:
+    """What a call is to a reader."""
+    return {DDP_BACKWARD: "backward", DDP_FORWARD: "the forward of DistributedDataParallel"}.get(
+        call.operation, call.operation
+    )
+
+
+def and_told(facts: EndingFacts, ranks: Sequence[int]) -> str:
+    """The end of a sentence on ranks that says what they do."""
+    doing = {rank.doing for rank in facts.ranks if rank.rank in ranks}
+    return f" and {agreeing(doing.pop(), ranks)}" if len(doing) == 1 else f" ({told(facts, ranks)})"
+
+
+def told(facts: EndingFacts, ranks: Sequence[int]) -> str:
+    """What ranks do, in words."""
+    groups = group_by((rank for rank in facts.ranks if rank.rank in ranks), lambda rank: rank.doing)
+    them = {doing: [rank.rank for rank in same] for doing, same in groups.items()}
+    return ", ".join(f"{format_ranks(same)} {agreeing(doing, same)}" for doing, same in them.items())
+
+
+def calls_there(one: Position, other: Position) -> list[str]:
+    """The collectives at which two ranks part, and what each does at the end."""
+    sides = sorted((one, other), key=lambda side: side.of.rank)
+    return [
+        *(f"rank {side.of.rank} comes to {side.call or 'no collective any more'}" for side in sides),
+        *(f"rank {side.of.rank}: {side.of.doing}" for side in sides),
+    ]
