@@ -80,6 +80,10 @@ class EmptyShardError(TargetError):
         self.step = step
 
 
+class NonFiniteLossError(TargetError):
+    """The loss of a rank is NaN or infinite in a step, so that its gradients cannot be compared."""
+
+
 class FindingsError(DdpcheckError, AssertionError):
     """Raised where there are findings; an `AssertionError`, so that a test fails instead of erring.
 

@@ -5,12 +5,13 @@ Pure functions from `findings.errors.RankError` and the ranks' logs of collectiv
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ddpcheck.findings.errors import EmptyShardError, RankError, RankFailure
+from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
@@ -182,6 +183,29 @@ def judge_empty_shards(error: RankError, world_size: int) -> list[Finding]:
         steps=(step,),
         location=Location.parse(empty[ranks[0]][1]),
         evidence=[f"rank {rank}: {empty[rank][0]}" for rank in ranks],
+    )
+
+
+def judge_undefined_losses(error: RankError, of_batch: float, step: int, world_size: int) -> list[Finding]:
+    """DDP305: the loss is not finite on some ranks, and that of the whole batch is: those have nothing to average."""
+    undefined = {f.rank: f for f in error.failures if isinstance(f.exception, NonFiniteLossError)}
+    if not undefined or len(undefined) == world_size or not math.isfinite(of_batch):
+        return []
+    ranks = sorted(undefined)
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {of_batch:.4g}: "
+        f"it is a mean over what {plural_verb('this rank has', 'these ranks have', ranks)} none of, or a statistic of "
+        "too few samples.",
+        ranks=ranks,
+        steps=(step,),
+        location=Location.parse(undefined[ranks[0]].location),
+        evidence=[f"rank {rank}: {failure.exception}" for rank, failure in sorted(undefined.items())],
+        fix=(
+            "Sum the local loss, all_reduce the count, and divide by count / world_size on every rank: a rank without "
+            "an element that counts then adds 0."
+        ),
     )
 
 

@@ -38,7 +38,7 @@ from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, Traini
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
 from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints, module_entries
-from ddpcheck.gather.state.module_state import differs_in_structure
+from ddpcheck.gather.state.module_state import differs_in_structure, moved
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
@@ -76,7 +76,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
         reference = copy.deepcopy(module)  # model() hands out the same parameters every time
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
-    described = describe(module.to(device))
+    described = describe(moved(module, device))
     this_rank.state["check"] = RankState(
         recipe=recipe,
         seed=seed,
@@ -85,7 +85,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
         world_size=context.world_size,
         group=group,
         module=module,
-        reference=ReferenceModule(reference.to(device)),
+        reference=ReferenceModule(moved(reference, device)),
         origins=origins,
         description=described,
         arrived_evaluating=into_training(module),

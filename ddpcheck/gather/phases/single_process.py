@@ -22,7 +22,7 @@ from ddpcheck.findings.evidence.single_process import SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
-from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, capture_state
+from ddpcheck.gather.state.module_state import ModuleState, capture_attributes, capture_state, moved
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import difference, fit, norm, scales, tolerances
@@ -102,7 +102,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     def build() -> nn.Module:
         this_rank.set_status("building the model")
         seed_everything(model_seed(seed))
-        module = recipe.build_model().to(device)
+        module = moved(recipe.build_model(), device)
         into_training(module)
         return module
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors
+from ddpcheck.gather.state.tensor_values import plain_values, shape_of
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 _CHUNK = 1 << 16  # words of eight bytes; half a megabyte stays in a core's cache
@@ -25,7 +26,7 @@ def describe(module: nn.Module) -> ModuleDescription:
     return replace(
         structure_of(module),
         state=tuple(
-            (name, tuple(tensor.shape), fingerprint(tensor))
+            (name, shape_of(tensor), fingerprint(tensor))
             for name, tensor in unregistered_tensors(module)
             if not isinstance(tensor, _LAZY)
         ),
@@ -56,10 +57,10 @@ def layout_of(module: nn.Module) -> ModuleDescription:
 
 
 def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    dense = tensor.layout == torch.strided
+    dense = tensor.layout == torch.strided and not tensor.is_nested
     return TensorRecord(
         name=name,
-        shape=tuple(tensor.shape),
+        shape=shape_of(tensor),
         dtype=str(tensor.dtype).removeprefix("torch."),
         stride=tuple(tensor.stride()) if dense else (),
         requires_grad=tensor.requires_grad,
@@ -97,14 +98,21 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
     Equal bits give equal fingerprints (so -0.0 and 0.0 differ, and a NaN equals itself). The bits are taken eight
     bytes at a time, folded so that no bit is only at the top (there a product forgets its weight), weighted by a
-    pseudo-random odd number for each place, and summed modulo 2**64.
+    pseudo-random odd number for each place, and summed modulo 2**64. Of a tensor without values that can be read
+    (`plain_values`), shape and dtype count.
     """
-    value = tensor.detach()
-    if value.layout != torch.strided:
-        value = value.to_dense() if value.layout != torch.sparse_coo else value.coalesce().to_dense()
-    if value.is_quantized:
-        value = value.int_repr()
-    octets = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    values = plain_values(tensor)
+    if values is not None and len(values) == 1:
+        try:
+            return _of_bits(values[0])
+        except (NotImplementedError, TypeError):  # of a subclass, which lacks an operation
+            values = None
+    parts = None if values is None else [fingerprint(value) for value in values]
+    return int(digest_of((parts, shape_of(tensor), str(tensor.dtype)))[:15], 16)
+
+
+def _of_bits(value: torch.Tensor) -> int:
+    octets = value.contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
         octets = octets.clone()
     whole = octets.numel() // 8 * 8

@@ -15,6 +15,7 @@ from torch import nn
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
 from ddpcheck.gather.state.randomness import own_generator
 from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_small_array, is_user_object, refill
+from ddpcheck.gather.state.tensor_values import shape_of
 
 
 @dataclass(slots=True)
@@ -37,9 +38,17 @@ class ModuleState:
         with torch.no_grad():
             for targets, source in ((own, self.tensors), (held, self.held)):
                 for name, saved in source.items():
-                    if name in targets and targets[name].shape == saved.shape:
+                    if name in targets and shape_of(targets[name]) == shape_of(saved):
                         with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
                             targets[name].detach().copy_(saved)
+
+
+def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """`module` on `device`, but for what is on the meta device: it has no values, and stays where it is."""
+    if not any(tensor.is_meta for _, tensor in _registered(module)):
+        return module.to(device)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return module
 
 
 def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
@@ -59,9 +68,10 @@ def _captured(module: nn.Module, tensors: dict[str, torch.Tensor]) -> ModuleStat
 
 
 def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    if into is not None and (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
-        with contextlib.suppress(RuntimeError):
-            return into.copy_(tensor)
+    if into is not None and not tensor.is_nested and not into.is_nested:
+        if (into.shape, into.dtype, into.stride()) == (tensor.shape, tensor.dtype, tensor.stride()):
+            with contextlib.suppress(RuntimeError):
+                return into.copy_(tensor)
     return tensor.clone()
 
 
@@ -132,7 +142,7 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
             if (generator := own_generator(value)) is not None:
                 generator.write(saved.state)
         elif isinstance(saved, torch.Tensor):
-            if not (isinstance(value, torch.Tensor) and value.shape == saved.shape):
+            if not (isinstance(value, torch.Tensor) and shape_of(value) == shape_of(saved)):
                 own[key] = saved.detach().clone()
         elif isinstance(saved, PLAIN):
             own[key] = saved

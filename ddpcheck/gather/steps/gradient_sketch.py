@@ -13,6 +13,8 @@ import functools
 
 import torch
 
+from ddpcheck.gather.state.tensor_values import plain_values
+
 SIZE = 64
 """How many blocks there are at least; their estimate of a norm is within some 25 %."""
 
@@ -21,11 +23,11 @@ _KEPT = 4096  # signs; longer ones are made afresh, so that nothing large stays 
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """A sketch of a dense tensor: a vector of at most `SIZE` + 1 elements, in float32 at least."""
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    flat = gradient.detach().reshape(-1).to(wide)
+    """A sketch of a tensor: a vector of at most `SIZE` + 1 elements, in float32 at least."""
+    wide = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
+    parts = plain_values(gradient) or (torch.zeros(0),)  # without values: of no size
+    parts = tuple(torch.view_as_real(part) if part.is_complex() else part for part in parts)
+    flat = torch.cat([part.reshape(-1).to(wide) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1).to(wide)
     length = max(1, flat.numel() // SIZE)
     signs = _signs(length, flat)
     whole = flat.numel() // length * length

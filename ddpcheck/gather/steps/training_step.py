@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ddpcheck.findings.errors import TargetError
+from ddpcheck.findings.errors import NonFiniteLossError, TargetError
 from ddpcheck.findings.exception_origin import for_target
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_tensors
 from ddpcheck.gather.state.module_description import fingerprint
@@ -24,6 +24,7 @@ from ddpcheck.gather.state.randomness import (
     mixed_seed,
     seed_everything,
 )
+from ddpcheck.gather.state.tensor_values import plain_values
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import batch_size, copied, equal_parts, named_tensors, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
@@ -81,7 +82,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
         raise TargetError(f"{at} does not require grad: no parameter of the model reaches it; is it detached?")
     total = functools.reduce(torch.add, terms)
     if not bool(torch.isfinite(total)):
-        raise TargetError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
+        raise NonFiniteLossError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
     return Loss(terms, total, drew, batch, names)
 
 
@@ -247,14 +248,15 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
     Returns:
         Nothing where the tensors do not agree on the number of samples, or are too large.
     """
-    tensors = [t.detach() for t in tree_tensors(batch) if t.dim() > 0]
+    tensors = [tensor for tensor in tree_tensors(batch) if tensor.dim() > 0]
+    if any(t.is_nested or t.layout != torch.strided or t.is_quantized or plain_values(t) is None for t in tensors):
+        return ()
+    tensors = [tensor.detach() for tensor in tensors]
     try:
         size = batch_size(batch)
     except TargetError:
         return ()
     if size == 0 or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
-        return ()
-    if any(t.layout != torch.strided or t.is_quantized for t in tensors):
         return ()
     total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:

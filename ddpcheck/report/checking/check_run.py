@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,14 +17,16 @@ from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError, HangError, Option
 from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.modules import BuiltModule, WrappedModule
 from ddpcheck.findings.evidence.parameters import PathEnd
-from ddpcheck.findings.evidence.single_process import ShardAnalysis
+from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation
 from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import Names
+from ddpcheck.findings.wording import Names, format_ranks
+from ddpcheck.harness import RunFuture
 from ddpcheck.judge.collective_order import judge_collectives, judge_packing
 from ddpcheck.judge.parameters import judge_uninitialised, zero_everywhere
 from ddpcheck.judge.rank_configuration import judge_batches, judge_changes, judge_options
+from ddpcheck.judge.rank_failure import judge_undefined_losses
 from ddpcheck.judge.replicas import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.judge.timelines import timelines
 from ddpcheck.judge.training_loop import judge_values_changed
@@ -150,7 +153,7 @@ class CheckRun(CheckWorlds):
             wanted = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
             self._all(calls.local_step.begin_step, step, state if wanted else None)
             single = self._start_single(partial(calls.single_process.run_step, step, state)) if wanted else None
-            local: list[LocalStep] = self._all(calls.local_step.local_step, step)
+            local = self._local_step(step, single)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local)
@@ -180,6 +183,20 @@ class CheckRun(CheckWorlds):
                 self._all(calls.local_step.local_update, step)
         for file in (state, averaged):
             file.unlink(missing_ok=True)
+
+    def _local_step(self, step: int, single: RunFuture[SingleStep] | None) -> list[LocalStep]:
+        """Each rank's step by itself; a loss that only some ranks cannot compute ends the check with a finding."""
+        try:
+            return self._all(calls.local_step.local_step, step)
+        except RankError as error:
+            whole = None if single is None else self._settle_single(single)
+            loss = math.nan if whole is None else whole.loss
+            found = judge_undefined_losses(error, loss, step, self.asked.world_size)
+            if not found:
+                raise
+            line = self.state.wrapped[0].loss_location if self.state.wrapped else None
+            self.state.findings += [dataclasses.replace(one, location=one.location or line) for one in found]
+            self._skip_rest(f"{found[0].code}: the loss is not finite on {format_ranks(found[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
         """Go through the wrapper, where that is possible; returns whether it needs a second look."""

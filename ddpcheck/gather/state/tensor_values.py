@@ -1,0 +1,53 @@
+"""The values of a tensor of any kind as plain tensors, or that it has none that can be read."""
+
+from __future__ import annotations
+
+import torch
+
+
+def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """The values of `tensor` as dense tensors: one, or those of a nested one's parts; none where there are none.
+
+    There are none on the meta device, in a fake tensor, in one whose memory has been freed, and in a subclass that does
+    not compute what is asked of it here. Such tensors are compared by what they have: shape and dtype.
+    """
+    try:
+        value = tensor.detach()
+        if value.is_nested:
+            parts = [plain_values(part) for part in value.unbind()]
+            return None if any(part is None for part in parts) else tuple(one for part in parts for one in part or ())
+        if value.layout != torch.strided:
+            value = value.to_dense() if value.layout != torch.sparse_coo else value.coalesce().to_dense()
+        if value.is_quantized:
+            value = value.int_repr()
+        value = value.resolve_conj().resolve_neg()
+        return (value,) if _has_memory(value) else None
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, AssertionError):  # what an operation raises that torch or a subclass lacks
+        return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements are there; to read those of a storage that was freed ends the process."""
+    if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
+        return False
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return True  # it holds others; an operation of it says so where it cannot be read
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() >= needed
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of `tensor`; -1 for a size that is not the same everywhere in it."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    sizes = [-1] * tensor.dim()
+    for place in range(tensor.dim()):
+        try:
+            size = tensor.size(place)
+            sizes[place] = size if type(size) is int else -1
+        except RuntimeError:  # ragged
+            continue
+    return tuple(sizes)
