@@ -1,10 +1,11 @@
-"""DDP303, DDP305: losses that a script scales by the world size, or divides by a number of each rank's own.
+"""DDP303, DDP305, DDP514: losses that a script scales by the world size, or divides by a number of each rank's own.
 
 Pure functions from `findings.evidence.script` (gathered by `monitor.script.recording.loss_recorder`) to findings.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
@@ -66,6 +67,54 @@ def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
         severity=Severity.WARNING,
         fix="Leave the loss as it is: what DDP averages is the gradient of the mean over all ranks.",
     )
+
+
+def judge_accumulated(losses: Losses) -> list[Finding]:
+    """DDP514: means over micro-batches that are added up, and not divided by their number.
+
+    These are micro-batches where each has a backward pass from the same line, and either the wrapper is told to average
+    only after the last of them, or the script has taken a batch for each.
+    """
+    steps: dict[int, list[list[LossDifferentiated]]] = {}
+    for rank, of_rank in enumerate(losses):
+        for one in of_rank:
+            steps.setdefault(one.step, [[] for _ in losses])[rank].append(one)
+    several = [of_ranks for of_ranks in steps.values() if all(len(passes) > 1 for passes in of_ranks)]
+    undivided = [of_ranks for of_ranks in several if all(map(_is_undivided, of_ranks))]
+    if len(undivided) < _FEWEST - 1 or len(undivided) < len(several):
+        return []
+    passes = undivided[0][0]
+    return one_finding(
+        "DDP514",
+        ("loss",),
+        f"The losses of {len(passes)} micro-batches, each a mean, are added up and not divided by their number: the "
+        f"gradient of a step is {len(passes)} times that of the mean over its samples.",
+        location=passes[0].made or passes[0].location,
+        evidence=[
+            f"the weights of the means in the gradient add up to {len(passes)}, in all {len(undivided)} optimizer "
+            "steps that were compared"
+        ],
+        severity=Severity.WARNING,
+        fix="Divide the loss by the number of micro-batches of the step before backward.",
+    )
+
+
+def _is_undivided(passes: Sequence[LossDifferentiated]) -> bool:
+    """Whether the backward passes of a step are of micro-batches, and each of a whole mean."""
+    last, wrappers = passes[-1], set(passes[-1].wrappers)
+    if not wrappers or len({one.location for one in passes}) > 1 or len({_kinds(one) for one in passes}) > 1:
+        return False
+    own = all(not wrappers.isdisjoint((*one.put_off, *one.wrappers)) for one in passes)
+    taken = all(before.batches < after.batches for before, after in itertools.pairwise(passes))
+    put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
+    if not own or not (taken if last.batches else put_off):
+        return False
+    weights = [max((abs(t.factor) for t in one.terms if t.kind == "mean"), default=0.0) for one in passes]
+    return all(abs(weight - 1.0) < _TOLERANCE for weight in weights)
+
+
+def _kinds(one: LossDifferentiated) -> tuple[str, ...]:
+    return tuple(term.kind for term in one.terms)
 
 
 def _judge_counts(passes: Losses) -> list[Finding]:

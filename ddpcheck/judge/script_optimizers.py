@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import (
     GradientsClipped,
     GradientsZeroed,
@@ -193,7 +194,7 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
         of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
     ]
     apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
-    if any(len({one.step for one in of_rank}) < len(of_rank) for of_rank in clips):
+    if any(len({(one.step, one.location) for one in of_rank}) < len(of_rank) for of_rank in clips):
         return []  # a clip for each sample, say
     averaged = [one for of_one in steps for one in of_one if all_gradients_agree(one)]
     if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
@@ -201,11 +202,43 @@ def judge_clips(clips: Sequence[Sequence[GradientsClipped]], steps: Sequence[Seq
     first = apart[0]
     return one_finding(
         "DDP310",
-        ("clip_grad_norm_",),
-        "clip_grad_norm_ finds another norm on each rank: it clips gradients that are averaged later.",
+        (first[0].by,),
+        f"{first[0].by} finds other gradients on each rank: it clips what is averaged later.",
         location=first[0].location,
         evidence=[f"rank {rank}: a norm of {one.norm:.6g}" for rank, one in enumerate(first[:4])],
         fix="Clip after the gradients have been averaged, and before the optimizer's step.",
+    )
+
+
+def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
+    """DDP310: gradients that are clipped, or changed otherwise, before those of further micro-batches are added.
+
+    While they are each rank's own, ranks change them by factors of their own. Averaged ones are changed alike; then
+    only a clip is known to be one.
+    """
+    at = [
+        of_ranks
+        for of_ranks in zip(*changes, strict=False)
+        if len({(one.wrapper, one.step, one.by, one.location) for one in of_ranks}) == 1
+    ]
+    own = [of_ranks for of_ranks in at if all(one.put_off for one in of_ranks)]
+    apart = [of_ranks for of_ranks in own if not are_close([one.factor for one in of_ranks])]
+    clipped = [of_ranks for of_ranks in at if of_ranks[0].by and not any(one.put_off for one in of_ranks)]
+    found = apart if len(apart) > 1 and 2 * len(apart) > len(own) else clipped
+    if len(found) < 2:
+        return []
+    first = found[0]
+    what = first[0].by or "The script"
+    each = "by its own factor on each rank, before they are averaged" if found is apart else "before the step has all"
+    return one_finding(
+        "DDP310",
+        (first[0].by or "gradients",),
+        f"{what} changes the gradients after each micro-batch, {each}; those of the next micro-batch are added to what "
+        "is left.",
+        location=first[0].location,
+        evidence=[f"rank {rank}: their norm times {one.factor:.4g}" for rank, one in enumerate(first[:4])],
+        severity=Severity.ERROR if found is apart else Severity.WARNING,
+        fix="Clip once a step: after the backward pass of its last micro-batch, and before the optimizer's step.",
     )
 
 

@@ -225,6 +225,8 @@ class LossDifferentiated:
         made: The line that computes the loss, or reduces it to one number.
         scaled: The line that multiplies or divides it by the world size; `None` where none does.
         wrappers: The numbers of the wrappers that have averaged its gradients.
+        put_off: Of those that have not, and are to average them with the gradients of a later one.
+        batches: How many the script has taken from the loaders that it goes through; 0 without a loader.
     """
 
     step: int
@@ -234,6 +236,8 @@ class LossDifferentiated:
     made: Location | None = None
     scaled: Location | None = None
     wrappers: tuple[int, ...] = ()
+    put_off: tuple[int, ...] = ()
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +253,13 @@ class MetricUsed:
 
 @dataclass(frozen=True, slots=True)
 class GradientsClipped:
-    """`clip_grad_norm_` was called for the `count`-th time, and has found a norm; `step`: after so many steps."""
+    """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps."""
 
     count: int
     norm: float
     location: Location | None
     step: int = 0
+    by: str = "clip_grad_norm_"
 
 
 @dataclass(frozen=True, slots=True)

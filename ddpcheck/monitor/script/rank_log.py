@@ -18,6 +18,7 @@ from typing import Any
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -189,6 +190,7 @@ Entry = (
     | ReducedInPlace
     | FileUsed
     | ModuleChanged
+    | GradientsChanged
     | RankFound
     | GroupUsed
     | CallersSeen

@@ -81,6 +81,11 @@ class LoaderRecorder:
         _Iterator._next_index = self._counted_by(_Iterator._next_index)  # private to torch; without it, no indices
         _Iterator.__next__ = self._taken_by(_Iterator.__next__)
 
+    @property
+    def taken(self) -> int:
+        """How many batches the script has taken in the passes over loaders that are under way."""
+        return sum(one.entry.batches for one in self._open.values())
+
     def close(self) -> None:
         """The script has ended: what is open has come to its end, too."""
         for one in list(self._open.values()):

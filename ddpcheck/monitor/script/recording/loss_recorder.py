@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -31,8 +32,15 @@ _MOST_SOURCES = 256
 class LossRecorder:
     """Follows backward passes in some of the optimizer steps; hands what it sees of the loss to `sink`."""
 
-    def __init__(self, sink: Callable[[LossDifferentiated], object], optimizers: OptimizerRecorder) -> None:
-        """Begin; `optimizers` are told of each backward pass."""
+    def __init__(
+        self,
+        sink: Callable[[LossDifferentiated], object],
+        optimizers: OptimizerRecorder,
+        batches: Callable[[], int],
+    ) -> None:
+        """Begin; `optimizers` are told of each backward pass, `batches` says how many the script has taken."""
+        self._batches = batches
+        self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
         self._sink = sink
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
@@ -52,6 +60,23 @@ class LossRecorder:
                 ended()
 
         module.backward = backward
+        self._follow_scalers()
+
+    def _follow_scalers(self) -> None:
+        scaler: Any = torch.amp.GradScaler
+        original, note = scaler.scale, guarded(self._scales)
+
+        @functools.wraps(original)
+        @passes_on
+        def scale(own: Any, outputs: Any) -> Any:
+            result = original(own, outputs)
+            note(own, result)
+            return result
+
+        scaler.scale = scale
+
+    def _scales(self, scaler: Any, result: Any) -> None:
+        self._scaled = id(result), scaler if scaler.is_enabled() else None
 
     def _begins(self, losses: Any) -> Callable[[], object] | None:
         """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
@@ -64,6 +89,8 @@ class LossRecorder:
         source = self._source()
         arrived: dict[int, ScaledTerm] = {}
         handles = []
+        scaler = self._scaled[1] if self._scaled[0] == id(losses) else None
+        scale = 1.0 if scaler is None else scaler.get_scale()
         for number, (node, kind) in enumerate(_terms(losses.grad_fn)):
             handles.append(node.register_prehook(UnpickledHook(_note_of(arrived, number, kind, node))))
 
@@ -71,9 +98,14 @@ class LossRecorder:
             for handle in handles:
                 handle.remove()
             terms = tuple(arrived[number] for number in sorted(arrived))
+            if scale not in (0.0, 1.0):
+                terms = tuple(replace(term, factor=term.factor / scale) for term in terms)
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
-            self._sink(LossDifferentiated(step, before, terms, where, source.made, source.scaled, wrappers))
+            put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
+            batches = self._batches()
+            lines = where, source.made, source.scaled
+            self._sink(LossDifferentiated(step, before, terms, *lines, wrappers, put_off, batches))
 
         return guarded(ended)
 

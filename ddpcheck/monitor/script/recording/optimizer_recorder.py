@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import math
@@ -17,13 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddpcheck.findings.evidence.changes import ScheduleState
 from ddpcheck.findings.evidence.script import (
-    GradientsClipped,
     GradientsZeroed,
     MetricUsed,
     OptimizerEnd,
     OptimizerStep,
 )
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
@@ -32,8 +29,9 @@ from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
-from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
 from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, follow
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
@@ -105,31 +103,10 @@ class OptimizerRecorder:
         follow(_Optim, "zero_grad", self._before_zero_grad)
         follow(_Module, "zero_grad", self._before_module_zero_grad)
         follow(_Plateau, "step", self._before_plateau)
-        self._clips = 0
-        self._follow_clips()
+        self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
         self.states = StateRecorder(sink, watches)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
-
-    def _follow_clips(self) -> None:
-        original, note = nn.utils.clip_grad_norm_, guarded(self._after_clip)
-
-        @functools.wraps(original)
-        @passes_on
-        def clip_grad_norm_(*arguments: Any, **named: Any) -> Any:
-            norm = original(*arguments, **named)
-            limit = named["max_norm"] if "max_norm" in named else arguments[1]
-            if math.isfinite(limit):  # else the norm is only asked for
-                note(norm)
-            return norm
-
-        nn.utils.clip_grad_norm_ = clip_grad_norm_
-
-    def _after_clip(self, norm: torch.Tensor) -> None:
-        if type(norm) is torch.Tensor and self._is_written(self._clips):
-            self._sink(GradientsClipped(self._clips, float(norm), user_location(), self.steps))
-        self._clips += 1
-        self._note_left()  # in place: these are still the gradients of backward
 
     def close(self) -> None:
         """The script has ended."""
@@ -154,6 +131,7 @@ class OptimizerRecorder:
 
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         self.steps += 1
+        self._clips.steps(self.steps)
         known = self._known.get(optimizer)
         if known is None:
             known = self._known[optimizer] = _Optimizer(len(self._all))
@@ -277,10 +255,15 @@ class OptimizerRecorder:
         """By number of a wrapper, how many averaged backward passes it has ended."""
         return {watch.number: watch.step for watch in list(self._watches)}
 
+    def put_off(self) -> set[int]:
+        """The numbers of the wrappers that hold gradients which a later backward pass is to average."""
+        return {watch.number for watch in list(self._watches) if watch.has_unreduced}
+
     def before_backward(self, loss: Any) -> None:
         """A backward pass begins from `loss`."""
         for watch in list(self._watches):
             watch.any_backward_begins()
+        self._clips.backward_begins()
         for known in self._looked_at():
             repeats = any(times > 1 for times in known.zeroed_before.values())
             if repeats and not known.for_inputs and isinstance(loss, torch.Tensor):
@@ -291,6 +274,7 @@ class OptimizerRecorder:
         """It has ended."""
         for watch in list(self._watches):
             watch.any_backward_ended()
+        self._clips.backward_ended()
         self._note_left()
 
     def _note_left(self) -> None:

@@ -107,7 +107,7 @@ class _WatchedRank:
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives, lines)
         self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count, log.count_batch)
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
-        LossRecorder(log.add, self._optimizers)
+        LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
         record_overwritten(guarded(self._overwritten))

@@ -111,7 +111,7 @@ def judge_logs(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]:
     if any(finding.code == "DDP306" for finding in around):  # of the optimizers' state, which the parameters follow
         found = [finding for finding in found if finding.code != "DDP306"]
     if any(finding.code in ("DDP305", "DDP514") for finding in found):  # of targets, which say more than sums do
-        around = [finding for finding in around if finding.code != "DDP305"]
+        around = [finding for finding in around if finding.code not in ("DDP305", "DDP514")]
     if not any(finding.code in _REPLICAS_PART for finding in (*around, *found)):
         around += judge_held_states(ranks)
     return split_consequences([*around, *found])[0]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -29,8 +30,9 @@ from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gradients import all_gradients_agree
-from ddpcheck.judge.script_losses import are_sums, judge_losses, judge_sums
+from ddpcheck.judge.script_losses import are_sums, judge_accumulated, judge_losses, judge_sums
 from ddpcheck.judge.script_optimizers import (
+    judge_changed,
     judge_clips,
     judge_metrics,
     judge_optimizer_options,
@@ -139,7 +141,8 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
     moved = _moved(ranks[0])
     held = {name for one in _of(ranks[0], OptimizerStep) for name in one.held}
     losses = [_of(rank, LossDifferentiated) for rank in ranks]
-    found += judge_clips([_of(rank, GradientsClipped) for rank in ranks], [steps for steps, _ in optimizers])
+    clips = judge_clips([_of(rank, GradientsClipped) for rank in ranks], [steps for steps, _ in optimizers])
+    found += clips or judge_changed([_of(rank, GradientsChanged) for rank in ranks])
     for steps, ends in optimizers:
         others = [other for other, _ in optimizers if _are_of_same(steps, other)]
         of_one = judge_optimizer_options(steps) + judge_pace(steps, ends)
@@ -150,7 +153,7 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
-    found += judge_losses(losses)
+    found += judge_losses(losses) or judge_accumulated(losses)
     for rank in ranks:
         accumulates = any(one.reductions > one.count + 1 for one in _of(rank, OptimizerStep))
         reduced = _of(rank, ReducedInPlace)
