@@ -39,6 +39,8 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
         return Ending(code, {rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
+        if watch.unended is not None:
+            return Ending(unended=watch.unended)
         if watch.hang is not None:
             return Ending(EXIT_HANG, hang=watch.hang)
         print(f"ddpcheck run: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from ddpcheck.findings.errors import EXIT_HANG, DdpcheckError
 from ddpcheck.monitor.script.rank_log import RankRaised, read_logs
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.flight_records import prepare
-from ddpcheck.monitor.script.reporting.hang_watch import HangWatch
+from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, lives
 
 _LOOK = 0.1  # seconds between two looks
 _QUIET = 2.0  # seconds in which a launcher that lives may start ranks again
@@ -62,21 +62,13 @@ def _wait(folder: Path, launcher: int) -> None:
     while time.monotonic() - quiet < _QUIET:
         if _living(folder):
             quiet = time.monotonic()
-        elif not _lives(launcher):
+        elif not lives(launcher):
             return
         time.sleep(_LOOK)
 
 
 def _living(folder: Path) -> list[int]:
-    return [pid for path in folder.glob("*.pid") if _lives(pid := int(path.stem))]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # one that its launcher has not asked for yet
+    return [pid for path in folder.glob("*.pid") if lives(pid := int(path.stem))]
 
 
 def _end(folder: Path) -> None:
@@ -87,6 +79,8 @@ def _end(folder: Path) -> None:
 
 def _ending(folder: Path, watch: HangWatch) -> Ending:
     """As far as the ranks say it; their exit codes are the launcher's to see."""
+    if watch.unended is not None:
+        return Ending(unended=watch.unended)
     if watch.hang is not None:
         return Ending(EXIT_HANG, hang=watch.hang)
     ranks = read_logs(folder)

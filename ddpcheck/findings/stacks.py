@@ -40,6 +40,11 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
     return tuple(frame for frame in best if not frame.file.startswith(_PACKAGE))
 
 
+def has_no_python_left(dump: str) -> bool:
+    """Whether the thread that wrote a dump has no Python code to return to, as where the interpreter ends."""
+    return any(block.lstrip().startswith("Current thread") and not _frames(block) for block in _threads(dump))
+
+
 def has_other_threads(dump: str) -> bool:
     """Whether there is another Python thread than the one of ddpcheck's loop. A timer has library code alone."""
     return any(frames and _loop_at(frames) is None for frames in map(_frames, _threads(dump)))

@@ -166,6 +166,11 @@ class WatchingFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupDestroyed:
+    """The script has destroyed its default process group."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramEnded:
     """Python has come to the end of the program; no entry after a signal or `os._exit`."""
 
@@ -196,6 +201,7 @@ Entry = (
     | CallersSeen
     | RankRaised
     | WatchingFailed
+    | GroupDestroyed
     | ProgramEnded
 )
 
@@ -324,6 +330,11 @@ class WatchedRank:
     def has_ended(self) -> bool:
         """Whether all of the script has run on it."""
         return any(isinstance(entry, ProgramEnded) for entry in self.entries)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it needs the other ranks no more: its script has destroyed the process group, or has ended."""
+        return any(isinstance(entry, GroupDestroyed | ProgramEnded) for entry in self.entries)
 
 
 def read_logs(folder: Path) -> list[WatchedRank]:

@@ -27,6 +27,7 @@ _COLLECTIVES = (  # those that programs import by name
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_gather_object"),
     *("gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_single", "reduce_scatter_single"),
 )
+_REPLACED = (*_COLLECTIVES, "destroy_process_group")
 
 replacements: dict[str, Callable[..., Any]] = {}
 """What is called in the place of a collective of torch, by its name; empty until this process is watched."""
@@ -82,7 +83,7 @@ class _LoaderThatArms(Loader):
         # Before `torch.distributed` copies the names, and before user code can take a reference.
         functions = vars(module)
         functions["init_process_group"] = _announcing(functions["init_process_group"])
-        for name in _COLLECTIVES:
+        for name in _REPLACED:
             if name in functions:
                 functions[name] = _replaceable(name, functions[name])
 

@@ -40,6 +40,7 @@ from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.rank_log import (
+    GroupDestroyed,
     ProgramEnded,
     RankLog,
     RankRaised,
@@ -60,9 +61,11 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITINGS = 64
 _ENDING = (signal.SIGINT, signal.SIGTERM)  # by which a launcher ends a rank
 _LAST_WORK = 0.03
-"""Seconds at the exit in which gloo's threads may free the last work of a backward pass. That takes the GIL: where the
-interpreter has begun to end, Python stops the thread inside C++, which aborts the process ("terminate called without an
-active exception"). Plain torch has this race too; comparisons at the end would make it more frequent."""
+"""Seconds at the exit, and before the process group is destroyed, in which gloo's threads may free the last work. That
+takes the GIL, for which plain torch has two races, too. Where the interpreter has begun to end, Python stops the thread
+inside C++, which aborts the process ("terminate called without an active exception"). Where a wrapper is freed after
+the group was destroyed, its reducer has the last reference to that, and joins the threads while it holds the GIL: the
+process never ends (`hang_watch` sees that). Comparisons at the end would make both more frequent."""
 _rank: _WatchedRank | None = None
 
 
@@ -135,6 +138,21 @@ class _WatchedRank:
         for name, function in vars(dist.distributed_c10d).items():
             if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = logged(name, getattr(original, "__wrapped__", original))
+        if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
+            replacements["destroy_process_group"] = self._destroying(stand_in)
+
+    def _destroying(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        @passes_on
+        def destroy_process_group(group: Any = None) -> None:
+            of_all = os.getpid() == self._process and group in (None, dist.group.WORLD)
+            if of_all and "gloo" in dist.get_backend():
+                time.sleep(_LAST_WORK)
+            original(group)
+            if of_all:
+                self._log.add(GroupDestroyed())
+
+        return destroy_process_group
 
     def _record_waits(self) -> None:
         """Note each receive from one other rank, and each wait at a store, of the script's."""

@@ -21,7 +21,7 @@ from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
 from ddpcheck.monitor.script.rank_log import RankRaised, WatchedRank, comparable_logs
-from ddpcheck.monitor.script.reporting.hang_watch import Hang
+from ddpcheck.monitor.script.reporting.hang_watch import Hang, Unended
 from ddpcheck.worlds import failures
 
 _TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # where no rank has failed by itself
@@ -47,12 +47,14 @@ class Ending:
         exit_codes: Of the ranks that failed, by rank; negative for a signal.
         hang: What was seen when the ranks waited for each other, if they did.
         interrupted: Whether a user or a scheduler has ended it by a signal.
+        unended: Ranks that had run all of the script, and did not end by themselves.
     """
 
     exit_code: int = 0
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     hang: Hang | None = None
     interrupted: bool = False
+    unended: Unended | None = None
 
 
 def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding]) -> list[Finding]:

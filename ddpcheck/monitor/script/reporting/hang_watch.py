@@ -1,10 +1,17 @@
-"""Watches from outside whether the ranks of a script get on, and ends it when all that live wait for each other.
+"""Watches from outside whether the ranks of a script get on, and ends it when all that live cannot.
+
+They wait for each other, or have run all of the script and do not end: a deadlock of torch's, which needs no ddpcheck.
+Where a `DistributedDataParallel` is freed after `destroy_process_group()`, its reducer has the last reference to the
+group. ~ProcessGroupGloo joins the group's threads, while Python has the GIL (`Reducer` is bound without releasing it);
+a thread that has yet to free its last work waits for the GIL, since the thread-local state in a work refers to Python.
+Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the group is destroyed avoids it (`rank_watch`).
 
 This module is light: it never imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,16 +21,18 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpcheck.findings.stacks import own_stack, waits_for_others
+from ddpcheck.findings.stacks import has_no_python_left, own_stack, waits_for_others
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
 from ddpcheck.monitor.script.held_file import is_held
 from ddpcheck.monitor.script.rank_log import comparable_logs, read_logs
-from ddpcheck.worlds.deadlock import processor_seconds
+from ddpcheck.worlds.deadlock import gloo_wants_gil, processor_seconds
 
 _INTERVAL = 0.5  # seconds between two looks
 _SHARE = 0.02  # of a core that a rank may use while it waits
 _FOR_STACKS = 1.0  # seconds
+_GRACE = 3.0  # seconds that a rank has to end after it was told to
+_NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 _MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
 
 
@@ -35,23 +44,39 @@ class Hang:
     stacks: dict[int, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Unended:
+    """Ranks that have run all of the script, and whose processes have not ended."""
+
+    seconds: float
+    ranks: tuple[int, ...]
+
+
 class HangWatch:
-    """A thread that looks at the logs of the ranks; on Linux, where it can see whether a rank works."""
+    """A thread that looks at the logs of the ranks; on Linux, where it can see whether a rank works.
+
+    Attributes:
+        hang: What was seen when the ranks waited for each other.
+        unended: What was seen when all that lived had run all of the script, and did not end.
+    """
 
     def __init__(self, folder: Path, timeout: float, end: Callable[[], object]) -> None:
-        """Begin; `end` is called once the ranks wait for each other and have not got on for `timeout` seconds."""
+        """Begin; `end` is called once the ranks that live have not got on for `timeout` seconds, and cannot."""
         self.hang: Hang | None = None
+        self.unended: Unended | None = None
         self._folder = folder
         self._timeout = timeout
         self._end = end
         self._over = threading.Event()
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="ddpcheck-hang-watch", daemon=True)
         if sys.platform == "linux":
             self._thread.start()
 
     def stop(self) -> None:
         """Look no more."""
-        self._over.set()
+        with self._ending:
+            self._over.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_FOR_STACKS + 2 * _INTERVAL)
 
@@ -60,28 +85,67 @@ class HangWatch:
         since, used = 0.0, dict[int, float]()
         while not self._over.wait(_INTERVAL):
             try:
-                ranks = self._living()
+                ranks, are_all_here = self._living()
                 now, before = time.monotonic(), seen
                 seen = self._progress()
                 if not ranks or seen != before:
-                    since, used = now, {pid: processor_seconds(pid) or 0.0 for pid in ranks.values()}
-                elif now - since >= self._timeout or (now - since >= _MISMATCH and self._do_not_match(ranks)):
-                    if self._are_idle(ranks, used, now - since) and (stacks := self._stacks(ranks)):
-                        self.hang = Hang(now - since, stacks)
-                        self._end()
+                    since, used = now, _used(ranks)
+                elif now - since >= self._timeout or (
+                    now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
+                ):
+                    if _are_idle(ranks, used, now - since) and self._cannot_get_on(ranks, now - since, are_all_here):
+                        self._end_ranks(ranks)
                         return
-                    since, used = now, {pid: processor_seconds(pid) or 0.0 for pid in ranks.values()}
+                    since, used = now, _used(ranks)
             except OSError:  # a rank has just ended
                 seen = ()
 
-    def _living(self) -> dict[int, int]:
-        """The processes of the ranks of the last start that live, by rank."""
+    def _living(self) -> tuple[dict[int, int], bool]:
+        """The processes of the ranks of the last start that live, by rank; and whether none is somewhere else.
+
+        One that has left no log has not begun, or is on another machine, where it may be at work.
+        """
         names = [tuple(map(int, path.stem.split("-"))) for path in self._folder.glob("*.log")]
         last = max((restart for restart, *_ in names), default=0)
         ranks = [(rank, pid) for restart, rank, _, pid in names if restart == last]
-        if len(ranks) < max((world_size for _, _, world_size, _ in names), default=1):
-            return {}  # one has not begun, or is on another machine, where it may be at work
-        return {rank: pid for rank, pid in ranks if os.path.exists(f"/proc/{pid}")}
+        world_size = max((world_size for _, _, world_size, _ in names), default=1)
+        return {rank: pid for rank, pid in ranks if lives(pid)}, len(ranks) >= world_size
+
+    def _cannot_get_on(self, ranks: dict[int, int], seconds: float, are_all_here: bool) -> bool:
+        """Whether each of the ranks, which are idle, waits for others in vain, or cannot end; says so in `self`."""
+        stacks = self._stacks(ranks)
+        logs = {log.started.rank: log for log in read_logs(self._folder)}
+        unended = {
+            rank
+            for rank, pid in ranks.items()
+            if logs[rank].has_left
+            and ((logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or gloo_wants_gil(pid))
+        }
+        waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
+        if not all(waits_for_others(own_stack(stack)) for stack in waiting.values()):
+            return False  # a slow read of a file is no hang
+        if waiting and are_all_here:
+            self.hang = Hang(seconds, waiting)
+        elif not waiting:
+            self.unended = Unended(seconds, tuple(sorted(unended)))
+        return self.hang is not None or self.unended is not None
+
+    def _end_ranks(self, ranks: dict[int, int]) -> None:
+        """End them; those that do not heed it, and do not work either, are killed. A handler in Python needs a rank
+        that comes back from C++, which these cannot; torchrun would wait 30 seconds for it.
+        """
+        with self._ending:
+            if self._over.is_set():
+                return
+            self._end()
+        while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
+            used = _used(living)
+            if self._over.wait(_GRACE):
+                return
+            for rank, pid in living.items():
+                if lives(pid) and _are_idle({rank: pid}, used, _GRACE):
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
 
     def _do_not_match(self, living: Collection[int]) -> bool:
         """Whether ranks have come to collectives that do not match: waiting longer would not help."""
@@ -98,26 +162,45 @@ class HangWatch:
                     found.append(file.read(8 if path.suffix == ".calls" else 256))
         return tuple(found)
 
-    @staticmethod
-    def _are_idle(ranks: dict[int, int], used: dict[int, float], seconds: float) -> bool:
-        allowed = 0.1 + _SHARE * seconds
-        now = {pid: processor_seconds(pid) for pid in ranks.values()}
-        return all(after is not None and after - used.get(pid, 0.0) <= allowed for pid, after in now.items())
-
     def _stacks(self, ranks: dict[int, int]) -> dict[int, str]:
-        """The stacks of the ranks, where each of them waits for others; a slow read of a file is no hang."""
+        """The stacks of those ranks that can write them."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
-        if not all(is_held(files[rank], pid) for rank, pid in ranks.items()):
-            return {}  # the script has closed it: the stack would go to a file of its own
-        for rank, pid in ranks.items():
+        asked = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
+        for rank, pid in asked.items():  # another one would end at the signal, or write into a file of the script
             os.truncate(files[rank], 0)
             os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + _FOR_STACKS
-        while time.monotonic() < deadline and not all(file.stat().st_size for file in files.values()):
+        while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
             time.sleep(0.01)
         time.sleep(0.05)  # for the last lines
-        stacks = {rank: file.read_text("utf-8", "replace") for rank, file in files.items()}
-        return stacks if all(waits_for_others(own_stack(stack)) for stack in stacks.values()) else {}
+        stacks = {rank: files[rank].read_text("utf-8", "replace") for rank in asked}
+        return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
+
+
+def lives(pid: int) -> bool:
+    """Whether a process has not ended; one has, if its parent alone has not asked for it yet. On Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _used(ranks: dict[int, int]) -> dict[int, float]:
+    return {pid: processor_seconds(pid) or 0.0 for pid in ranks.values()}
+
+
+def _are_idle(ranks: dict[int, int], used: dict[int, float], seconds: float) -> bool:
+    allowed = 0.1 + _SHARE * seconds
+    now = {pid: processor_seconds(pid) for pid in ranks.values()}
+    return all(after is not None and after - used.get(pid, 0.0) <= allowed for pid, after in now.items())
+
+
+def _catches_signal(pid: int) -> bool:
+    """Whether a process still writes its stack when it is asked to: an interpreter that has ended does not."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    return False
 
 
 def end_agent() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
@@ -15,6 +16,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank, WatchingFailed
 from ddpcheck.monitor.script.reporting.ending import Ending, failures_of, judge_ending, timelines_of
+from ddpcheck.monitor.script.reporting.hang_watch import Unended
 from ddpcheck.monitor.script.reporting.log_judging import (
     WatchedWrapper,
     describe_wrappers,
@@ -52,7 +54,8 @@ def report_on_script(
         suppress: Findings that are shown with a reason, and do not count.
         baseline: An earlier report; what it has is shown as known, and does not count.
     """
-    ended = not ending.exit_code and all(rank.has_ended for rank in ranks)
+    unended = () if ending.unended is None else ending.unended.ranks
+    ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     findings = judge_logs(ranks, ended=ended)
     findings += judge_ending(ranks, ending, findings)
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
@@ -79,10 +82,12 @@ def report_on_script(
     if any(wrapper.steps for wrapper in wrappers):
         checks += _parts(findings, chosen.kept, wrappers)
     checks += _collectives(ranks, findings, chosen.kept, ended=ended)
-    world = {
+    world: dict[str, Any] = {
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
         "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
     }
+    if ending.unended is not None:
+        world["notes"] = [_of_unended(ending.unended)]
     report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
@@ -92,6 +97,15 @@ def report_on_script(
         modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
+
+
+def _of_unended(unended: Unended) -> str:
+    have, them = ("has", "it") if len(unended.ranks) == 1 else ("have", "them")
+    return (
+        f"{format_ranks(unended.ranks)} {have} run all of the script, did not end for {unended.seconds:.0f} s, and "
+        f"then ddpcheck ended {them}. This is no fault of the training: torch can deadlock where a wrapper is freed "
+        "after destroy_process_group(), also under plain torchrun. Free it before (del model)"
+    )
 
 
 def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
