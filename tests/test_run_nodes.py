@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.monitor.script.rank_log import RankFound, RankStarted, ReplicaCaptured, WatchedRank, WrapperMade
 from ddpcheck.monitor.script.reporting import log_judging
@@ -24,7 +25,9 @@ NOTHING: Any = None
 def rank_log(number: int, group: tuple[int, ...], *entries: Any) -> WatchedRank:
     made = WrapperMade("Net", group, NOTHING, None, by_library=False, classes={})
     state: Any = type("State", (), {"values": type("Values", (), {"gradients": {}})})
-    return WatchedRank(RankStarted(number, 4, "gloo"), [made, ReplicaCaptured(0, 0, state), *entries], [(3, 3)])
+    captured = ReplicaCaptured(0, 0, state)
+    calls = [Call("barrier", "default", group)]
+    return WatchedRank(RankStarted(number, 4, "gloo"), [made, captured, *entries], [(3, 3)], calls=calls)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
     details = {check.name: check.detail for check in report.checks}
     assert ("left no log here" in details["ranks"]) == bool(missing)
     assert ("not compared with rank" in details["parameters"]) == (not found)
+    assert found or all(check.status == "skipped" for check in report.checks)
 
 
 def test_what_a_rank_has_found_by_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

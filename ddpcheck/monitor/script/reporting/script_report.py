@@ -32,6 +32,8 @@ _PARTS = {  # by name of the check: the families of rules, and what was compared
     "loop": (("DDP305", "DDP5"), "forward and backward passes, no_sync, optimizer steps, normalisation, in {steps}"),
 }
 
+_NOT_HERE = "not compared with {ranks}, of which nothing is here"
+
 
 def report_on_script(
     script: str,
@@ -125,10 +127,9 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
             last = failed[0].error.strip().splitlines()[-1]
             return CheckResult("ranks", "error", detail=f"rank {rank.started.rank} was not watched to its end: {last}")
     size = max(rank.started.world_size for rank in ranks)
-    here = {rank.started.rank for rank in ranks}
-    if missing := sorted(set(range(size)) - here):
+    if missing := _elsewhere(ranks):
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
-        return CheckResult("ranks", "skipped", detail=f"{len(here)} of {counted(size, 'rank')}: {why}")
+        return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")
     if wrappers and not any(wrapper.steps for wrapper in wrappers):
         return CheckResult("ranks", "skipped", detail=f"no step of {describe_wrappers(wrappers)} was seen to end")
     steps = optimizer_steps(ranks)
@@ -152,14 +153,18 @@ def _parts(
         if own := [finding for finding in findings if finding.code.startswith(families)]:
             yield _failed(name, own, kept)
         elif elsewhere := sorted({rank for one in wrappers if not one.is_whole for rank in one.missing}):
-            yield CheckResult(
-                name, "skipped", detail=f"not compared with {format_ranks(elsewhere)}, of which nothing is here"
-            )
+            yield CheckResult(name, "skipped", detail=_NOT_HERE.format(ranks=format_ranks(elsewhere)))
         elif "{times}" in what and not times:
             yield CheckResult(name, "skipped", detail="no step was compared")
         else:
             said = what.format(steps=counted(steps, "step"), times=f"compared {counted(times, 'time')}")
             yield CheckResult(name, "passed", detail=said)
+
+
+def _elsewhere(ranks: Sequence[WatchedRank]) -> list[int]:
+    """The ranks that have left no log here."""
+    size = max((rank.started.world_size for rank in ranks), default=0)
+    return sorted(set(range(size)) - {rank.started.rank for rank in ranks})
 
 
 def _collectives(
@@ -170,6 +175,8 @@ def _collectives(
     calls = [rank.first_call + len(rank.calls) for rank in ranks]
     if own:
         yield _failed("collectives", own, kept)
+    elif any(calls) and (elsewhere := _elsewhere(ranks)):
+        yield CheckResult("collectives", "skipped", detail=_NOT_HERE.format(ranks=format_ranks(elsewhere)))
     elif any(calls) and ended:
         yield CheckResult("collectives", "passed", detail=f"{counted(max(calls), 'call')} of each rank, which pair up")
     elif any(calls):
