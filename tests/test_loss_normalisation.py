@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcheck
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.mean_of_means import severity_of_weights
 from ddpcheck.monitor.loss_normalisation import judge_normalisation
 from ddpcheck.monitor.rank_report import MicroBatch
 
@@ -228,6 +230,22 @@ def test_the_pattern_has_to_be_proven():
     assert judged(rank((100, 1 / 100), (98, 1 / 98)), rank((100, 1 / 100), (99, 1 / 99))) == []  # hardly
     assert judged(rank((10, 0.1), (0, 0.0)), rank((10, 0.1), (10, 0.1))) == []  # nothing counts in one
     assert judged(rank((10, 0.1)), []) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "severity"),
+    [
+        ([(1.0, 1.2)], Severity.WARNING),
+        ([(1.0, 2.1)], Severity.ERROR),
+        ([(1.0, 1.3), (1.3, 1.0), (1.0, 1.2), (1.1, 1.0), (1.0, 1.25)], Severity.WARNING),  # now one, now the other
+        ([(1.0, 1.2)] * 5, Severity.ERROR),  # always the same rank
+        ([(1.0, 1.06)] * 5, Severity.WARNING),
+        ([(1.0, 1.0)] * 7 + [(1.0, 4.0)], Severity.WARNING),  # the last batch of an epoch
+        ([], Severity.WARNING),
+    ],
+)
+def test_the_severity_of_a_mean_of_means_is_that_of_its_effect(steps, severity):
+    assert severity_of_weights(steps) is severity
 
 
 def test_a_loss_that_counts_the_first_token_of_each_sequence_is_recognised():

@@ -14,6 +14,7 @@ from ddpcheck.findings.source_lines import (
     assignment_of,
     exception_location,
     is_user_file,
+    last_assignment,
     record_origins,
     relative_path,
     user_location,
@@ -171,3 +172,11 @@ def test_a_global_variable_of_the_loss_is_found_also_where_the_model_has_such_a_
     assert assignment_of(Holder(), "criterion.weight", beside=loss_with_a_global) == where
     assert assignment_of(nn.Sequential(), "elsewhere.weight", beside=loss_with_a_global) is None
     assert assignment_of(nn.Sequential(), "criterion.weight", beside=len) is None
+
+
+def test_the_line_that_has_last_assigned_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("def f():\n    n = 1\n\ndef g(a):\n    n = 2\n    n, m = 3, 4\n    use(n)\n    n = 5\nk = 6\n")
+    at = Location(str(file), 7)
+    assert [getattr(last_assignment(at, name), "line", None) for name in "nmka"] == [6, 6, None, None]
+    assert last_assignment(Location(str(file), 9), "k") == Location(str(file), 9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.source_lines import last_assignment
 from ddpcheck.judge.wrapper_construction import judge_constructions
 
 HERE, THERE = Location("train.py", 30), Location("train.py", 40)
@@ -84,11 +82,3 @@ def test_wrappers_that_are_constructed_in_another_order() -> None:
     (finding,) = judged([first, second], [second, first])
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), HERE)
     assert judged([first], [second, first]) == []  # may be in two branches; nothing shows that they are not
-
-
-def test_the_line_that_has_last_assigned_a_variable(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text("def f():\n    n = 1\n\ndef g(a):\n    n = 2\n    n, m = 3, 4\n    use(n)\n    n = 5\nk = 6\n")
-    at = Location(str(file), 7)
-    assert [getattr(last_assignment(at, name), "line", None) for name in "nmka"] == [6, 6, None, None]
-    assert last_assignment(Location(str(file), 9), "k") == Location(str(file), 9)

@@ -95,7 +95,12 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         "the world size."
         if " sums over " in first
         else "",
+        tags=(IS_SUM,) if any(" sums over " in what for what in reasons) else (),
     )
+
+
+IS_SUM = "is a sum"
+"""Tag of a DDP305 on a term that sums over samples: its gradient has another scale with each number of ranks."""
 
 
 def _coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:

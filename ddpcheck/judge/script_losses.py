@@ -12,6 +12,7 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.judge.mean_of_means import severity_of_weights
 
 _FEWEST = 3  # backward passes
 _TOLERANCE = 1e-3
@@ -132,7 +133,7 @@ def _judge_counts(passes: Losses) -> list[Finding]:
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
         ],
-        severity=Severity.WARNING,
+        severity=severity_of_weights([[1 / n for n in _own_counts(one)] or [1.0] * len(one) for one in passes]),
         fix="Divide by the sum of the numbers over all ranks, and multiply by the world size, over which DDP averages.",
     )
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT, LossTerm, ShardAnalysis
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import capitalized, format_ranks, join_names, one_finding, unless_all
 from ddpcheck.judge.judge_context import (
     SMALLEST_FACTOR,
@@ -21,7 +23,8 @@ from ddpcheck.judge.judge_context import (
     format_factor,
     worst_first,
 )
-from ddpcheck.judge.loss_terms import explain_by_terms, format_term, judge_normalisation, judge_unexplained
+from ddpcheck.judge.loss_terms import IS_SUM, explain_by_terms, format_term, judge_normalisation, judge_unexplained
+from ddpcheck.judge.mean_of_means import LEAST_OF_GRADIENT
 from ddpcheck.judge.rank_configuration import judge_program_data, judge_programs
 
 
@@ -47,7 +50,11 @@ def judge_single_process(
         known=known,
         evidence=(count, *map(str, worst_first(first)[:3])),
     )
-    return first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
+    found = first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
+    if max(item.error for items in bad.values() for item in items) >= LEAST_OF_GRADIENT:
+        return found
+    small = {"DDP305": Severity.WARNING}
+    return [one if IS_SUM in one.tags else replace(one, severity=small.get(one.code, one.severity)) for one in found]
 
 
 def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:

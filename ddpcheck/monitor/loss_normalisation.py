@@ -13,7 +13,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import make_finding
+from ddpcheck.judge.mean_of_means import severity_of_weights
 from ddpcheck.monitor.rank_report import MicroBatch
 
 _SAME = 0.02  # what rounding to half precision may do
@@ -36,11 +38,26 @@ def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
             step = [tuple(item for item in items if (item.index, item.head) == (index, head)) for items in ranks]
             unequal = _unequal(step)
             if unequal is not None and unequal.exact and not _by_size_alone(step):
-                return [unequal.finding()]
+                return [unequal.finding(severity_of_targets(ranks, head))]
             often = [] if unequal is None else [*often, unequal]
             if len(often) == _OFTEN:
-                return [unequal.finding() for unequal in often[-1:]]
+                return [unequal.finding(severity_of_targets(ranks, head)) for unequal in often[-1:]]
     return []
+
+
+def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]], head: str | None = None) -> Severity:
+    """How severe it is that a target counts more on one rank than on another, in all steps that were measured."""
+    steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
+    for rank, items in enumerate(ranks):
+        for item in dict.fromkeys(items):
+            if item.counted and item.weight and head in (None, item.head):
+                steps.setdefault((item.index, item.head), {}).setdefault(rank, []).append(item)
+    weights = [
+        [sum(one.weight * one.counted for one in of) / sum(one.counted for one in of) for of in by_rank.values()]
+        for by_rank in steps.values()
+        if len(by_rank) == len(ranks)
+    ]
+    return severity_of_weights(weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +69,7 @@ class _Unequal:
     factor: float  # of the largest weight to the smallest
     exact: bool
 
-    def finding(self) -> Finding:
+    def finding(self, severity: Severity) -> Finding:
         numbers = [
             f"rank {rank}: {', '.join(f'{item.counted:.0f}' for item in items)}" for rank, items in enumerate(self.step)
         ]
@@ -67,6 +84,7 @@ class _Unequal:
                 f"a target counts up to {self.factor:.3g} times as much as another",
             ),
             fix=_FIX,
+            severity=severity if self.code == "DDP305" else None,
         )
 
 

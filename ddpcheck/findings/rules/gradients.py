@@ -128,7 +128,13 @@ model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
             "those of DDP. The counts that ranks divide by are found in the loss or the batch. The wrapper and "
             "`ddpcheck run` measure what weight each target has."
         ),
-        ignore="If each rank is to have the same weight whatever it holds, or if counts differ by very little.",
+        ignore=(
+            "If each rank is to have the same weight whatever it holds. A mean of means is a warning where its effect "
+            "is small: in a report, where every gradient is within 5 % of the global batch's; in a watched loop, "
+            "where an element counts less than twice as much as another in half of the steps that were measured, and "
+            "no rank is always ahead (in each of five steps or more, by 10 % on average). Counts that differ by "
+            "chance, as of padded batches, prefer no rank, and many train so on purpose. A sum is always an error."
+        ),
         reports=("pytorch/pytorch#37359", "huggingface/transformers#24725"),
         example="""\
 loss = (token_loss * mask).sum() / mask.sum()

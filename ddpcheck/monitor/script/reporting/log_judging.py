@@ -21,6 +21,7 @@ from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
+from ddpcheck.monitor.loss_normalisation import severity_of_targets
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_settled
 from ddpcheck.monitor.reporting import FindingReporter
@@ -179,7 +180,17 @@ def _judge_wrapper(wrapper: WatchedWrapper) -> list[Finding]:
         for rank in wrapper.ranks
     ]
     kept = [one for one in reporter.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
+    severity = _severity_of_means(wrapper, reports)
+    kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
     return [at_the_change(one, changes, made.location) for one in kept]
+
+
+def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[int, Sequence[RankReport]]]) -> Severity:
+    """By all steps that were measured, where a watch has only those until the finding."""
+    by_rank = [
+        [report for step in reports.values() for report in step.get(rank.started.rank, ())] for rank in wrapper.ranks
+    ]
+    return severity_of_targets([[one for report in of_rank for one in report.micro_batches] for of_rank in by_rank])
 
 
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
