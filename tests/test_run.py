@@ -89,6 +89,12 @@ def test_healthy_loops_that_look_like_faults_are_clean() -> None:
     assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
 
 
+@pytest.mark.slow
+def test_healthy_evaluations_that_look_like_faults_are_clean() -> None:
+    watched = run(DDPCHECK, str(ROOT / "tests" / "healthy_evaluations.py"))
+    assert watched.returncode == 0 and "ddpcheck: clean: 2 ranks (gloo), " in watched.stderr, watched.stderr
+
+
 def test_a_script_is_watched_under_another_launcher() -> None:
     watched = run(TORCHRUN, "-m", "ddpcheck.monitor", PROGRAM, "plain")
     plain = run(TORCHRUN, PROGRAM, "plain")

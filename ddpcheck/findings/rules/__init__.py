@@ -10,6 +10,7 @@ from ddpcheck.findings.rules import (
     buffers,
     data,
     environment,
+    evaluation,
     gradients,
     parameters,
     ranks,
@@ -27,6 +28,7 @@ FAMILIES: Mapping[str, str] = {
     "DDP4": "running",
     "DDP5": "the training loop and its data",
     "DDP6": "environment",
+    "DDP8": "evaluation",
 }
 
 RULES: Mapping[str, Rule] = {
@@ -41,6 +43,7 @@ RULES: Mapping[str, Rule] = {
             *training.RULES,
             *data.RULES,
             *environment.RULES,
+            *evaluation.RULES,
         ),
         key=lambda rule: rule.code,
     )

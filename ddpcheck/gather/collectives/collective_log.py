@@ -152,6 +152,12 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
 
 _sink: Callable[[Call], object] | None = None
 _on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
+_on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
+
+
+def record_given(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
+    """From now on, give `sink` the arguments of each collective that is about to be made."""
+    _on_given.append(sink)
 
 
 def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
@@ -245,6 +251,8 @@ def logged(
             return _thread.standing(operation, given, call)
         if matched:
             _write(call)
+            for sink in _on_given:
+                sink(call, given)
         this_rank.set_collective(str(call))
         try:
             with unlogged():

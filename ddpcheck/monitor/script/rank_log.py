@@ -18,6 +18,7 @@ from typing import Any
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -196,6 +197,10 @@ Entry = (
     | FileUsed
     | ModuleChanged
     | GradientsChanged
+    | EvaluationPass
+    | ResultExchanged
+    | MetricShown
+    | GatheredTargets
     | RankFound
     | GroupUsed
     | CallersSeen

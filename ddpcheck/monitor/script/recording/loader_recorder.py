@@ -60,12 +60,15 @@ class LoaderRecorder:
         steps: Callable[[], int],
         wrappers: Callable[[], int],
         taken: Callable[[int, int, int], object],
+        on_pass: Callable[[LoaderPass, Any], object] = lambda _entry, _dataset: None,
     ) -> None:
         """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been.
 
-        `taken` is given loader, pass and number of each batch that the script takes.
+        `taken` is given loader, pass and number of each batch that the script takes. `on_pass` is told when a pass
+        begins and when it ends, and what it is over.
         """
         self._sink = sink
+        self._on_pass = on_pass
         self._steps = steps
         self._wrappers = wrappers
         self._taken = taken
@@ -188,6 +191,7 @@ class LoaderRecorder:
         drawn = not (drawing_code(loader.collate_fn) and not drawing_code(_beneath(loader.dataset)[0]))
         self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset, drawn=drawn)
         self._sink(entry)
+        self._on_pass(entry, loader.dataset)
         return one
 
     def _number_of(self, dataset: Any) -> int:
@@ -208,7 +212,9 @@ class LoaderRecorder:
         # a batch of validation now and then, of an iterator that stays open, is not trained on
         steps = self._steps() - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
-        self._sink(replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices))
+        ended = replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
+        self._sink(ended)
+        self._on_pass(ended, one.dataset)
         one.batches, one.dataset = [], None
 
 

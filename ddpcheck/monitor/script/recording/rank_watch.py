@@ -33,6 +33,7 @@ from ddpcheck.gather.collectives.collective_log import (
     COLLECTIVES,
     logged,
     record_calls,
+    record_given,
     record_overwritten,
     replace_functions,
 )
@@ -49,12 +50,14 @@ from ddpcheck.monitor.script.rank_log import (
 )
 from ddpcheck.monitor.script.recording.construction_recorder import ConstructionRecorder
 from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
+from ddpcheck.monitor.script.recording.evaluation_recorder import EvaluationRecorder
 from ddpcheck.monitor.script.recording.file_recorder import FileRecorder
 from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
 from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
@@ -108,11 +111,17 @@ class _WatchedRank:
         log = self._log
         self._lines = lines = LineRecorder(log.add, self._watches)
         self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives, lines)
-        self._loaders = LoaderRecorder(log.add, lambda: self._optimizers.steps, lambda: self._count, log.count_batch)
+        evaluations = EvaluationRecorder(log.add)
+        targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
+        self._loaders = LoaderRecorder(
+            log.add, lambda: self._optimizers.steps, lambda: self._count, log.count_batch, evaluations.note_pass
+        )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
+        for recorder in (evaluations, targets):
+            record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
         _DDP.__init__ = self._then_watched(_DDP.__init__)
         atexit.register(self._ended)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.draws import StepDraw
+from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -28,6 +29,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
+from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gradients import all_gradients_agree
 from ddpcheck.judge.script_losses import are_sums, judge_accumulated, judge_losses, judge_sums
@@ -45,6 +47,7 @@ from ddpcheck.judge.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.script_states import judge_states
+from ddpcheck.judge.script_targets import judge_targets
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
 
 _Kind = TypeVar("_Kind")
@@ -58,7 +61,9 @@ def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]
     optimizers = list(_optimizers(ranks))
     apart = not any(rank.wrappers for rank in ranks) and are_apart([steps for steps, _ in optimizers])
     data = [] if apart else _judge_data(ranks)
-    return [*_judge_optimizers(ranks, optimizers), *data, *judge_files([_of(rank, FileUsed) for rank in ranks])]
+    evaluated = [] if apart else _judge_evaluation(ranks)
+    files = judge_files([_of(rank, FileUsed) for rank in ranks])
+    return [*_judge_optimizers(ranks, optimizers), *data, *files, *evaluated]
 
 
 def averages_by_hand(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
@@ -117,6 +122,16 @@ def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
             given = [[one for one in _of(rank, Inputs) if one.wrapper == number] for rank in theirs]
             found += judge_inputs(given, line_of_selection([_of(rank, StepDraw) for rank in theirs]))
     return found + judge_tables([_of(rank, DerivedTable) for rank in ranks])
+
+
+def _judge_evaluation(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    found = judge_evaluations(
+        [rank.passes for rank in ranks],
+        [_of(rank, EvaluationPass) for rank in ranks],
+        [_of(rank, ResultExchanged) for rank in ranks],
+        [_of(rank, MetricShown) for rank in ranks],
+    )
+    return found + judge_targets([_of(rank, GatheredTargets) for rank in ranks])
 
 
 def _training_groups(ranks: Sequence[WatchedRank]) -> list[list[WatchedRank]]:

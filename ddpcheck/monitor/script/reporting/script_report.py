@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpcheck import __version__
+from ddpcheck.findings.evidence.evaluation import EvaluationPass
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.severity import Severity
@@ -84,6 +85,7 @@ def report_on_script(
     if any(wrapper.steps for wrapper in wrappers):
         checks += _parts(findings, chosen.kept, wrappers)
     checks += _collectives(ranks, findings, chosen.kept, ended=ended)
+    checks += _evaluation(findings, chosen.kept, ranks)
     world: dict[str, Any] = {
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
         "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
@@ -181,6 +183,18 @@ def _collectives(
         yield CheckResult("collectives", "passed", detail=f"{counted(max(calls), 'call')} of each rank, which pair up")
     elif any(calls):
         yield CheckResult("collectives", "skipped", detail="the ranks have not come to the end of the script")
+
+
+def _evaluation(
+    findings: Sequence[Finding], kept: Sequence[Finding], ranks: Sequence[WatchedRank]
+) -> Iterator[CheckResult]:
+    """The check line on evaluations, where there are any."""
+    passes = sum(isinstance(entry, EvaluationPass) for rank in ranks[:1] for entry in rank.entries)
+    if own := [finding for finding in findings if finding.code.startswith("DDP8")]:
+        yield _failed("evaluation", own, kept)
+    elif passes and len(ranks) == ranks[0].started.world_size > 1:
+        what = "the numbers and labels that were exchanged and shown"
+        yield CheckResult("evaluation", "passed", detail=f"{what}, after {counted(passes, 'loop')} without backward")
 
 
 def _failed(name: str, own: Sequence[Finding], kept: Sequence[Finding]) -> CheckResult:

@@ -1,0 +1,110 @@
+"""DDP8xx: evaluation, and what is computed from gathered results."""
+
+from __future__ import annotations
+
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+
+RULES = (
+    Rule(
+        code="DDP801",
+        name="padded-evaluation",
+        severity=WARNING,
+        summary="A metric counts samples twice that a sampler has given to two ranks.",
+        why=(
+            "DistributedSampler gives every rank as many samples: where the world size does not divide the dataset, it "
+            "repeats some. In training that hardly matters; a metric over all ranks counts them twice, and changes "
+            "with the number of ranks. (PyTorch docs, DistributedSampler, drop_last.)"
+        ),
+        fix=(
+            "Cut gathered results to the length of the dataset, evaluate with a sampler that repeats nothing "
+            "(indices[rank::world_size]), or evaluate on one rank with the module that is wrapped."
+        ),
+        detected=(
+            "`ddpcheck run` compares the indices that the ranks' loaders give in a pass without backward. It is "
+            "reported where some are there more often than others, and a collective is given the number of all samples "
+            "of a rank (a counter, the sum of a confusion matrix) or a mean over them, or where a number that is "
+            "printed, logged or saved is one over all gathered rows. A sum that is divided by the length of the "
+            "dataset, and results that go to files or other processes, are not seen."
+        ),
+        ignore="If the dataset is large, and the metric only has to be roughly right.",
+        example="""\
+correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
+counts = torch.tensor([correct, total])  # right: of a loader over Subset(data, range(rank, len(data), world_size))
+dist.all_reduce(counts)
+""",
+    ),
+    Rule(
+        code="DDP802",
+        name="own-shard-metric",
+        severity=WARNING,
+        summary="One rank shows a metric of its own shard, or decides by it, as if it were of all samples.",
+        why=(
+            "Each rank evaluates 1/W of the data. What rank 0 prints, logs or keeps the best checkpoint by is a noisy "
+            "estimate, and another one with each number of ranks. DDP reduces gradients and nothing else."
+        ),
+        fix="all_reduce the sum and the count over the ranks, then divide; or evaluate all of the data on one rank.",
+        detected=(
+            "`ddpcheck run` looks at the numbers that the script's functions hold when a pass over a loader without "
+            "backward ends: counters, sums, meters, lists of labels. Where some ranks, not all, print, log or save "
+            "what one of them comes to on their own samples, or save a file under an `if` with it, and the value of "
+            "the other ranks and that of all together are others, that is reported. Seen are print, logging, "
+            "torch.save, and the first three passes over a loader. A loop without a DataLoader, and metrics that are "
+            "no quotient of what was counted (F1, AUC), are not. A schedule that is given such a metric is DDP518."
+        ),
+        ignore="If the number is meant as that of one rank, and says so.",
+        reports=("Lightning-AI/pytorch-lightning#379",),
+        example="""\
+accuracy = correct / total               # right: dist.all_reduce of correct and total first
+if rank == 0:
+    print(f"accuracy {accuracy:.4f}")
+""",
+    ),
+    Rule(
+        code="DDP803",
+        name="order-of-gathered-results",
+        severity=WARNING,
+        summary="Results are gathered rank by rank, and compared with labels in the order of the dataset.",
+        why=(
+            "DistributedSampler gives rank r the samples r, r + W, r + 2W and so on. all_gather returns all of rank 0 "
+            "first, then all of rank 1: each result stands at the place of another sample, and the metric is that of "
+            "a guess."
+        ),
+        fix=(
+            "Gather the labels or the indices with the results, or put the results back in order: "
+            "torch.stack(gathered, 1).flatten(0, 1)[:len(dataset)]."
+        ),
+        detected=(
+            "`ddpcheck run` keeps the labels that ranks give to a gather in a pass without backward or after it, and "
+            "those that the dataset holds. It is reported where a number that is printed, logged or saved is the "
+            "agreement of the two as they stand, and another one where each sample is compared with its own label. "
+            "Other metrics than the share of equal labels are not seen."
+        ),
+        ignore="Never: the metric is not that of the model.",
+        example="""\
+dist.all_gather(parts, predictions)      # of a loader with a DistributedSampler
+accuracy = (torch.cat(parts) == dataset.labels).float().mean()  # right: gather the labels too
+""",
+    ),
+    Rule(
+        code="DDP804",
+        name="targets-without-offset",
+        severity=ERROR,
+        summary="Targets index rows that were gathered from all ranks, without the offset of the rank's own.",
+        why=(
+            "The rows of rank r begin at r * batch size in what all_gather returns. With targets arange(batch size) on "
+            "every rank, all ranks but the first learn to match their samples with those of rank 0."
+        ),
+        fix="Add the offset: targets = torch.arange(len(x)) + rank * len(x).",
+        detected=(
+            "`ddpcheck run` looks at cross entropies over products with a gathered matrix, in some of the steps. It "
+            "finds the rank's own rows in the matrix; where the ranks have them at different places and the same "
+            "targets, and on some no target is one of these rows, that is reported. Losses other than cross entropy, "
+            "and rows that pass through a layer after they were gathered, are not seen."
+        ),
+        ignore="If the positives of a rank are meant to be rows of another one.",
+        example="""\
+logits = features @ torch.cat(all_gather(features)).T
+loss = cross_entropy(logits, torch.arange(len(features)))  # right: + rank * len(features)
+""",
+    ),
+)

@@ -1,0 +1,161 @@
+"""The numbers that the functions of a script hold: counters, sums, meters, and lists of predictions and labels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.source_lines import is_installed, is_user_file, variables_of
+
+_MOST_FRAMES = 6
+_MOST_NUMBERS = 256
+_MOST_OBJECTS = 1024
+_MOST_ITEMS = 4096  # of a list
+_MOST_ROWS = 1 << 14
+_MOST_LISTS = 6  # of rows
+_DEEPEST = 4  # a meter in a dictionary of a logger
+
+
+def numbers_of_program() -> dict[str, float]:
+    """The numbers that the functions on the stack hold, by function and variable."""
+    found: dict[str, float] = {}
+    for name, value in _held():
+        number = number_of(value)
+        if number is None and isinstance(value, list | tuple | deque):
+            number = _sum_of(value)
+            function, _, variable = name.partition(".")
+            name = f"{function}.sum({variable})"
+        if number is not None:
+            found.setdefault(name, number)
+        if len(found) >= _MOST_NUMBERS:
+            break
+    return found
+
+
+def rows_of_program(count: int) -> dict[str, torch.Tensor]:
+    """The labels that they hold, one for each of `count` samples, by function and variable."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in _held():
+        if name not in found and (rows := labels_in(value, count)) is not None:
+            found[name] = rows
+        if len(found) >= _MOST_LISTS:
+            break
+    return found
+
+
+def number_of(value: Any) -> float | None:
+    """One finite number, as Python, numpy or torch hold it; no truth value."""
+    number = _plain_number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _plain_number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value) if not isinstance(value, int) or value.bit_length() < 1000 else None
+    if type(value) in (torch.Tensor, nn.Parameter):
+        plain = value.numel() == 1 and value.layout == torch.strided and value.device.type != "meta"
+        return float(value.detach()) if plain and not value.is_complex() and value.dtype != torch.bool else None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.number | numpy.ndarray) and value.size == 1:
+        return float(value) if value.ndim == 0 and value.dtype.kind in "iuf" else None
+    return None
+
+
+def labels_in(value: Any, count: int) -> torch.Tensor | None:
+    """What a tensor, an array, or a list of them or of whole numbers says of `count` samples, a label each."""
+    if count < 1 or count > _MOST_ROWS:
+        return None
+    if isinstance(value, list | tuple | deque) and 0 < len(value) <= count:
+        items = list(value)
+        if all(type(item) is int for item in items):
+            return torch.tensor(items) if len(items) == count else None
+        parts = [_label_rows(item) for item in items]
+        kept = [part for part in parts if part is not None]
+        return torch.cat(kept) if len(kept) == len(parts) and sum(map(len, kept)) == count else None
+    rows = _label_rows(value)
+    return rows if rows is not None and len(rows) == count else None
+
+
+def _label_rows(value: Any) -> torch.Tensor | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iuf":
+        value = torch.from_numpy(numpy.ascontiguousarray(value))
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
+        return None
+    if value.dim() not in (1, 2):
+        return None
+    if value.dim() == 2 and value.shape[1] == 1:
+        value = value[:, 0]
+    if not value.numel() or value.shape[0] > _MOST_ROWS or value.is_complex():
+        return None
+    if value.dim() == 1 and not value.is_floating_point() and value.dtype != torch.bool:
+        rows: torch.Tensor = value.detach().cpu().long()
+        return rows
+    if value.dim() == 2 and value.is_floating_point():
+        highest: torch.Tensor = value.detach().argmax(1).cpu()
+        return highest
+    return None
+
+
+def _sum_of(items: Any) -> float | None:
+    if not items or len(items) > _MOST_ITEMS:
+        return None
+    numbers = [number_of(item) for item in items]
+    if all(number is not None for number in numbers):
+        return math.fsum(number for number in numbers if number is not None)
+    rows = [item for item in items if type(item) is torch.Tensor and item.dim() == 1 and item.is_floating_point()]
+    if len(rows) == len(items) and sum(map(len, rows)) <= _MOST_ROWS and all(r.device.type != "meta" for r in rows):
+        return math.fsum(float(row.detach().double().sum()) for row in rows)
+    return None
+
+
+def _held() -> Iterator[tuple[str, Any]]:
+    """What the functions of the program hold, the innermost first; and what is in their meters and dictionaries."""
+    seen: set[int] = set()
+    for frame in itertools.islice(program_frames(), _MOST_FRAMES):
+        function = frame.f_code.co_name
+        variables = variables_of(frame) if function != "<module>" else dict(frame.f_globals)
+        pending = deque((f"{function}.{name}", value, 0) for name, value in variables.items() if name[:2] != "__")
+        while pending and len(seen) < _MOST_OBJECTS:
+            name, value, depth = pending.popleft()
+            yield name, value
+            if depth < _DEEPEST and id(value) not in seen:
+                inside = _inside(name, value)
+                if inside:
+                    seen.add(id(value))
+                    pending.extend((path, item, depth + 1) for path, item in inside)
+
+
+def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+        items = itertools.islice(value.items(), _MOST_NUMBERS)
+        return [(f"{name}[{key!r}]", item) for key, item in items if isinstance(key, str | int)]
+    kind = type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    if isinstance(value, nn.Module | type) or not file or not is_user_file(file) or is_installed(file):
+        return []
+    held = dict(getattr(value, "__dict__", None) or {})
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        held |= {key: getattr(value, key) for key in slots if isinstance(slots, tuple) and hasattr(value, key)}
+    return [(f"{name}.{key}", item) for key, item in held.items()]
+
+
+def program_frames() -> Iterator[FrameType]:
+    """The frames of the program itself, from the innermost on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file) and not is_installed(file):
+            yield frame
+        frame = frame.f_back

@@ -1,0 +1,120 @@
+"""Cross entropies over gathered rows: where a rank's own rows lie among the classes, and what the targets say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ddpcheck.findings.evidence.evaluation import GatheredTargets
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.report import Location
+from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.monitor.rank_report import is_probed
+
+_MOST_NODES = 64
+_MOST_GATHERED = 4  # tensors since the last backward pass
+_MOST_ELEMENTS = 1 << 22
+_ALIKE = 0.99  # cosine of a row before it is gathered and after: it may be normalised, scaled or rounded in between
+_GIVEN = ("tensor", "input_tensor", "self", "input")
+_KEEPS_COLUMNS = (
+    *("Mul", "Div", "Add", "Sub", "MaskedFill", "Clone", "ToCopy", "Where", "Alias", "Neg", "Squeeze"),
+    *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze"),  # of a product by einsum
+)
+
+
+class TargetRecorder:
+    """Follows what is gathered before a backward pass, and the cross entropies that it begins from."""
+
+    def __init__(self, sink: Callable[[GatheredTargets], object], steps: Callable[[], int]) -> None:
+        """Begin; `steps` says how often optimizers have stepped."""
+        self._sink = sink
+        self._steps = steps
+        self._gathered: list[tuple[torch.Tensor, Call]] = []
+        module: Any = torch.autograd
+        original, note = module.backward, guarded(self._note)
+
+        @functools.wraps(original)
+        @passes_on
+        def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
+            note(tensors)
+            original(tensors, *arguments, **named)
+
+        module.backward = backward
+
+    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+        """A collective is about to be made."""
+        if "all_gather" not in call.operation or not is_probed(self._steps()) or len(call.members) < 2:
+            return
+        tensor = next((given[name] for name in _GIVEN if isinstance(given.get(name), torch.Tensor)), None)
+        if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
+            self._gathered = [*self._gathered, (tensor.detach(), call)][-_MOST_GATHERED:]
+
+    def _note(self, loss: Any) -> None:
+        gathered, self._gathered = self._gathered, []
+        if not gathered or not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+            return
+        for targets, columns in _cross_entropies(loss.grad_fn):
+            for tensor, call in gathered:
+                own = _place_of(tensor, columns)
+                if own is not None and columns.shape[1] >= 2 * len(tensor):
+                    different = tuple(targets.unique().tolist())
+                    where, classes = Location.parse(call.location), columns.shape[1]
+                    made = GatheredTargets(
+                        self._steps(), where, call.members, own, len(tensor), classes, different[: 2 * len(tensor)]
+                    )
+                    self._sink(made)
+
+
+def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Targets, and the matrix whose columns are the classes, of each cross entropy of products of rows."""
+    for node in _nodes(root, lambda node: not node.name().startswith("NllLoss")):
+        if not node.name().startswith("NllLoss"):
+            continue
+        targets = getattr(node, "_saved_target", None)
+        soft = [after for after, _ in node.next_functions if after is not None]
+        if not isinstance(targets, torch.Tensor) or targets.dim() != 1 or len(soft) != 1:
+            continue
+        if not soft[0].name().startswith("LogSoftmax"):
+            continue
+        for product in _nodes(soft[0], _keeps_columns):
+            if product.name().startswith(("Mm", "Addmm", "Bmm")):
+                columns = getattr(product, "_saved_mat2", None)
+                columns = columns[0] if isinstance(columns, torch.Tensor) and columns.dim() == 3 else columns
+                classes = getattr(soft[0], "_saved_result", None)
+                if isinstance(columns, torch.Tensor) and isinstance(classes, torch.Tensor):
+                    if columns.dim() == 2 and columns.shape[1] == classes.shape[-1]:
+                        yield targets.detach(), columns.detach()
+
+
+def _keeps_columns(node: Any) -> bool:
+    return bool(node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS)))
+
+
+def _nodes(root: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nodes of a graph from `root` on; beyond those where it does not go on there are none."""
+    pending, seen = [root], {root}
+    for node in pending:  # which grows
+        yield node
+        if goes_on(node) and len(pending) < _MOST_NODES:
+            following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(following)
+            pending += following
+
+
+def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
+    """At which column the rows begin, one after the other; none where they are not there, or more than once."""
+    count, width = rows.shape
+    if columns.shape[0] != width or columns.shape[1] < count or count < 2:
+        return None
+    alike = torch.nn.functional.normalize(rows.float(), dim=1)
+    alike = alike @ torch.nn.functional.normalize(columns.float(), dim=0)
+    best = alike.argmax(1)
+    first = int(best[0])
+    in_order = best == torch.arange(first, first + count, device=best.device)
+    same = alike.gather(1, best[:, None]) > _ALIKE
+    others = (alike > 1 - 1e-6).sum()  # copies of the same rows elsewhere
+    return first if bool(in_order.all()) and bool(same.all()) and int(others) <= count else None

@@ -1,0 +1,248 @@
+"""Evaluations and gathered targets of a script, judged on evidence made by hand: a fault and its healthy twin each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    GatheredTargets,
+    MetricShown,
+    ResultExchanged,
+    ShownNumber,
+)
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.judge.script_evaluation import judge_evaluations
+from ddpcheck.judge.script_targets import judge_targets
+from ddpcheck.monitor.script.recording.program_numbers import labels_in, number_of
+from ddpcheck.monitor.script.recording.target_recorder import _cross_entropies, _place_of
+
+LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
+
+
+def judged(
+    indices: Sequence[Sequence[int]],
+    *,
+    size: int,
+    numbers: Sequence[dict[str, float]] = ({}, {}),
+    given: Sequence[Sequence[ResultExchanged]] = ((), ()),
+    shown: Sequence[Sequence[MetricShown]] = ((), ()),
+    references: dict[str, list[int]] | None = None,
+    **more: Any,
+) -> list[Finding]:
+    loaders = [
+        [LoaderPass(3, 0, LOOP, "Photos", size, batch_size=4, batches=2, exhausted=True, indices=of_rank, **more)]
+        for of_rank in indices
+    ]
+    passes = [[EvaluationPass(0, 3, 0, held, references or {}, {"evaluate": LINE})] for held in numbers]
+    return judge_evaluations(loaders, passes, given, shown)
+
+
+def codes(findings: Sequence[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+def call(*numbers: float, operation: str = "all_reduce", rows: Sequence[int] = (), **more: Any) -> ResultExchanged:
+    return ResultExchanged(0, operation, REDUCE, more.pop("during", False), numbers=numbers, rows=rows, **more)
+
+
+def prints(*values: float, text: str = "", how: str = "printed") -> list[MetricShown]:
+    return [MetricShown(0, how, LINE, tuple(ShownNumber(text, (value,)) for value in values))]
+
+
+def strided(size: int, *, pad: bool = True) -> list[list[int]]:
+    """What a `DistributedSampler` gives two ranks."""
+    indices = [*range(size), *range(size % 2 if pad else 0)]
+    return [indices[0::2], indices[1::2]]
+
+
+# Samples that count twice
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1"),
+    [
+        (call(3, 5), call(4, 5)),  # a counter beside the number of correct ones
+        (call(total=5), call(total=5)),  # a confusion matrix
+        (call(0.6), call(0.8)),  # a mean of each rank
+        (call(60.0, operation="all_gather"), call(80.0, operation="all_gather")),  # in per cent
+    ],
+)
+def test_samples_that_a_sampler_repeats_are_counted(of_rank_0: ResultExchanged, of_rank_1: ResultExchanged) -> None:
+    held = [{"evaluate.correct": 3.0}, {"evaluate.correct": 4.0}]
+    (found,) = judged(strided(9), size=9, numbers=held, given=[[of_rank_0], [of_rank_1]])
+    assert (found.code, found.subjects) == ("DDP801", ("Photos",))
+    assert "over 10 samples, and the ranks have 9 different ones: 1 sample counts twice" in found.message
+
+
+def test_a_sum_over_batches_is_counted_too() -> None:
+    batches = [[call(2, 4, during=True), call(1, 1, during=True)], [call(3, 4, during=True), call(0, 1, during=True)]]
+    assert codes(judged(strided(9), size=9, given=batches)) == ["DDP801"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ([call(3, 5)], [call(4, 4)]),  # each rank leaves out what is there twice
+        ([call(3)], [call(4)]),  # of which it is not known
+        ((), ()),
+    ],
+)
+def test_what_is_not_known_to_be_counted_is_not_reported(given: Any) -> None:
+    assert judged(strided(9), size=9, given=given) == []
+
+
+def test_samples_that_are_there_once_or_on_every_rank_are_no_fault() -> None:
+    given = [[call(3, 4)], [call(4, 4)]]
+    assert judged(strided(8), size=8, given=given) == []
+    assert judged([range(4), range(4)], size=4, given=given) == []  # each rank evaluates all of them
+    assert judged(strided(9), size=9, given=[[call(3, 5)], [call(4, 5)]], replaces=True) == []
+    other = [{"0": {0: 7}}, {"0": {0: 8}}]  # under one index, two samples
+    loaders = [
+        [LoaderPass(0, 0, LOOP, "Own", 9, exhausted=True, indices=i, contents=c)]
+        for i, c in zip(strided(9), other, strict=True)
+    ]
+    passes = [[EvaluationPass(0, 0, 0)]] * 2
+    assert judge_evaluations(loaders, passes, [[call(3, 5)], [call(4, 5)]], [[], []]) == []
+
+
+def test_gathered_rows_count_twice_unless_they_are_cut() -> None:
+    labels = [[0, 1, 2, 3, 0], [1, 2, 3, 0, 0]]  # index 0 is there twice, and right both times
+    gathers = [
+        [call(operation="all_gather", rows=[0, 0, 0, 0, 0]), call(operation="all_gather", rows=of)] for of in labels
+    ]
+    uncut = judged(strided(9), size=9, given=gathers, shown=[prints(4 / 10), []])
+    assert codes(uncut) == ["DDP801"]
+    assert judged(strided(9), size=9, given=gathers, shown=[prints(3 / 9), []]) == []
+    counted = [{"evaluate.total": 10.0, "evaluate.correct": 7.0}] * 2
+    during = [[call(operation="all_gather", during=True)]] * 2
+    assert codes(judged(strided(9), size=9, numbers=counted, given=during, shown=[prints(0.7), []])) == ["DDP801"]
+    assert judged(strided(9), size=9, numbers=counted, given=during, shown=[prints(7 / 9), []]) == []
+
+
+# Metrics of one rank
+
+
+OWN = [{"evaluate.correct": 3.0}, {"evaluate.correct": 2.0}]
+
+
+@pytest.mark.parametrize("how", ["printed", "logged", "saved", "decides"])
+def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
+    (found,) = judged(strided(8), size=8, numbers=OWN, shown=[prints(0.75, how=how), []])
+    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP802", ("correct",), (0,), LINE)
+    assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together 0.625" in found.message
+
+
+@pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
+def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None:
+    shown = [MetricShown(0, "printed", LINE, (ShownNumber(text),))]
+    assert codes(judged(strided(8), size=8, numbers=OWN, shown=[shown, []])) == ["DDP802"] * known
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"shown": [prints(0.75), prints(0.5)]},  # each rank tells its own
+        {"shown": [prints(0.625), []]},  # that of all
+        {"shown": [prints(0.75, 0.625), []]},  # both
+        {"shown": [prints(0.75), []], "given": [[call(3.0)], [call(2.0)]]},  # which is reduced
+        {"shown": [prints(0.3), []]},  # another number
+        {"shown": [prints(0.75), []], "numbers": [OWN[0], OWN[0]]},  # the same on all ranks
+        {"shown": [prints(0.75), []], "numbers": [OWN[0], {}]},
+    ],
+)
+def test_a_metric_that_is_of_all_or_of_nobody_is_not_reported(more: dict[str, Any]) -> None:
+    assert judged(strided(8), **{"size": 8, "numbers": OWN, **more}) == []
+
+
+def test_ranks_that_evaluate_all_samples_have_no_shard() -> None:
+    assert judged([range(4), range(4)], size=4, numbers=OWN, shown=[prints(0.75), []]) == []
+
+
+# Order
+
+
+LABELS = [0, 1, 2, 3, 0, 1, 2, 3]
+RIGHT = [[0, 2, 0, 2], [1, 3, 1, 3]]  # of all samples, by rank
+
+
+def test_results_in_the_order_of_the_ranks_are_compared_with_labels_in_another() -> None:
+    given = [[call(operation="all_gather", rows=of)] for of in RIGHT]
+    compared = {"size": 8, "given": given, "references": {"labels": LABELS}}
+    (found,) = judged(strided(8), shown=[prints(2 / 8), []], **compared)
+    assert (found.code, found.location) == ("DDP803", REDUCE)
+    assert "the 0.25 that is printed would be 1" in found.message
+    assert judged(strided(8), shown=[prints(1.0), []], **compared) == []
+    blocks = [range(4), range(4, 8)]  # in which gathering keeps the order
+    assert judged(blocks, shown=[prints(2 / 8), []], **compared) == []
+
+
+# Targets
+
+
+def use(own: int, targets: Sequence[int], *, step: int = 0) -> GatheredTargets:
+    return GatheredTargets(step, LINE, (0, 1), own, 4, 8, tuple(targets))
+
+
+def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> None:
+    (found,) = judge_targets([[use(0, range(4))], [use(4, range(4))]])
+    assert (found.code, found.ranks) == ("DDP804", (1,))
+    assert "those of rank 1 begin at 4" in found.message
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [[use(0, range(4))], [use(4, range(4, 8))]],  # with the offset
+        [[use(0, range(4))], [use(0, range(4))]],  # each rank puts its own first
+        [[use(0, range(8))], [use(4, range(8))]],  # all of the rows on both sides
+        [[use(0, range(4))], [use(4, range(4), step=1)]],
+        [[use(0, range(4))], []],
+    ],
+)
+def test_targets_that_name_own_rows_are_right(uses: Any) -> None:
+    assert judge_targets(uses) == []
+
+
+@pytest.mark.parametrize("product", ["matmul", "einsum", "linear", "scaled"])
+def test_the_rows_of_a_rank_are_found_in_the_loss(product: str) -> None:
+    rows, others = torch.randn(4, 3), torch.randn(4, 3)
+    x = torch.randn(4, 3, requires_grad=True)
+    everyone = torch.cat([others, torch.nn.functional.normalize(rows, dim=1)])
+    logits = {
+        "matmul": lambda: x @ everyone.T,
+        "einsum": lambda: torch.einsum("nc,kc->nk", x, everyone),
+        "linear": lambda: torch.nn.functional.linear(x, everyone),
+        "scaled": lambda: ((x @ everyone.T) / 0.1).masked_fill(torch.zeros(4, 8, dtype=torch.bool), -1e9),
+    }[product]()
+    loss = torch.nn.functional.cross_entropy(logits, torch.arange(4))
+    ((targets, columns),) = _cross_entropies((0.5 * loss + x.sum()).grad_fn)
+    assert targets.tolist() == [0, 1, 2, 3] and _place_of(rows, columns) == 4
+    assert _place_of(torch.randn(4, 3), columns) is None
+
+
+# What the program holds
+
+
+def test_numbers_and_labels_are_read_as_they_are_held() -> None:
+    assert [number_of(v) for v in (3, 0.5, torch.tensor([2]), True, "3", float("nan"), torch.zeros(2))] == [
+        *(3.0, 0.5, 2.0),
+        *(None, None, None, None),
+    ]
+    logits = torch.tensor([[0.1, 0.9], [0.8, 0.2]])
+    for held in (
+        torch.tensor([1, 0]),
+        [1, 0],
+        logits,
+        [logits[:1], logits[1:]],
+        [torch.tensor([1]), torch.tensor([0])],
+    ):
+        labels = labels_in(held, 2)
+        assert labels is not None and labels.tolist() == [1, 0]
+    for held in (torch.tensor(1), [torch.tensor(0)], torch.zeros(2), "ab", [0.5, 1.0], torch.zeros(2, 2, 2), [1]):
+        assert labels_in(held, 2) is None
