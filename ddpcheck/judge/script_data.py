@@ -15,6 +15,7 @@ from ddpcheck.findings.evidence.script import DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
+from ddpcheck.judge.script_rows import judge_labels, judge_rows, judge_sharded_twice, judge_stale_workers
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
 _LEFT_OUT = 0.05  # of the samples, likewise
@@ -29,8 +30,14 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     for loader in loaders:
         everyone = [[one for one in of_rank if one.loader == loader and one.trains] for of_rank in passes]
         if all(everyone) and len({(of_rank[0].dataset, of_rank[0].location) for of_rank in everyone}) == 1:
-            found += judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone)
-            found += judge_epoch_order(everyone) + (judge_shared_draws(everyone) or judge_worker_seeds(everyone))
+            same = _are_of_same_data([of_rank[0] for of_rank in everyone])
+            found += (
+                (judge_split(everyone) or judge_overlap(everyone) or judge_left_out(everyone))
+                or (judge_sharded_twice(everyone) or judge_rows(everyone, same_data=same))
+                or judge_labels(everyone)
+            )
+            found += judge_epoch_order(everyone) or judge_stale_workers(everyone)
+            found += judge_shared_draws(everyone) or judge_worker_seeds(everyone)
     return found
 
 
@@ -97,6 +104,9 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         severity=Severity.WARNING,
         evidence=[f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])]
         + [_taken(first[0])],
+        fix="Give the sampler the same seed on every rank: it shuffles all of the data, and each rank takes a part."
+        if size < first[0].size and first[0].has_epoch
+        else "",
     )
 
 

@@ -48,6 +48,12 @@ class LoaderPass:
         made: The line that constructs the sampler beneath, or the loader where that is not known.
         split: The line that makes the `Subset`.
         seeded: The line that has last seeded the generator from which samples are made.
+        rows: Fingerprints of all samples in the order in which they were taken, without their labels; empty where
+            they were too many, or no tensors on the CPU.
+        labels: Likewise of their labels, if they have some: tensors of one whole number for each sample.
+        whole: The rows of the array of which the dataset holds some; -1 where it holds names of files or texts.
+        state: Digests of the plain attributes of the dataset, as this process has it when the pass begins.
+        persistent: Whether workers stay from one pass to the next.
     """
 
     loader: int
@@ -78,6 +84,11 @@ class LoaderPass:
     made: Location | None = None
     split: Location | None = None
     seeded: Location | None = None
+    rows: Sequence[int] = ()
+    labels: Sequence[int] = ()
+    whole: int = 0
+    state: Mapping[str, int] = field(default_factory=dict)
+    persistent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

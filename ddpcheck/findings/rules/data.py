@@ -40,7 +40,8 @@ def shard(batch, rank, world_size):
         fix="Call sampler.set_epoch(epoch) at the start of every epoch, on every rank.",
         detected=(
             "`ddpcheck run` records the order of indices that each sampler gives. A sampler that shuffles and "
-            "gives the same order in each epoch is reported."
+            "gives the same order in each epoch is reported; so are workers that stay and give the first epoch's "
+            "samples again, although the dataset was told of another epoch."
         ),
         ignore="If one order is meant, for example to compare two runs.",
         reports=("pytorch/pytorch#31771", "kan-bayashi/ParallelWaveGAN#177", "lucidrains/DALLE-pytorch#230"),
@@ -117,7 +118,7 @@ torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, a
         detected=(
             "Ranks whose gradients are not those of their shards are asked for the plain values that the program "
             "holds; those that differ are reported. `ddpcheck run` compares dictionaries with the same keys and "
-            "values, and the random splits of datasets."
+            "values, the random splits of datasets, the samples of parts that overlap, and the labels of samples."
         ),
         ignore="If ranks are to hold other data on purpose, for example a table of each rank's neighbours.",
         example="""\
@@ -157,7 +158,8 @@ schedule.step(evaluate(ddp, local_data))  # right: all_reduce the sum and the co
         fix="Split by rank and world size so that the shards cover the batch, or choose a batch that divides evenly.",
         detected=(
             "The samples of all shards, or the indices that all samplers give, are compared with the batch or the "
-            "dataset. A remainder of less than one batch of each rank is not reported for a loader."
+            "dataset. A remainder of less than one batch of each rank is not reported for a loader. A sampler that "
+            "splits by rank what is a part of each rank's own already is reported."
         ),
         ignore="If samples are held out on purpose.",
         example="""\

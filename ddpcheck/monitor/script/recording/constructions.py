@@ -22,7 +22,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, variables_of
 
 _CLASSES = {
-    "torch.utils.data.dataset": ("Subset",),
+    "torch.utils.data.dataset": ("Subset", "TensorDataset"),
     "torch.utils.data.sampler": (
         *("SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "BatchSampler"),
     ),

@@ -21,12 +21,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.state.module_description import digest_of, fingerprint
+from ddpcheck.gather.state.module_description import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.script.recording.constructions import made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
+from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of, rows_of_whole, state_of
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass
@@ -34,7 +35,6 @@ _MOST_PASSES = 3  # whose indices are kept; of later ones the digest of their or
 _MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
 _MOST_ROWS = 16  # of a batch
 _MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
-_MOST_PLAIN = 256  # items of an attribute of a dataset
 _GENERATORS = ("torch", "python", "numpy")  # as `_random_states` has them
 
 
@@ -48,6 +48,7 @@ class _Pass:
     kept: int = 0
     dataset: Any = None
     before: Sequence[int] | None = None  # digests of the random states
+    rows: SampleRows = field(default_factory=SampleRows)
     drawn: bool = True  # what is drawn for a batch is drawn by the dataset, as far as is known
 
 
@@ -132,6 +133,7 @@ class LoaderRecorder:
 
     def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
         note_batch, end, states = guarded(_note_batch), guarded(self._end), guarded(_random_states)
+        note_rows = guarded(_note_rows)
 
         @functools.wraps(original)
         @passes_on
@@ -148,6 +150,8 @@ class LoaderRecorder:
                 raise
             if one.before is not None:
                 note_batch(one, batch, one.before)
+            if one.entry.number < _MOST_PASSES:
+                note_rows(one, batch)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             self._taken(one.entry.loader, one.entry.number, one.entry.batches)
             return batch
@@ -158,7 +162,8 @@ class LoaderRecorder:
         location = user_location()
         map_style = not isinstance(loader.dataset, IterableDataset)
         size = _length(loader.dataset) if map_style else -1
-        key = (location, type(loader.dataset), size)
+        beneath = _beneath(loader.dataset)[0]
+        key = (location, made_at(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
         number, counts[1] = counts[1], counts[1] + 1
         if (before := self._open.pop(counts[0], None)) is not None:
@@ -169,9 +174,9 @@ class LoaderRecorder:
             loader=counts[0],
             number=number,
             location=location,
-            dataset=type(_beneath(loader.dataset)[0]).__qualname__,
+            dataset=type(beneath).__qualname__,
             size=size,
-            digest=_digest(_beneath(loader.dataset)[0]) if not number else {},
+            digest=digests_of(beneath) if not number else {},
             expected=_length(loader) if map_style else -1,
             batch_size=int(getattr(loader, "batch_size", None) or 1),
             sampler=type(sampler).__name__,
@@ -183,12 +188,15 @@ class LoaderRecorder:
             data=self._number_of(loader.dataset),
             subset=array("q", map(int, subset[:_MOST_INDICES])) if len(subset) else (),
             made=made_at(sampler) or made_at(loader),
-            split=made_at(loader.dataset),
+            split=made_at(loader.dataset) or made_at(beneath),
+            whole=rows_of_whole(beneath) if not number else 0,
+            state=state_of(loader.dataset) if number < _MOST_PASSES else {},
+            persistent=bool(getattr(loader, "persistent_workers", False)),
         )
         if not number:
-            for table in tables_of(_beneath(loader.dataset)[0], location):
+            for table in tables_of(beneath, location):
                 self._sink(table)
-        drawn = not (drawing_code(loader.collate_fn) and not drawing_code(_beneath(loader.dataset)[0]))
+        drawn = not (drawing_code(loader.collate_fn) and not drawing_code(beneath))
         self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset, drawn=drawn)
         self._sink(entry)
         self._on_pass(entry, loader.dataset)
@@ -212,7 +220,8 @@ class LoaderRecorder:
         # a batch of validation now and then, of an iterator that stays open, is not trained on
         steps = self._steps() - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
-        ended = replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
+        entry = replace(one.entry, rows=one.rows.rows, labels=one.rows.labels)
+        ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
         self._sink(ended)
         self._on_pass(ended, one.dataset)
         one.batches, one.dataset = [], None
@@ -259,6 +268,10 @@ def _note_batch(one: _Pass, batch: Any, before: Sequence[int]) -> None:
             known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
             contents[str(place)] = {**contents.get(str(place), {}), **known}
     one.entry = replace(one.entry, contents=contents)
+
+
+def _note_rows(one: _Pass, batch: Any) -> None:
+    one.rows.note(batch)
 
 
 def _random_states() -> list[int]:
@@ -310,22 +323,3 @@ def _base_index(dataset: Any, index: int) -> int:
     for indices in _beneath(dataset)[1]:
         index = int(indices[index])
     return index
-
-
-def _digest(dataset: Any) -> dict[str, int]:
-    """A digest of each tensor and list of plain values that a dataset holds."""
-    found = {}
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
-            found[name] = fingerprint(value[:_MOST_PLAIN].cpu())
-        elif hasattr(value, "tobytes") and hasattr(value, "shape") and len(getattr(value, "shape", ())):
-            found[name] = int(digest_of(value[:_MOST_PLAIN].tobytes())[:15], 16)
-        elif isinstance(value, list | tuple) and value and all(_is_plain(item) for item in value[:_MOST_PLAIN]):
-            found[name] = int(digest_of((len(value), value[:_MOST_PLAIN]))[:15], 16)
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(isinstance(item, str | int | float) for item in value)
-    return isinstance(value, str | int | float)

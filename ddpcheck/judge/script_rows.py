@@ -1,0 +1,181 @@
+"""DDP505, 506, 516 and 519: the samples that loaders gave, by their contents, where indices alone do not tell.
+
+Pure functions from `findings.evidence.script` to findings. All take the passes of a loader by rank; each rank's first
+passes have the fingerprints of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, join_names, one_finding
+
+_SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
+_FEWEST = 8  # rows that tell samples apart
+
+
+def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
+    """DDP505, DDP516: samples that several ranks train on in an epoch, each from data or by a stream of its own."""
+    first = [of_rank[0] for of_rank in passes]
+    by_index = same_data and all(one.indices for one in first)  # which tells more
+    if by_index or len(first) < 2 or not all(_tell_apart(one) for one in first) or any(one.replaces for one in first):
+        return []
+    rows = [list(one.rows) for one in first]
+    if all(of_rank == rows[0] for of_rank in rows):
+        return _one(
+            "DDP505",
+            first[0],
+            "Every rank takes the same samples in the same order from the loader, so together they do the work of one.",
+            evidence=[f"{counted(len(rows[0]), 'sample')} of the first epoch are equal, by their contents"],
+        )
+    if not all(one.exhausted for one in first):
+        return []
+    size = min(map(len, rows))
+    sets = [set(of_rank) for of_rank in rows]
+    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
+    if shared <= max(one.batch_size for one in first) * len(first) or shared < _SHARED * size:
+        return []
+    message = f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch"
+    if first[0].size < 0:
+        return _one(
+            "DDP505",
+            first[0],
+            f"{message}, by their contents.",
+            severity=Severity.WARNING,
+            fix="Split the stream by rank and world size; where it shuffles before, with the same seed on every rank.",
+        )
+    return _one(
+        "DDP516",
+        first[0],
+        f"{message}: each has put its part together from another order or another split of the data.",
+        line=first[0].split or first[0].made,
+        severity=Severity.WARNING,
+        evidence=["the datasets of the ranks hold other samples, or hold them in another order"],
+        fix="Sort what is listed, and shuffle or split with the same seed on every rank, before each takes its part.",
+    )
+
+
+def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP519: a sampler that splits by rank what is each rank's own part already."""
+    first = [of_rank[0] for of_rank in passes]
+    if len(first) < 2 or any(not one.exhausted or one.replaces or one.chooses or not one.indices for one in first):
+        return []
+    taken = [_positions(one) for one in first]
+    sizes = {len(one.subset) or one.size for one in first}
+    if len(sizes) > 1 or not all(taken) or not _are_own_parts(first):
+        return []
+    (size,) = sizes
+    most = -(-size // len(first))
+    apart = sum(map(len, taken)) - len(set.union(*taken))
+    if max(map(len, taken)) > most or apart > len(first) or len(set.union(*taken)) < size - first[0].batch_size * 2:
+        return []
+    return _one(
+        "DDP519",
+        first[0],
+        f"The data are split twice: each rank's dataset is a part of its own already, and the sampler takes "
+        f"{len(taken[0])} of its {size} samples in an epoch. The others are on no rank.",
+        evidence=[f"{first[0].sampler} splits the same {size} places between {len(first)} ranks"],
+        fix="Split once: give the sampler the whole dataset; or keep the parts, and shuffle each with a RandomSampler.",
+    )
+
+
+def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: workers that give the first epoch's samples again, although the dataset was told of another epoch."""
+    changed: set[str] = set()
+    for of_rank in passes:
+        whole = [one for one in of_rank if one.exhausted and _tell_apart(one)]
+        if len(whole) < 2 or any(list(one.rows) != list(whole[0].rows) for one in whole[1:]):
+            return []
+        names = {name for one in whole[1:] for name in one.state if one.state[name] != whole[0].state.get(name)}
+        if not names or not whole[0].persistent:
+            return []
+        changed |= names
+    one = passes[0][0]
+    return _one(
+        "DDP506",
+        one,
+        f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, and the workers of the "
+        "loader keep the copy that they were started with: every epoch has the samples of the first.",
+        evidence=["persistent_workers=True: workers are started once, and the dataset is copied to them then"],
+        fix="Set persistent_workers=False, or keep the epoch in shared memory: a tensor after share_memory_().",
+    )
+
+
+def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: the same samples, which have other labels on other ranks."""
+    labels = [_labels(of_rank) for of_rank in passes]
+    if len(labels) < 2 or not all(labels):
+        return []
+    common = sorted(set.intersection(*map(set, labels)))
+    apart = [row for row in common if len({of_rank[row] for of_rank in labels}) > 1]
+    maps = [{of_rank[row] for row in common} for of_rank in labels]
+    if len(common) < _FEWEST or 2 * len(apart) < len(common) or min(map(len, maps)) < 2:
+        return []
+    for of_rank in labels[1:]:  # a label of one rank is always the same one of the other
+        pairs = {(labels[0][row], of_rank[row]) for row in common}
+        if len(pairs) != len({a for a, _ in pairs}) or len(pairs) != len({b for _, b in pairs}):
+            return []
+    one = passes[0][0]
+    return _one(
+        "DDP516",
+        one,
+        f"The same samples have other labels on other ranks: {len(apart)} of {len(common)} that were compared.",
+        line=one.split or one.made,
+        evidence=["each label of one rank stands for one other label of the other"],
+    )
+
+
+def _labels(of_rank: Sequence[LoaderPass]) -> dict[int, int]:
+    """The label of each row; none of a row that has had several."""
+    found: dict[int, int] = {}
+    for one in of_rank:
+        if len(one.labels) == len(one.rows):
+            for row, label in zip(one.rows, one.labels, strict=True):
+                if found.setdefault(row, label) != label:
+                    return {}
+    return found
+
+
+def _tell_apart(one: LoaderPass) -> bool:
+    """Whether the rows of a pass are those of different samples."""
+    return len(one.rows) >= _FEWEST and len(set(one.rows)) >= 0.9 * len(one.rows)
+
+
+def _positions(one: LoaderPass) -> set[int]:
+    """The places in the dataset that the sampler chose from, of which each was taken once."""
+    if not one.subset:
+        return set(one.indices)
+    place = {index: number for number, index in enumerate(one.subset)}
+    return {place.get(index, -1) for index in one.indices}
+
+
+def _are_own_parts(first: Sequence[LoaderPass]) -> bool:
+    if all(one.subset for one in first):
+        return not any(set(a.subset) & set(b.subset) for n, a in enumerate(first) for b in first[:n])
+    if any(one.subset or not one.digest for one in first) or len({str(one.digest) for one in first}) < len(first):
+        return False
+    if not all(_tell_apart(one) for one in first):
+        return False
+    if any(set(a.rows) & set(b.rows) for n, a in enumerate(first) for b in first[:n]):
+        return False
+    ranks = len(first)
+    return all(
+        one.whole < 0 or 0 <= one.whole - ranks * (one.size - 1) <= 2 * ranks for one in first if one.whole
+    ) and all(one.whole for one in first)
+
+
+def _one(
+    code: str,
+    one: LoaderPass,
+    message: str,
+    *,
+    line: Location | None = None,
+    evidence: Sequence[str] = (),
+    **more: object,
+) -> list[Finding]:
+    where = line or one.made or one.location
+    noticed = [f"the loop over the loader is at {one.location}"] if one.location and one.location != where else []
+    return one_finding(code, (one.dataset,), message, location=where, evidence=[*evidence, *noticed], **more)  # type: ignore[arg-type]

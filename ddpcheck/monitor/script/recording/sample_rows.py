@@ -1,0 +1,103 @@
+"""Samples as a data loader gives them: fingerprints of the rows of batches, and what the dataset says of itself."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+
+from ddpcheck.gather.state.module_description import digest_of, fingerprint
+from ddpcheck.gather.steps.training_step import row_fingerprints
+from ddpcheck.recipe.pytree import tree_tensors
+
+_MOST_ROWS = 1 << 16  # of a pass
+_MOST_COLUMNS = 256  # numbers of a row, spread over it
+_MOST_PLAIN = 256  # items of an attribute of a dataset
+
+
+class SampleRows:
+    """The rows of one pass over a loader, and their labels, in the order in which they are taken."""
+
+    def __init__(self) -> None:
+        self.rows, self.labels = array("q"), array("q")
+        self._known = True
+
+    def note(self, batch: Any) -> None:
+        """Add a batch; after one that has no rows on the CPU none of the pass are known."""
+        tensors = [t.detach() for t in tree_tensors(batch) if t.dim() and t.layout == torch.strided and t.numel()]
+        size = max((len(t) for t in tensors), default=0)
+        rows = [t for t in tensors if len(t) == size and not _is_label(t)]
+        labels = [t for t in tensors if len(t) == size and _is_label(t)]
+        usable = rows and all(t.device.type == "cpu" and not t.is_quantized for t in (*rows, *labels))
+        if not self._known or not usable or len(self.rows) + size > _MOST_ROWS:
+            self._known, self.rows, self.labels = False, array("q"), array("q")
+            return
+        self.rows.extend(_together(rows, size))
+        if labels:
+            self.labels.extend(_together(labels, size))
+
+
+def _is_label(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 1 and not tensor.is_floating_point()
+
+
+def _together(tensors: list[torch.Tensor], size: int) -> list[int]:
+    total = torch.zeros(size, dtype=torch.int64)
+    for tensor in tensors:
+        flat = tensor.reshape(size, -1)
+        step = max(1, flat.shape[1] // _MOST_COLUMNS)
+        total = total * 31 + row_fingerprints(flat[:, ::step][:, :_MOST_COLUMNS])
+    return total.tolist()
+
+
+def digests_of(dataset: Any) -> dict[str, int]:
+    """A digest of each tensor and list of plain values that a dataset holds."""
+    found = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
+            found[name] = fingerprint(value[:_MOST_PLAIN].cpu())
+        elif hasattr(value, "tobytes") and hasattr(value, "shape") and len(getattr(value, "shape", ())):
+            found[name] = _number(value[:_MOST_PLAIN].tobytes())
+        elif isinstance(value, list | tuple) and value and _all_plain(value[:_MOST_PLAIN]):
+            found[name] = _number((len(value), value[:_MOST_PLAIN]))
+        elif isinstance(value, tuple) and value and all(isinstance(one, torch.Tensor) and one.dim() for one in value):
+            found[name] = _number(tuple(fingerprint(one[:_MOST_PLAIN].cpu()) for one in value))
+    return found
+
+
+def state_of(dataset: Any) -> dict[str, int]:
+    """Digests of its plain values, and lists of them: what a program changes to tell it that another epoch begins."""
+    held = getattr(dataset, "__dict__", {})
+    lists = {name: value[:_MOST_PLAIN] for name, value in held.items() if isinstance(value, list)}
+    plain = {name: value for name, value in held.items() if isinstance(value, str | int | float)}
+    return {name: _number(value) for name, value in {**plain, **lists}.items() if name in plain or _all_plain(value)}
+
+
+def rows_of_whole(dataset: Any) -> int:
+    """The rows of the array of which a dataset holds some; -1 if it holds names of files or texts; else 0."""
+    for value in getattr(dataset, "__dict__", {}).values():
+        for one in value if isinstance(value, tuple) else (value,):
+            whole = getattr(one, "_base", None) if isinstance(one, torch.Tensor) else getattr(one, "base", None)
+            shape, of_whole = getattr(one, "shape", ()), getattr(whole, "shape", ())
+            if shape and of_whole and shape[1:] == of_whole[1:] and shape[0] < of_whole[0]:
+                return int(of_whole[0])
+        if isinstance(value, list) and value:
+            first = value[0][0] if isinstance(value[0], tuple) and value[0] else value[0]
+            if isinstance(first, str):
+                return -1
+    return 0
+
+
+def _number(value: object) -> int:
+    return int(digest_of(value)[:15], 16)
+
+
+def _all_plain(values: Any) -> bool:
+    return all(_is_plain(value) for value in values)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(item, str | int | float) for item in value)
+    return isinstance(value, str | int | float)

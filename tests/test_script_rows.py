@@ -1,0 +1,113 @@
+"""What `ddpcheck run` finds in the samples of loaders by their contents, judged on evidence: faults and twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.judge.script_data import judge_loaders
+from ddpcheck.monitor.script.recording.sample_rows import SampleRows, rows_of_whole
+
+LINE, MADE = Location("train.py", 30), Location("train.py", 10)
+
+
+def epoch(rows: Sequence[int], number: int = 0, **more: Any) -> LoaderPass:
+    plain = LoaderPass(0, number, LINE, "Texts", -1, {}, -1, 4, "RandomSampler", exhausted=True, trains=True, made=MADE)
+    return replace(plain, **{"rows": tuple(rows), "order": number + 1, **more})
+
+
+def found(*ranks: Sequence[LoaderPass]) -> list[tuple[str, Location | None]]:
+    def shown(finding: Finding) -> tuple[str, Location | None]:
+        return finding.code, finding.location
+
+    return list(map(shown, judge_loaders(ranks)))
+
+
+EVEN, ODD, HALF = range(0, 64, 2), range(1, 64, 2), range(16, 48)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "code"),
+    [
+        (epoch(EVEN), epoch(ODD), ""),
+        (epoch(EVEN), epoch(EVEN), "DDP505"),
+        (epoch(EVEN), epoch(HALF), "DDP505"),  # a stream that each rank shuffles before it takes its part
+        (epoch(EVEN, size=32), epoch(HALF, size=32), "DDP516"),  # parts of another order
+        (epoch(EVEN, size=32, replaces=True), epoch(HALF, size=32, replaces=True), ""),
+        (epoch(EVEN, exhausted=False), epoch(HALF, exhausted=False), ""),
+        (epoch([7] * 32), epoch([7] * 32), ""),  # rows that tell nothing
+        (epoch((*EVEN, 3)), epoch(ODD), ""),  # padded
+    ],
+)
+def test_samples_that_ranks_share_by_their_contents(mine: LoaderPass, theirs: LoaderPass, code: str) -> None:
+    assert found([mine], [theirs]) == ([(code, MADE)] if code else [])
+
+
+def half(part: Sequence[int], positions: Sequence[int], **more: Any) -> LoaderPass:
+    """A pass over half of the places of a dataset of 32 rows, which is a rank's own."""
+    more = {"digest": {"x": part[0]}, "size": 32, "whole": 64, **more}
+    return epoch([part[place] for place in positions], indices=tuple(positions), **more)
+
+
+def test_a_sampler_that_splits_what_is_split_already() -> None:
+    first, second = range(0, 32, 2), range(1, 32, 2)
+    assert found([half(EVEN, first)], [half(ODD, second)]) == [("DDP519", MADE)]
+    assert not found([half(EVEN, first, whole=0)], [half(ODD, second, whole=0)])  # random data of each rank's own
+    assert not found([half(EVEN, first, whole=40)], [half(ODD, second, whole=40)])  # held back from that
+    assert not found([half(EVEN, range(32))], [half(ODD, range(32))])  # all of its part
+    assert not found([half(EVEN, first)], [half(ODD, first)])  # no split: half of its part each
+
+
+def test_a_sampler_that_splits_subsets_of_the_ranks() -> None:
+    def of(part: Sequence[int], positions: Sequence[int]) -> list[LoaderPass]:
+        chosen = tuple(part[place] for place in positions)
+        return [epoch(chosen, indices=chosen, subset=tuple(part), size=32, digest={"x": 1})]
+
+    assert found(of(EVEN, range(0, 32, 2)), of(ODD, range(1, 32, 2))) == [("DDP519", MADE)]
+    assert not found(of(EVEN, range(32)), of(ODD, range(32)))
+
+
+def test_workers_that_keep_the_first_epoch() -> None:
+    def two(part: Sequence[int], *, again: bool = True, told: bool = True, **more: Any) -> list[LoaderPass]:
+        more = {"persistent": True, **more}
+        later = part if again else tuple(reversed(part))
+        return [epoch(part, state={"epoch": 5}, **more), epoch(later, 1, state={"epoch": 5 + told}, **more)]
+
+    assert found(two(EVEN), two(ODD)) == [("DDP506", MADE)]
+    assert not found(two(EVEN, again=False), two(ODD, again=False))
+    assert not found(two(EVEN, told=False), two(ODD, told=False))  # no other order was asked for
+    assert not found(two(EVEN, persistent=False), two(ODD, persistent=False))
+
+
+def test_the_same_samples_with_other_labels() -> None:
+    def labelled(rows: Sequence[int], *numbers: int) -> list[LoaderPass]:
+        return [
+            epoch(part, n, labels=[numbers[row % 3] for row in part]) for n, part in enumerate((rows[:32], rows[32:]))
+        ]
+
+    mine, theirs = range(64), range(63, -1, -1)
+    assert found(labelled(mine, 0, 1, 2), labelled(theirs, 2, 0, 1)) == [("DDP516", MADE)]
+    assert not found(labelled(mine, 0, 1, 2), labelled(theirs, 0, 1, 2))
+    assert not found(labelled(mine, 0, 1, 2), labelled(theirs, 5, 5, 5))  # another task
+
+
+def test_the_rows_of_a_batch_and_what_a_dataset_is_a_part_of() -> None:
+    rows = SampleRows()
+    rows.note((torch.arange(12.0).reshape(4, 3), torch.tensor([1, 0, 1, 1])))
+    assert len(set(rows.rows)) == 4 and len(set(rows.labels)) == 2
+    rows.note(["a text", 3])
+    assert not rows.rows and not rows.labels
+
+    class Data:
+        def __init__(self, x: object) -> None:
+            self.x = x
+
+    whole = torch.randn(8, 3)
+    held = (whole, whole[::2], whole[:, :2], whole.numpy()[1:4], ["a", "b"], [1, 2])
+    assert [rows_of_whole(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
