@@ -214,6 +214,37 @@ def test_a_rank_that_has_ended_before_the_others(tmp_path: Path) -> None:
     assert (finding.code, finding.ranks) == ("DDP405", (1,)) and "has run to its end" in finding.message
 
 
+def test_a_rank_that_calls_exit_where_the_others_go_on(tmp_path: Path) -> None:
+    def gone(line: int) -> RankAtEnd:
+        return RankAtEnd(1, (backward(1),), doing="has ended", ended=True, exit_at=f"train.py:{line}")
+
+    finding = only(judge(tmp_path, [backward(1), backward(2)], gone(13)))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 13))
+    finding = only(judge(tmp_path, [backward(1), backward(2)], gone(39)))  # sys.exit(main())
+    assert finding.code == "DDP405"
+
+
+def test_a_pass_over_a_loader_that_a_rank_has_dropped(tmp_path: Path) -> None:
+    def taken(batches: int) -> LoaderPass:
+        return LoaderPass(0, 0, Location("train.py", 3), "Samples", batches=batches, exhausted=batches == 4)
+
+    rank_0 = [*(backward(n, n) for n in (1, 2, 3, 4)), backward(5, 1, epoch=1)]
+    rank_1 = [*(backward(n, n) for n in (1, 2)), backward(3, 1, epoch=1), call("|", 16)]
+    finding = only(judge(tmp_path, rank_0, rank_1, passes={0: [taken(4)], 1: [taken(2)]}))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 11))
+    assert "in batch 2" in finding.message
+
+
+def test_a_loader_without_a_collective_explains_no_hang(tmp_path: Path) -> None:
+    """Each rank has evaluated its own part, which is uneven; rank 0 alone calls a barrier after that."""
+    both = {n: [LoaderPass(1, 0, Location("train.py", 39), batches=5 + n, exhausted=True)] for n in (0, 1)}
+    steps = [backward(1), backward(2)]
+    assert (
+        only(judge(tmp_path, [*steps, call("|", 13), call("|", 16)], [*steps, call("|", 16)], passes=both)).code
+        == "DDP403"
+    )
+
+
 def test_ranks_that_have_called_the_same_have_no_story(tmp_path: Path) -> None:
     assert judge(tmp_path, [backward(1), call("|", 16)], [backward(1), call("|", 16)]) == []
 

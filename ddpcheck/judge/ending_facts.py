@@ -111,10 +111,20 @@ def lines_of(call: Call) -> tuple[str, ...]:
 
 
 def own_branch(facts: EndingFacts, one: Position, other: Position) -> Block | None:
-    """The outermost branch in which `one` is, and the other rank neither is nor has made a collective."""
-    theirs = facts.around(other.lines, "branch", "rest")
-    for block in facts.around(one.lines, "branch", "rest"):
+    """The outermost branch in which `one` is, and the other rank neither is nor has made a collective.
+
+    What comes after an early exit is one, too, where the other rank may have left by it: it is not in the function or
+    the loop that this leaves.
+    """
+    theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
+    for block in facts.around(one.lines, "branch"):
         if block not in theirs and not facts.has_been_in(other.of, block):
+            return block
+    left = {"return": "function", "break": "loop", "raise": "function"}
+    for block in facts.around(one.lines, "rest"):
+        around = [b for b in facts.around(one.lines, left.get(block.word, "")) if b.path == block.path]
+        inner = [b for b in around if b.first <= block.first and b.last >= block.last][-1:]
+        if block not in theirs and not facts.has_been_in(other.of, block) and not set(inner) & set(theirs):
             return block
     return None
 

@@ -27,7 +27,7 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
     parted = parting(facts)
     if parted is None:
         return []
-    for explain in (explain_by_loader, explain_by_skipped_pass, explain_by_loop, explain_by_own_call):
+    for explain in (explain_by_exit, explain_by_loader, explain_by_skipped_pass, explain_by_loop, explain_by_own_call):
         if found := explain(facts, *parted):
             return found
     return []
@@ -64,6 +64,34 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], at: int) -> Position:
     beside = [call for call in rank.calls if call not in calls]  # of a group that the other is not in
     lines = rank.lines or (lines_of(rank.calls[-1]) if beside and rank.calls[-1] is beside[-1] else ())
     return Position(rank, None, () if rank.ended else lines)
+
+
+# A rank that ended
+
+
+def explain_by_exit(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP404: a rank has called `sys.exit`, not where the others will end, too. First, for it comes to nothing more."""
+    for left, stays in ((one, other), (other, one)):
+        if left.of.ended and left.of.exit_at and left.call is None and stays.call is not None:
+            if left.of.exit_at in stays.lines:
+                continue  # sys.exit(main()), in which the other rank is
+            gone = [rank.rank for rank in facts.ranks if rank.exit_at == left.of.exit_at and rank.ended]
+            others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
+            return one_finding(
+                "DDP404",
+                ("exit",),
+                f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} sys.exit at "
+                f"{left.of.exit_at} while {format_ranks(others)} {plural_verb('goes', 'go', others)} on: "
+                f"{told(facts, others)}.",
+                ranks=gone if len(gone) < len(facts.ranks) else (),
+                location=Location.parse(left.of.exit_at),
+                evidence=calls_there(left, stays),
+                fix=(
+                    "End the script on every rank in the same place: all_reduce what decides it before the test, "
+                    "and let each rank call destroy_process_group() at its end."
+                ),
+            )
+    return []
 
 
 # A call of one rank alone

@@ -73,8 +73,10 @@ def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, L
     begun_again = {rank.rank for rank in facts.ranks for p in rank.passes if p.loader == key[0] and p.number > key[1]}
     for rank in facts.ranks:
         if passes[rank.rank].batches > min(ended):
-            in_loop = any(loop.head == location for loop in facts.loops(facts.now(rank)))
-            if in_loop or not begun_again:
+            beyond = [
+                b for b in backwards_of(rank) if (b.loader, b.batch[0]) == key and b.batch[1] > min(ended)
+            ]  # and not a loader that is gone through without a collective
+            if any(loop.head == location for loop in facts.loops(facts.now(rank))) or (beyond and not begun_again):
                 return True
     return False
 
@@ -118,9 +120,40 @@ def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) 
             ahead = [rank for rank, value in values.items() if value > least]
             if ahead and all(len(backwards[rank]) < most for rank in ahead):
                 behind = next(b for rank, b in at.items() if rank not in ahead)
-                return _skipped(facts, kind, ahead, at, behind, number)
+                return _dropped(facts, ahead, at, behind) or _skipped(facts, kind, ahead, at, behind, number)
         return []
     return []
+
+
+def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward) -> list[Finding]:
+    """DDP405: a rank has gone on to the next pass over a loader before it had all batches of this one."""
+    key = (behind.loader, behind.batch[0])
+    gone = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
+    gone = {rank: gone[rank] for rank in ahead if rank in gone and at[rank].batch[0] > key[1]}
+    if behind.loader < 0 or not gone or any(one.exhausted for one in gone.values()):
+        return []
+    others = [rank for rank in at if rank not in gone]
+    first = next(iter(gone.values()))
+    around = facts.blocks.get(str(first.location), ())
+    loops = [loop for loop in around if loop.head == str(first.location)]
+    exits = [*(loops[0].exits if loops else ()), *((one.line, one.word) for one in around if one.kind == "try")]
+    where = Location(loops[0].path, exits[0][0]) if loops and len(exits) == 1 else None
+    how = f" by the `{exits[0][1]}` at {where}" if where is not None else ""
+    return one_finding(
+        "DDP405",
+        (first.dataset or "batches",),
+        f"{format_ranks(gone).capitalize()} left the loop at {first.location}{how} in batch {first.batches}, and "
+        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on in it: {told(facts, list(gone))}, "
+        f"{told(facts, others)}.",
+        ranks=list(gone),
+        location=where or first.location,
+        evidence=[
+            *(f"the `{word}` at {loops[0].path}:{line} may end it" for line, word in exits if loops and not how),
+            *(f"rank {rank}: then {one.call.place}" for rank, one in at.items()),
+            *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
+        ],
+        fix=_FIX_OF_EXIT,
+    )
 
 
 def _skipped(
@@ -179,9 +212,9 @@ def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block |
         for block in facts.around(frames, "branch", "rest", "try")
         if block not in of_forward and (not inner or block.path != inner[0].path or block.first > inner[0].first)
     ]
-    direct = [block for block in found if block.kind != "try"] or found
-    jumps = [block for block in direct if block.kind == "rest"]
-    return (jumps or direct)[0] if 1 in (len(jumps), len(direct)) else None, [_may_leave_out(block) for block in found]
+    jumps = [block for block in found if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
+    likely = jumps or found
+    return likely[0] if len(likely) == 1 else None, [_may_leave_out(block) for block in found]
 
 
 def _may_leave_out(block: Block) -> str:

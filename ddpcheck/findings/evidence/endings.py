@@ -25,6 +25,7 @@ class RankAtEnd:
         waits: Whether it waits for others, or has failed because another rank did not come.
         ended: Whether all of its script has run.
         passes: Over data loaders.
+        exit_at: The line that has called `sys.exit`; "" where none has.
     """
 
     rank: int
@@ -35,3 +36,4 @@ class RankAtEnd:
     waits: bool = True
     ended: bool = False
     passes: Sequence[LoaderPass] = field(default_factory=tuple)
+    exit_at: str = ""

@@ -153,6 +153,13 @@ class CallersSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class ExitCalled:
+    """The script has called `sys.exit`; the lines that led to it, innermost first."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankRaised:
     """The script has ended in an exception on this rank; `reply` is as `worlds.failures.described` makes it."""
 
@@ -204,6 +211,7 @@ Entry = (
     | RankFound
     | GroupUsed
     | CallersSeen
+    | ExitCalled
     | RankRaised
     | WatchingFailed
     | GroupDestroyed

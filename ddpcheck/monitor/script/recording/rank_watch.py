@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -28,7 +28,7 @@ from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import pass_over_packages, whole_traceback
+from ddpcheck.findings.source_lines import lines_of_program, pass_over_packages, whole_traceback
 from ddpcheck.gather.collectives.collective_log import (
     COLLECTIVES,
     logged,
@@ -41,6 +41,7 @@ from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.rank_log import (
+    ExitCalled,
     GroupDestroyed,
     ProgramEnded,
     RankLog,
@@ -196,6 +197,15 @@ class _WatchedRank:
             then(kind, error, trace)
 
         sys.excepthook = excepthook
+        leave, note = sys.exit, guarded(lambda frame: self._log.add(ExitCalled(lines_of_program(frame))))
+
+        @functools.wraps(leave)
+        @passes_on
+        def exit(*status: Any) -> NoReturn:
+            note(sys._getframe(1))
+            leave(*status)
+
+        sys.exit = exit
 
     def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
         try:

@@ -20,7 +20,7 @@ from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
 from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
-from ddpcheck.monitor.script.rank_log import RankRaised, WatchedRank, comparable_logs
+from ddpcheck.monitor.script.rank_log import ExitCalled, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang, Unended
 from ddpcheck.worlds import failures
 
@@ -105,6 +105,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         failure = found.get(rank.started.rank)
+        exit_at = ""
         stacks = ending.hang.stacks if ending.hang is not None else {}
         lines = program_lines(stacks.get(rank.started.rank, rank.stack))
         follows = failure is None or follows_from_another_rank(failure)
@@ -112,7 +113,9 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
             lines = program_lines(failure.traceback) if failure.traceback else lines
             doing = describe_failure(failure)
         elif rank.has_ended:
-            doing = "has run to its end"
+            left = [entry.lines for entry in rank.entries if isinstance(entry, ExitCalled)]
+            exit_at = left[-1][0] if left and left[-1] else ""
+            doing = f"has called sys.exit at {exit_at}" if exit_at else "has run to its end"
         else:
             doing = f"was in {described_call(log[-1])}" if log else "has come to no collective"
         if failure is not None and failure.kind != "stuck" and follows and log:
@@ -121,7 +124,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         lines = tuple(line for line in lines if line.rpartition(":")[0] in rank.files)
         ended = rank.has_ended and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
-        at_end.append(RankAtEnd(rank.started.rank, log, earlier, doing, lines, waits, ended, rank.passes))
+        at_end.append(RankAtEnd(rank.started.rank, log, earlier, doing, lines, waits, ended, rank.passes, exit_at))
     return at_end
 
 
