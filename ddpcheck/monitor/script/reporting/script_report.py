@@ -88,7 +88,7 @@ def report_on_script(
     checks += _evaluation(findings, chosen.kept, ranks)
     world: dict[str, Any] = {
         "world_size": max((rank.started.world_size for rank in ranks), default=0),
-        "steps": max((wrapper.steps for wrapper in wrappers), default=0) or optimizer_steps(ranks),
+        "steps": max(wrapper.steps for wrapper in wrappers) if wrappers else optimizer_steps(ranks),
     }
     if ending.unended is not None:
         world["notes"] = [_of_unended(ending.unended)]
@@ -132,9 +132,11 @@ def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -
     if missing := _elsewhere(ranks):
         why = f"{format_ranks(missing)} left no log here, so the ranks were not compared"
         return CheckResult("ranks", "skipped", detail=f"{size - len(missing)} of {counted(size, 'rank')}: {why}")
-    if wrappers and not any(wrapper.steps for wrapper in wrappers):
-        return CheckResult("ranks", "skipped", detail=f"no step of {describe_wrappers(wrappers)} was seen to end")
     steps = optimizer_steps(ranks)
+    if wrappers and not any(wrapper.steps for wrapper in wrappers):
+        names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in wrappers))
+        but = f", in {counted(steps, 'optimizer step')}" if steps else ""
+        return CheckResult("ranks", "skipped", detail=f"no backward pass of {names} was averaged{but}")
     if not wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
         if any(rank.constructs for rank in ranks):
