@@ -186,7 +186,7 @@ def test_a_rank_that_has_returned_before_the_call(tmp_path: Path) -> None:
     steps = [backward(1)]
     finding = only(judge(tmp_path, [*steps, call("|", 21, 39)], [*steps, call("r", 16)]))
     assert (finding.code, finding.location) == ("DDP403", Location("train.py", 21))
-    assert "past the exit at train.py:20" in finding.message
+    assert "past the `return` at train.py:20" in finding.message
 
 
 def test_branches_of_one_if(tmp_path: Path) -> None:
@@ -243,6 +243,13 @@ def test_a_loader_without_a_collective_explains_no_hang(tmp_path: Path) -> None:
         only(judge(tmp_path, [*steps, call("|", 13), call("|", 16)], [*steps, call("|", 16)], passes=both)).code
         == "DDP403"
     )
+
+
+def test_a_rank_at_work_for_which_the_others_wait(tmp_path: Path) -> None:
+    works = RankAtEnd(0, (backward(1),), doing="was at work at data.py:7", lines=("data.py:7",), waits=False)
+    finding = only(judge(tmp_path, works, [backward(1), call("|", 16)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP402", (0,), Location("data.py", 7))
+    assert "Rank 0 was at work at data.py:7, and rank 1 waits for it" in finding.message
 
 
 def test_ranks_that_have_called_the_same_have_no_story(tmp_path: Path) -> None:

@@ -110,23 +110,21 @@ def lines_of(call: Call) -> tuple[str, ...]:
     return call.callers or ((call.location,) if call.location else ())
 
 
-def own_branch(facts: EndingFacts, one: Position, other: Position) -> Block | None:
-    """The outermost branch in which `one` is, and the other rank neither is nor has made a collective.
+def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Block]:
+    """The branches in which `one` is, and the other rank neither is nor has made a collective; innermost first.
 
-    What comes after an early exit is one, too, where the other rank may have left by it: it is not in the function or
+    What comes after an early exit is one, too, and stands last, where the other rank may have left by it: it is not in the function or
     the loop that this leaves.
     """
     theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
-    for block in facts.around(one.lines, "branch"):
-        if block not in theirs and not facts.has_been_in(other.of, block):
-            return block
     left = {"return": "function", "break": "loop", "raise": "function"}
-    for block in facts.around(one.lines, "rest"):
-        around = [b for b in facts.around(one.lines, left.get(block.word, "")) if b.path == block.path]
-        inner = [b for b in around if b.first <= block.first and b.last >= block.last][-1:]
-        if block not in theirs and not facts.has_been_in(other.of, block) and not set(inner) & set(theirs):
-            return block
-    return None
+    found = []
+    for block in reversed(facts.around(one.lines, "branch", "rest")):
+        around = facts.around(one.lines, left.get(block.word, "")) if block.kind == "rest" else []
+        leaves = [b for b in around if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
+        if block not in theirs and not set(leaves) & set(theirs) and not facts.has_been_in(other.of, block):
+            found.append(block)
+    return sorted(found, key=lambda block: block.kind == "rest")
 
 
 # Words

@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.call_sites import place_of_call_in_addition
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, first_mismatch
-from ddpcheck.judge.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branch, told
+from ddpcheck.judge.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
 from ddpcheck.judge.loop_endings import explain_by_loader, explain_by_loop, explain_by_skipped_pass
 
 _MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
@@ -27,7 +27,7 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
     parted = parting(facts)
     if parted is None:
         return []
-    for explain in (explain_by_exit, explain_by_loader, explain_by_skipped_pass, explain_by_loop, explain_by_own_call):
+    for explain in EXPLANATIONS:
         if found := explain(facts, *parted):
             return found
     return []
@@ -94,6 +94,32 @@ def explain_by_exit(facts: EndingFacts, one: Position, other: Position) -> list[
     return []
 
 
+# A rank at work
+
+
+def explain_by_work(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+    """DDP402: a rank is at work while others wait for it; what it will come to is not known."""
+    for works, waits in ((one, other), (other, one)):
+        if works.call is None and not works.of.waits and not works.of.ended:
+            busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
+            others = [rank.rank for rank in facts.ranks if rank.waits]
+            return one_finding(
+                "DDP402",
+                ("work",),
+                f"{told(facts, busy)[:1].upper()}{told(facts, busy)[1:]}, and {format_ranks(others)} "
+                f"{plural_verb('waits', 'wait', others)} for it: {told(facts, others)}.",
+                ranks=busy,
+                location=Location.parse(works.lines[0]) if works.lines else None,
+                evidence=calls_there(works, waits),
+                fix=(
+                    "If the work there takes long, give the others more time: init_process_group(timeout=...). Else "
+                    f"end the wait or the loop at that place, so that {format_ranks(busy)} can come to what the "
+                    "others wait in."
+                ),
+            )
+    return []
+
+
 # A call of one rank alone
 
 
@@ -126,7 +152,7 @@ def _own(facts: EndingFacts, one: Position, other: Position) -> _Side | None:
     where = next((line for line in one.lines if line not in reached), None)
     if where is None or not (one.call or one.of.waits):
         return None
-    return one, where, own_branch(facts, one, other)
+    return one, where, next(iter(own_branches(facts, one, other)), None)
 
 
 def _called_alone(
@@ -139,9 +165,7 @@ def _called_alone(
     ]
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
     what = named(one.call) if one.call is not None else one.of.doing.partition(" at ")[0].removeprefix("waits in ")
-    test = ""
-    if branch is not None:
-        test = f", in the branch at {branch.head}" if branch.kind == "branch" else f", past the exit at {branch.head}"
+    test = f", {_in_words(branch)}" if branch is not None else ""
     never = branch is None and other.call is None  # what the others call is nothing in addition then
     verb = plural_verb("comes", "come", calling)
     return one_finding(
@@ -152,10 +176,17 @@ def _called_alone(
         ranks=missing if len(missing) < len(calling) or never else calling,
         location=Location.parse(where),
         evidence=[
-            *([f"called from {' from '.join(one.lines[1:4])}"] if len(one.lines) > 1 else []),
+            *([f"called from {', from '.join(one.lines[1:4])}"] if len(one.lines) > 1 else []),
+            *(f"which is {_in_words(block)}" for block in own_branches(facts, one, other)[1:]),
             *calls_there(one, other),
         ],
         fix=_fix_of_call(one.call, what, where, branch),
+    )
+
+
+def _in_words(branch: Block) -> str:
+    return (
+        f"in the branch at {branch.head}" if branch.kind == "branch" else f"past the `{branch.word}` at {branch.head}"
     )
 
 
@@ -197,6 +228,17 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
         + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
         + ".",
         ranks=alike if len(alike) * 2 <= len(facts.ranks) else (),
-        location=Location.parse(second.call.location),
+        location=Location.parse(min(heads) if heads else second.call.location),
         evidence=calls_there(first, second),
     )
+
+
+EXPLANATIONS = (
+    explain_by_exit,
+    explain_by_loader,
+    explain_by_skipped_pass,
+    explain_by_loop,
+    explain_by_work,
+    explain_by_own_call,
+)
+"""In the order in which they are asked; each says in its docstring why it stands where it does."""

@@ -22,7 +22,7 @@ from ddpcheck.judge.ending_facts import (
     calls_there,
     lines_of,
     named,
-    own_branch,
+    own_branches,
     told,
 )
 
@@ -237,7 +237,7 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
             for loop in facts.loops(stays.lines)
             if loop not in facts.loops(left.lines) and facts.has_been_in(left.of, loop)
         ]
-        if loops and not own_branch(facts, left, stays):
+        if loops and not own_branches(facts, left, stays):
             with_exits = [loop for loop in loops if _exits(facts, loop, left, stays)]
             return _left(facts, (with_exits or loops[-1:])[0], left, stays)
     return []

@@ -14,7 +14,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.stacks import is_waiting, own_stack, program_lines, region_of
+from ddpcheck.findings.stacks import is_waiting, own_stack, program_lines, region_of, waits_for_others
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, judge_collectives, place_of_parting
 from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
 from ddpcheck.judge.endings import judge_endings
@@ -110,18 +110,21 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         lines = program_lines(stacks.get(rank.started.rank, rank.stack))
         follows = failure is None or follows_from_another_rank(failure)
         if failure is not None:
-            lines = program_lines(failure.traceback) if failure.traceback else lines
+            if failure.traceback:  # of which only the program's own files are known
+                raised_at = program_lines(failure.traceback)
+                lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
             doing = describe_failure(failure)
         elif rank.has_ended:
             left = [entry.lines for entry in rank.entries if isinstance(entry, ExitCalled)]
             exit_at = left[-1][0] if left and left[-1] else ""
             doing = f"has called sys.exit at {exit_at}" if exit_at else "has run to its end"
+        elif lines and not waits_for_others(own_stack(rank.stack)):  # when it was ended
+            doing, follows = f"was at work at {lines[0]}", False
         else:
             doing = f"was in {described_call(log[-1])}" if log else "has come to no collective"
         if failure is not None and failure.kind != "stuck" and follows and log:
             doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
         earlier = max(one.first_call for one in ranks)
-        lines = tuple(line for line in lines if line.rpartition(":")[0] in rank.files)
         ended = rank.has_ended and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         at_end.append(RankAtEnd(rank.started.rank, log, earlier, doing, lines, waits, ended, rank.passes, exit_at))
