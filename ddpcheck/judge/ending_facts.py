@@ -113,8 +113,8 @@ def lines_of(call: Call) -> tuple[str, ...]:
 def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Block]:
     """The branches in which `one` is, and the other rank neither is nor has made a collective; innermost first.
 
-    What comes after an early exit is one, too, and stands last, where the other rank may have left by it: it is not in the function or
-    the loop that this leaves.
+    What comes after an early exit is one, too, and stands last, where the other rank may have left by it: it is not in
+    the function or the loop that this leaves.
     """
     theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
     left = {"return": "function", "break": "loop", "raise": "function"}

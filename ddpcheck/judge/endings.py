@@ -111,13 +111,20 @@ def explain_by_work(facts: EndingFacts, one: Position, other: Position) -> list[
                 ranks=busy,
                 location=Location.parse(works.lines[0]) if works.lines else None,
                 evidence=calls_there(works, waits),
-                fix=(
-                    "If the work there takes long, give the others more time: init_process_group(timeout=...). Else "
-                    f"end the wait or the loop at that place, so that {format_ranks(busy)} can come to what the "
-                    "others wait in."
-                ),
+                fix=_FIX_OF_WORKER if works.of.for_worker else _FIX_OF_WORK,
             )
     return []
+
+
+_FIX_OF_WORK = (
+    "If the work there takes long, give the others more time: init_process_group(timeout=...). Else end the wait or "
+    "the loop at that place, so that this rank comes to what the others wait in."
+)
+_FIX_OF_WORKER = (
+    "The worker waits for a lock that nobody frees, as one does that was forked while a thread held it. Make locks, "
+    'files and clients in the worker and not before, or give the loader multiprocessing_context="forkserver"; '
+    "num_workers=0 shows whether that is it."
+)
 
 
 # A call of one rank alone

@@ -25,6 +25,7 @@ _SECONDS = 3.0  # of stillness
 _QUIET = 1.0  # of them before stacks are looked at, which disturbs ranks
 _SHARE = 0.02  # of a core: gloo's threads look around every 10 ms while they wait, and so does a store
 _GLANCES = 10  # at a thread that is runnable: one that waits sleeps in some of them, also where it is short of a core
+_LOCAL_SOCKET = "__skb_wait_for_more_packets"  # in which a thread of torch's waits in each worker
 _BETWEEN = 0.003  # seconds from one to the next
 
 
@@ -140,6 +141,27 @@ def _switches(task: str) -> int:
 def _read(file: str) -> str:
     with open(f"/proc/{file}", encoding="utf-8", errors="replace") as stream:
         return stream.read().strip()
+
+
+def locked_children(pid: int) -> dict[int, int]:
+    """The children of a process that wait for a lock, each with how often its threads have ever slept.
+
+    Who computes, sleeps, reads or waits for the network, in any thread, is none of them. Empty where the kernel does
+    not tell.
+    """
+    found = {}
+    for child in _children(pid):
+        threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
+        waits = {thread: _read(f"{thread}/wchan") for thread in threads}
+        main = waits.get(f"{child}/task/{child}", "")
+        if "futex" in main and all("futex" in one or one == _LOCAL_SOCKET for one in waits.values()):
+            found[child] = sum(map(_switches, threads))
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
+    return [int(child) for children in lists for child in children.split()]
 
 
 def _stat(task: str) -> list[str]:

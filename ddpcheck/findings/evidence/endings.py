@@ -26,6 +26,7 @@ class RankAtEnd:
         ended: Whether all of its script has run.
         passes: Over data loaders.
         exit_at: The line that has called `sys.exit`; "" where none has.
+        for_worker: Whether it waits for a worker of its data loader.
     """
 
     rank: int
@@ -37,3 +38,4 @@ class RankAtEnd:
     ended: bool = False
     passes: Sequence[LoaderPass] = field(default_factory=tuple)
     exit_at: str = ""
+    for_worker: bool = False

@@ -14,7 +14,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.stacks import is_waiting, own_stack, program_lines, region_of, waits_for_others
+from ddpcheck.findings.stacks import WORKERS, is_waiting, own_stack, program_lines, region_of, waits_for_others
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, judge_collectives, place_of_parting
 from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
 from ddpcheck.judge.endings import judge_endings
@@ -105,7 +105,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         failure = found.get(rank.started.rank)
-        exit_at = ""
+        exit_at, for_worker = "", False
         stacks = ending.hang.stacks if ending.hang is not None else {}
         lines = program_lines(stacks.get(rank.started.rank, rank.stack))
         follows = failure is None or follows_from_another_rank(failure)
@@ -114,6 +114,8 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
                 raised_at = program_lines(failure.traceback)
                 lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
             doing = describe_failure(failure)
+            if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
+                doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
         elif rank.has_ended:
             left = [entry.lines for entry in rank.entries if isinstance(entry, ExitCalled)]
             exit_at = left[-1][0] if left and left[-1] else ""
@@ -127,7 +129,8 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         earlier = max(one.first_call for one in ranks)
         ended = rank.has_ended and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
-        at_end.append(RankAtEnd(rank.started.rank, log, earlier, doing, lines, waits, ended, rank.passes, exit_at))
+        number, passes = rank.started.rank, rank.passes
+        at_end.append(RankAtEnd(number, log, earlier, doing, lines, waits, ended, passes, exit_at, for_worker))
     return at_end
 
 

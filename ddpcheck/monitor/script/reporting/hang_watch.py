@@ -21,18 +21,19 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpcheck.findings.stacks import has_no_python_left, own_stack, waits_for_others
+from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, region_of, waits_for_others
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
 from ddpcheck.monitor.script.held_file import is_held
 from ddpcheck.monitor.script.rank_log import comparable_logs, read_logs
-from ddpcheck.worlds.deadlock import gloo_wants_gil, processor_seconds
+from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
 
 _INTERVAL = 0.5  # seconds between two looks
 _SHARE = 0.02  # of a core that a rank may use while it waits
 _FOR_STACKS = 1.0  # seconds
 _GRACE = 3.0  # seconds that a rank has to end after it was told to
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
+_LOCKED = 5.0  # seconds in which a locked process has not woken up
 _MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
 
 
@@ -122,13 +123,22 @@ class HangWatch:
             and ((logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or gloo_wants_gil(pid))
         }
         waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
-        if not all(waits_for_others(own_stack(stack)) for stack in waiting.values()):
+        elsewhere = [rank for rank, stack in waiting.items() if not waits_for_others(own_stack(stack))]
+        if not all(self._waits_for_locked_worker(ranks[rank], waiting[rank]) for rank in elsewhere):
             return False  # a slow read of a file is no hang
         if waiting and are_all_here:
             self.hang = Hang(seconds, waiting)
         elif not waiting:
             self.unended = Unended(seconds, tuple(sorted(unended)))
         return self.hang is not None or self.unended is not None
+
+    def _waits_for_locked_worker(self, pid: int, stack: str) -> bool:
+        """Whether a rank waits for a worker of its data loader that waits for a lock, and has not woken up."""
+        if region_of(own_stack(stack)) != WORKERS:
+            return False
+        before = locked_children(pid)
+        self._over.wait(_LOCKED if before else 0.0)
+        return bool(before.items() & locked_children(pid).items())
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End them; those that do not heed it, and do not work either, are killed. A handler in Python needs a rank
