@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.script_losses import judge_accumulated
 from ddpcheck.judge.script_optimizers import judge_changed
+from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
 
@@ -75,3 +77,52 @@ def test_gradients_that_are_changed_after_each_micro_batch(
     ranks: list[list[GradientsChanged]], found: list[Severity]
 ) -> None:
     assert [one.severity for one in judge_changed(ranks)] == found
+
+
+def pace(*runs: tuple[int, int, int], reductions: int = 24) -> WrapperPace:
+    return WrapperPace(tuple(PaceRun(0, *run, BACKWARD) for run in runs), reductions)
+
+
+PLAIN = pace((0, 1, 1))
+SKIPS_5, SKIPS_9 = pace((0, 1, 1), (5, 2, 2), (6, 1, 1)), pace((0, 1, 1), (9, 2, 2), (10, 1, 1))
+PASSES_5, PASSES_9 = pace((0, 1, 1), (5, 1, 2), (6, 1, 1)), pace((0, 1, 1), (9, 1, 2), (10, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("paces", "found"),
+    [
+        ([SKIPS_5, SKIPS_9], [Severity.ERROR]),
+        ([SKIPS_5, SKIPS_5], []),  # all ranks together
+        ([PLAIN, PLAIN], []),
+        ([PASSES_5, PASSES_9], [Severity.WARNING]),
+        ([pace((0, 1, 0)), pace((0, 1, 0))], []),  # without a loader
+        ([SKIPS_5, pace((0, 1, 1), reductions=25)], []),  # which ends otherwise, and is told by that
+        ([pace((0, 1, 1), (5, 9, 1), (6, 1, 1)), SKIPS_9], []),  # passes of something else
+        ([pace(*((n, 1 + n % 3, 1) for n in range(24))), SKIPS_9], []),  # no regular pace
+    ],
+)
+def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Severity]) -> None:
+    findings = judge_shifts(paces)
+    assert [(one.code, one.severity) for one in findings] == [("DDP508", severity) for severity in found]
+
+
+@pytest.mark.parametrize(("own", "where"), [(True, CLIPS), (False, BACKWARD)])
+def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
+    (finding,) = judge_left([GradientsLeft(0, own, OTHER, BACKWARD, CLIPS)])
+    assert (finding.code, finding.location) == ("DDP520", where)
+    assert not judge_left([])
+
+
+@pytest.mark.parametrize(
+    ("moved", "held", "found"),
+    [
+        ({"0/body": True, "0/head": False}, ["0/body"], ["head"]),
+        ({"0/body": True, "0/head": False}, ["0/body", "0/head"], []),  # at a rate of zero
+        ({"0/body": True, "0/head": True}, ["0/body"], []),  # moved by other code
+        ({"0/body": False, "0/head": False}, ["0/body"], []),  # nothing moves at all
+        ({"0/body": True, "0/head": False}, [], []),  # an optimizer that is none of torch's
+    ],
+)
+def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[str], found: list[str]) -> None:
+    findings = judge_unheld(moved, held, size=2, made=MADE)
+    assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])

@@ -50,10 +50,11 @@ def are_sums(losses: Losses, wrapper: int) -> bool:
 def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
     """DDP303: a mean, multiplied or divided by the world size although DDP averages."""
     every = [one for of_ranks in passes for one in of_ranks]
-    if not all(one.scaled and one.terms and all(term.kind == "mean" for term in one.terms) for one in every):
+    kinds = {term.kind for one in every for term in one.terms}
+    if len(kinds) != 1 or not all(one.scaled and one.terms for one in every):
         return []
-    scales = {round(abs(term.factor) * (one.number + 1), 4) for one in every for term in one.terms}
-    divided = {round(1.0 / world_size, 4), float(world_size)}
+    scales = {round(abs(_total(term)) * (one.number + 1), 4) for one in every for term in one.terms}
+    divided = {round(1.0 / world_size, 4), *([float(world_size)] if kinds == {"mean"} else [])}  # of a sum by chance
     if len(scales) != 1 or not scales <= divided or any(one.number + 1 == world_size for one in every):
         return []  # as many micro-batches as ranks may be what it is for
     power = max(scales) - 1
@@ -61,7 +62,7 @@ def _judge_scale(passes: Losses, world_size: int) -> list[Finding]:
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a mean and is {says} by the world size, and DDP averages its gradients over the ranks: they are "
+        f"The loss is a mean that is {says} by the world size, and DDP averages its gradients over the ranks: they are "
         f"{world_size if power > 0 else f'1/{world_size} of'} {'times ' if power > 0 else ''}those of the mean.",
         location=every[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
@@ -118,6 +119,11 @@ def _kinds(one: LossDifferentiated) -> tuple[str, ...]:
     return tuple(term.kind for term in one.terms)
 
 
+def _total(term: ScaledTerm) -> float:
+    """What all elements of a term weigh together."""
+    return term.factor * (term.count if term.kind == "sum" else 1)
+
+
 def _judge_counts(passes: Losses) -> list[Finding]:
     """DDP305: sums that each rank divides by a number of its own."""
     unequal = [counts for of_ranks in passes if (counts := _own_counts(of_ranks))]
@@ -152,6 +158,28 @@ def _divisor(term: ScaledTerm) -> float:
     if term.kind == "mean":
         return float(term.count) if term.chosen else 0.0
     return 1 / abs(term.factor) if term.factor else 0.0
+
+
+def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
+    """DDP303: gradients that DDP has averaged and that are summed over the ranks by hand after that."""
+    summed = [
+        of_ranks for of_ranks in steps if all(one.averaged and set(one.summed) & set(one.held) for one in of_ranks)
+    ]
+    if len(summed) < _FEWEST or len(summed) < len(steps):
+        return []
+    first = summed[0][0]
+    return one_finding(
+        "DDP303",
+        ("all_reduce",),
+        f"DDP has averaged the gradients, and an all_reduce sums them over the ranks once more: they are {world_size} "
+        "times those of the mean.",
+        location=first.summed_at,
+        evidence=[
+            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}"
+        ],
+        severity=Severity.WARNING,
+        fix="Leave the all_reduce out: DDP averages the gradients in backward.",
+    )
 
 
 def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:

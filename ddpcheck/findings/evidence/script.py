@@ -139,11 +139,12 @@ class OptimizerStep:
         marks: Fingerprints of one of them, at each step since the last entry.
         unknown: Of them, those that no module has.
         collectives: How many collectives of all ranks this rank has come to before.
+        idle: The parameters of its wrappers that optimizers hold which have not stepped yet.
         made: The line that has constructed it.
         rate: The line that decides its learning rate, but for the constructor: of its schedule, or the only one that
             assigns a rate.
         schedule: Of its learning rate.
-        summed: Of the parameters in no wrapper, those whose gradient is just as an all_reduce has left it that sums.
+        summed: The parameters whose gradient is just as an all_reduce has left it that sums.
         summed_at: The line of that all_reduce.
     """
 
@@ -161,6 +162,7 @@ class OptimizerStep:
     marks: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
     collectives: int = 0
+    idle: tuple[str, ...] = ()
     made: Location | None = None
     rate: Location | None = None
     schedule: ScheduleState | None = None

@@ -114,7 +114,7 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then m
         fix="Feed schedulers with values that all ranks share: all_reduce the metric first.",
         detected=(
             "`ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the "
-            "first step, and differ later."
+            "first step, and differ later. A schedule that steps once for each rank, and ends too early, is a warning."
         ),
         ignore="If ranks are to use different rates on purpose.",
         example="""\
@@ -133,7 +133,8 @@ schedule.step(loss)                      # the loss of this rank's samples; righ
         ),
         fix="all_reduce the decision, so that every rank skips or none does.",
         detected=(
-            "The numbers of backward passes and of optimizer steps between two averages are compared between ranks."
+            "The numbers of backward passes and of optimizer steps between two averages are compared between ranks. "
+            "`ddpcheck run` also compares how many forward passes and batches of the loader come between them."
         ),
         ignore="If a rank skips a step on purpose and its parameters are synchronised afterwards.",
         reports=("NVIDIA-NeMo/Automodel#2468", "ecmwf/WeatherGenerator#2718", "pytorch/pytorch#64636"),
@@ -276,6 +277,30 @@ if dist.get_rank() == 0:
 for part in parts:
     optimizer.zero_grad()                # right: once, before the loop
     loss(ddp, part).backward()
+""",
+    ),
+    Rule(
+        code="DDP520",
+        name="leftover-gradients",
+        severity=ERROR,
+        summary="A step uses gradients that were there before its own backward passes, and were never zeroed.",
+        why=(
+            "backward adds to .grad. Without zero_grad each step uses the gradients of all steps before; where two "
+            "networks train by turns, as in a GAN, the loss of one leaves gradients in the other, and the optimizer of "
+            "that one adds them to its own. DDP averages all of it, so the ranks agree on it. (PyTorch docs, "
+            "torch.optim.Optimizer.zero_grad.)"
+        ),
+        fix="Call zero_grad of an optimizer right before the backward pass of its own loss, or right after its step.",
+        detected=(
+            "`ddpcheck run` looks at a gradient of each optimizer after each step and before the next backward pass. "
+            "It is reported if it is still there, is not zero, and is added to, in several steps, one after the other."
+        ),
+        ignore="If gradients of several losses are to be added up, over several steps.",
+        example="""\
+loss_of_generator.backward()             # reaches the discriminator too
+generator_optimizer.step()
+loss_of_discriminator.backward()         # right: discriminator_optimizer.zero_grad() first
+discriminator_optimizer.step()
 """,
     ),
 )

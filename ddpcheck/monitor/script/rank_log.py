@@ -20,6 +20,7 @@ from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -208,6 +209,8 @@ Entry = (
     | ResultExchanged
     | MetricShown
     | GatheredTargets
+    | GradientsLeft
+    | PaceRun
     | RankFound
     | GroupUsed
     | CallersSeen

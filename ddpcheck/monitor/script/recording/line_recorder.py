@@ -55,6 +55,10 @@ class LineRecorder:
         registration.register_module_parameter_registration_hook(hook)
         registration.register_module_module_registration_hook(hook)
 
+    def optimizers(self) -> list[Any]:
+        """All that the script has constructed and still holds."""
+        return [one for one in list(self._optimizers) if hasattr(one, "param_groups")]
+
     def of_optimizer(self, optimizer: Any) -> Location | None:
         """The line that has constructed it."""
         return self._optimizers.get(optimizer)

@@ -79,6 +79,7 @@ class LoaderRecorder:
         self._datasets: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
+        self.position = (-1, -1, 0)  # a loader, the number of the pass over it, and how many batches of it are taken
         _Iterator: Any = _BaseDataLoaderIter
         _Loader: Any = DataLoader
         _Loader.__iter__ = self._opened_by(_Loader.__iter__)
@@ -153,7 +154,8 @@ class LoaderRecorder:
             if one.entry.number < _MOST_PASSES:
                 note_rows(one, batch)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
-            self._taken(one.entry.loader, one.entry.number, one.entry.batches)
+            self.position = one.entry.loader, one.entry.number, one.entry.batches
+            self._taken(*self.position)
             return batch
 
         return __next__

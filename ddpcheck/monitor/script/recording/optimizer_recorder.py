@@ -32,6 +32,7 @@ from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
+from ddpcheck.monitor.script.recording.leftover_recorder import LeftoverRecorder
 from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, follow
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
@@ -103,6 +104,7 @@ class OptimizerRecorder:
         follow(_Optim, "zero_grad", self._before_zero_grad)
         follow(_Module, "zero_grad", self._before_module_zero_grad)
         follow(_Plateau, "step", self._before_plateau)
+        self._leftovers = LeftoverRecorder(sink)
         self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
         self.states = StateRecorder(sink, watches)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
@@ -142,6 +144,7 @@ class OptimizerRecorder:
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             return
+        self._leftovers.begins_to_step(optimizer, known.number)
         known.joins |= any(watch.joins for watch in watches)
         for watch in watches:
             watch.optimizer_steps()
@@ -162,6 +165,7 @@ class OptimizerRecorder:
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
+            self._leftovers.has_stepped(optimizer)
 
     def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
         held = _parameters_of(optimizer)
@@ -171,8 +175,11 @@ class OptimizerRecorder:
         reductions = sum(watch.step for watch in watches)
         settled = not known.joins and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
-        summed: dict[str, Location | None] = {name: line for name, p in alone.items() if (line := self._sum_in(p.grad))}
+        every = {**inside, **alone}
+        summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
         summed = summed or self._sums_in_one([(name, p.grad) for name, p in alone.items() if p.grad is not None])
+        others = [one for one in self._lines.optimizers() if one not in self._known]
+        idle = {wrapped[id(p)] for one in others for p in _parameters_of(one) if id(p) in wrapped}
         names = {**{id(p): name for name, p in inside.items()}, **{id(p): name for name, p in alone.items()}}
         return OptimizerStep(
             known.number,
@@ -197,6 +204,7 @@ class OptimizerRecorder:
             marks=tuple(known.marks),
             unknown=tuple(name for name in alone if name.startswith("?")),
             collectives=self._collectives(),
+            idle=tuple(sorted(idle)),
             made=self._lines.of_optimizer(optimizer),
             rate=self._lines.of_rate(optimizer),
             schedule=self._lines.schedule_of(optimizer),
@@ -264,6 +272,7 @@ class OptimizerRecorder:
         for watch in list(self._watches):
             watch.any_backward_begins()
         self._clips.backward_begins()
+        self._leftovers.backward_begins()
         for known in self._looked_at():
             repeats = any(times > 1 for times in known.zeroed_before.values())
             if repeats and not known.for_inputs and isinstance(loss, torch.Tensor):
@@ -275,6 +284,7 @@ class OptimizerRecorder:
         for watch in list(self._watches):
             watch.any_backward_ended()
         self._clips.backward_ended()
+        self._leftovers.backward_ended()
         self._note_left()
 
     def _note_left(self) -> None:

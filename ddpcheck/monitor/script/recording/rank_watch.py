@@ -209,10 +209,9 @@ class _WatchedRank:
 
     def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
         try:
-            lines, log = self._lines, self._log
-            self._watches.add(
-                ScriptWatch(wrapper, self._options, log, self._count, lines.note_changes, began_alike=began_alike)
-            )
+            note, where = self._lines.note_changes, lambda: self._loaders.position
+            watch = ScriptWatch(wrapper, self._options, self._log, self._count, note, where, began_alike=began_alike)
+            self._watches.add(watch)
             self._count += 1
         except Exception as error:
             self._failed(error)

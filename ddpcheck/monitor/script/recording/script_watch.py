@@ -40,6 +40,7 @@ from ddpcheck.monitor.rank_report import RankReport, is_probed
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.script.rank_log import RankFound, RankLog, ReplicaCaptured, StepsReported, WrapperMade
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
+from ddpcheck.monitor.script.recording.pace_recorder import PaceRecorder, Position
 from ddpcheck.monitor.step_probe import StepProbe
 from ddpcheck.monitor.synced_parameters import SyncedParameters
 from ddpcheck.monitor.watch import Watch
@@ -63,6 +64,7 @@ class ScriptWatch(Watch):
         log: RankLog,
         number: int,
         note_changes: Callable[[ScriptWatch, Sequence[str]], None],
+        position: Callable[[], Position],
         *,
         began_alike: bool,
     ) -> None:
@@ -72,6 +74,7 @@ class ScriptWatch(Watch):
         self._by_line: dict[Location | None, int] = {}  # these, by their line
         self._unsynced = 0  # of them, under no_sync
         self._note_changes = note_changes
+        self._pace = PaceRecorder(number, position, log.add)
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
@@ -193,6 +196,8 @@ class ScriptWatch(Watch):
         line = self._forward_line = user_location()
         self._by_line[line] = self._by_line.get(line, 0) + 1
         self._unsynced += not synced
+        if (wrapper := self._tracker.wrapper) is not None and wrapper.training:
+            self._pace.forward()
 
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or self._is_due(self._options.check_consistency_every, step)
@@ -209,6 +214,8 @@ class ScriptWatch(Watch):
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         super().step_ended(step, unused, awaited, snapshot)
         self._incomplete = bool(awaited)
+        if not self.joins:
+            self._pace.reduced(step)
         if self._is_sampled(step):
             gradients = {n: p for n, p in self._parameters.items() if p.grad is not None}
             sums = [dense(p.grad).abs().sum().double() for p in gradients.values()]

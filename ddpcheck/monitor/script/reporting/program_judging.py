@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -32,7 +33,7 @@ from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gradients import all_gradients_agree
-from ddpcheck.judge.script_losses import are_sums, judge_accumulated, judge_losses, judge_sums
+from ddpcheck.judge.script_losses import are_sums, judge_accumulated, judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_changed,
     judge_clips,
@@ -46,11 +47,13 @@ from ddpcheck.judge.script_optimizers import (
     judge_step_gradients,
     judge_zeroed,
 )
+from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.script_states import judge_states
 from ddpcheck.judge.script_targets import judge_targets
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
 
 _Kind = TypeVar("_Kind")
+_MOST_RUNS = 1024  # as many are written down: without a regular pace
 _Optimizer = tuple[list[list[OptimizerStep]], list[OptimizerEnd]]
 
 
@@ -165,10 +168,17 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
         if not of_one:
             of_one += judge_alone(steps, ends, others, wrapped=wrapped) or judge_sums(steps, losses)
         found += of_one + judge_stale(steps, moved, held) + judge_schedule(steps, ends, len(ranks))
+        found += judge_summed_again(steps, len(ranks))
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
     found += judge_losses(losses) or judge_accumulated(losses)
+    found += _judge_pace(ranks)
+    if wrapped and not any(finding.code == "DDP504" for finding in found):
+        every = [one for rank in ranks for one in _of(rank, OptimizerStep)]
+        named = [name for one in every for name in (*one.held, *one.idle)]
+        made = next((one.made for one in every if one.held), None)
+        found += judge_unheld(moved, named, size=len(moved), made=made)
     for rank in ranks:
         accumulates = any(one.reductions > one.count + 1 for one in _of(rank, OptimizerStep))
         reduced = _of(rank, ReducedInPlace)
@@ -177,6 +187,24 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
         if of_rank:
             return found + of_rank
     return found
+
+
+def _judge_pace(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    """The findings on steps that shift between ranks, and on gradients that are used again."""
+    for rank in ranks:
+        if left := judge_left(_of(rank, GradientsLeft)):
+            return left
+    for number, members in sorted(
+        {(number, made.ranks) for rank in ranks for number, made in enumerate(rank.wrappers)}
+    ):
+        paces = []
+        for rank in ranks:
+            runs = tuple(one for one in _of(rank, PaceRun) if one.wrapper == number)
+            if rank.started.rank in members and 0 < len(runs) < _MOST_RUNS:
+                paces.append(WrapperPace(runs, rank.counts[number][1]))
+        if len(paces) == len(members) and (found := judge_shifts(paces)):
+            return found
+    return []
 
 
 def _firsts(rank: WatchedRank) -> list[OptimizerStep]:
@@ -233,6 +261,8 @@ def _moved(rank: WatchedRank) -> Mapping[str, bool]:
         for name, gradient in evidence.gradients.items():
             if gradient:
                 key = f"{one.wrapper}/{name}"
+                if not any(one.averaged.get(name, (1.0,))):
+                    continue
                 values.setdefault(key, set()).add(evidence.parameters.get(name, 0))
                 times[key] = times.get(key, 0) + 1
     return {name: len(seen) > 1 for name, seen in values.items() if times[name] > 1}

@@ -1,0 +1,136 @@
+"""DDP504, 508, 520: steps that shift between ranks, gradients that are used twice, and parameters that nobody moves.
+
+Pure functions from `findings.evidence.pace` and `findings.evidence.script` to findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
+
+_USUAL = 0.8  # of the reductions have the same before them, or there is no regular pace
+_MOST_LEFT_OUT = 3  # turns of a loop, one after the other
+
+
+def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
+    """DDP508: ranks that leave out backward passes, each another one, so that the same reduction is of other steps.
+
+    Args:
+        paces: Of one wrapper, by rank.
+    """
+    totals = {one.reductions for one in paces}
+    if len(paces) < 2 or len(totals) > 1:
+        return []  # what has hung, or ended otherwise, is told as that
+    return _shifts(
+        paces,
+        lambda run: run.forwards,
+        "forward passes without a backward",
+        "The ranks skip the backward pass of different steps: from then on a reduction averages the gradient of one "
+        "step with that of another step of the other ranks.",
+        None,
+    ) or _shifts(
+        paces,
+        lambda run: run.batches,
+        "batches that are passed over",
+        "The ranks pass over different batches: from then on a reduction averages gradients of batches that are not at "
+        "the same place in the epoch.",
+        Severity.WARNING,
+    )
+
+
+def _shifts(
+    paces: Sequence[WrapperPace], number: Callable[[PaceRun], int], what: str, message: str, severity: Severity | None
+) -> list[Finding]:
+    unusual: list[dict[int, int]] = []
+    line: Location | None = None
+    for one in paces:
+        counts: Counter[int] = Counter()
+        for run, length in one.lengths():
+            counts[number(run)] += length
+        usual, often = counts.most_common(1)[0]
+        if not usual or often < _USUAL * sum(counts.values()):
+            return []
+        odd = {run.first + n: run for run, length in one.lengths() for n in range(length) if number(run) != usual}
+        more = {step: run for step, run in odd.items() if step and number(run) % usual == 0 and number(run) > usual}
+        unusual.append({step: number(run) // usual - 1 for step, run in more.items()})
+        line = line or next((run.location for run in more.values()), None)
+    everywhere = set.intersection(*(set(of_rank.items()) for of_rank in unusual))
+    own = [{step: n for step, n in of_rank.items() if (step, n) not in everywhere} for of_rank in unusual]
+    if sum(map(bool, own)) < 2 or max(n for of_rank in own for n in of_rank.values()) > _MOST_LEFT_OUT:
+        return []  # one rank alone comes to another number, and is told by that
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        message,
+        location=line,
+        evidence=[
+            f"rank {rank}: {what} before reduction {', '.join(map(str, sorted(of_rank)[:4]))}"
+            for rank, of_rank in enumerate(own[:4])
+            if of_rank
+        ],
+        severity=severity,
+        fix="all_reduce the decision, so that every rank skips a step or none does; or multiply the loss by zero and "
+        "go on.",
+    )
+
+
+def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
+    """DDP520: gradients that were used, or are of another loss, and that a step uses again; of one rank."""
+    for one in left:
+        if one.own:
+            message = (
+                "The gradients are not zeroed after a step: each backward pass adds to those of all steps before, and "
+                "the optimizer uses them again."
+            )
+            fix = "Call optimizer.zero_grad() after each step, or before the first backward pass of the next one."
+        else:
+            message = (
+                f"An optimizer steps on gradients that another loss has left in .grad (the backward at {one.made}): "
+                f"they are not zeroed before its own backward pass at {one.added}."
+            )
+            fix = (
+                "Call zero_grad of this optimizer before the backward pass of its own loss, or freeze its parameters "
+                "(requires_grad_(False)) while the other loss is differentiated."
+            )
+        return one_finding(
+            "DDP520",
+            ("zero_grad",),
+            message,
+            location=one.location if one.own else one.added,
+            evidence=["in several steps, one after the other"],
+            fix=fix,
+        )
+    return []
+
+
+def judge_unheld(moved: Mapping[str, bool], held: Iterable[str], *, size: int, made: Location | None) -> list[Finding]:
+    """DDP504: parameters of wrappers that get gradients in each step, and that no optimizer holds and nothing moves.
+
+    Args:
+        moved: By name of a parameter that gets gradients, whether it has changed in the steps that were compared.
+        held: The names of those that an optimizer of any rank holds.
+        size: How many parameters get gradients.
+        made: The line that constructs the optimizer.
+    """
+    held = set(held)
+    left = [name for name, yes in moved.items() if not yes and name not in held]
+    if not left or not held or any(not yes for name, yes in moved.items() if name in held):
+        return []  # nothing moves: a rate of zero
+    names = [name.partition("/")[2] or name for name in left]
+    are, get = plural_verb("is", "are", names), plural_verb("it gets", "they get", names)
+    return one_finding(
+        "DDP504",
+        names,
+        f"{join_names(names)} {are} in no optimizer: {get} gradients in each step, which the ranks average, and never "
+        f"{plural_verb('moves', 'move', names)}.",
+        location=made,
+        evidence=[f"{len(left)} of {counted(size, 'parameter')} with gradients"],
+        severity=Severity.WARNING,
+        fix="Give them to the optimizer, and construct it after the module has its last parameter; if they are to stay "
+        "as they are, freeze them with requires_grad_(False) before wrapping.",
+    )

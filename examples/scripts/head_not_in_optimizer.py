@@ -1,0 +1,47 @@
+"""The optimizer is given the body only: the head gets gradients, and never moves.
+
+torchrun --standalone --nproc-per-node 2 examples/scripts/head_not_in_optimizer.py
+ddpcheck run --standalone --nproc-per-node 2 examples/scripts/head_not_in_optimizer.py [--fixed]
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+EXPECT = {"code": "DDP504", "subjects": ["head.weight", "head.bias"], "line": "torch.optim.SGD"}
+FIXED = "--fixed" in sys.argv
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x).relu())
+        return out
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    trained = model.module if FIXED else model.module.body
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    torch.manual_seed(rank)  # each rank has data of its own
+    for _ in range(24):
+        x = torch.randn(4, 8)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    print(f"rank {rank}: trained")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
