@@ -53,6 +53,7 @@ from ddpcheck.monitor.script.recording.construction_recorder import Construction
 from ddpcheck.monitor.script.recording.draw_recorder import DrawRecorder
 from ddpcheck.monitor.script.recording.evaluation_recorder import EvaluationRecorder
 from ddpcheck.monitor.script.recording.file_recorder import FileRecorder
+from ddpcheck.monitor.script.recording.gather_recorder import GatherRecorder
 from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
 from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
@@ -119,9 +120,10 @@ class _WatchedRank:
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
+        gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
-        for recorder in (evaluations, targets):
+        for recorder in (evaluations, targets, gathers):
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
         _DDP.__init__ = self._then_watched(_DDP.__init__)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
+from ddpcheck.findings.evidence.gathers import GatheredConstant
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import (
@@ -32,6 +33,7 @@ from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_files import judge_files
+from ddpcheck.judge.script_gathers import judge_gathers
 from ddpcheck.judge.script_gradients import all_gradients_agree
 from ddpcheck.judge.script_losses import are_sums, judge_accumulated, judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
@@ -172,6 +174,7 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
+    found += judge_gathers([_of(rank, GatheredConstant) for rank in ranks])
     found += judge_losses(losses) or judge_accumulated(losses)
     found += _judge_pace(ranks)
     if wrapped and not any(finding.code == "DDP504" for finding in found):

@@ -1,0 +1,29 @@
+"""Evidence on what a script gathers from all ranks and puts into its loss, as each rank saw it.
+
+Judged in `judge.script_gathers`; gathered in `monitor.script.recording.gather_recorder`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpcheck.findings.report import Location
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredConstant:
+    """A loss multiplies by the gathered rows of all ranks as by a constant, the rank's own among them.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+        operation: The collective, whose input carries a gradient.
+        location: The line of the script that calls it.
+        rows: Of all ranks.
+    """
+
+    step: int
+    operation: str
+    location: Location | None
+    rows: int
