@@ -185,6 +185,44 @@ def test_a_finding_shows_its_source_and_its_path(tmp_path: Path, monkeypatch: py
         assert words in page.text
 
 
+def test_a_finding_shows_its_source_in_a_file_outside_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    (elsewhere / "models").mkdir(parents=True)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    files = {here / "net.py": "wrong", elsewhere / "net.py": "net", elsewhere / "models/blocks.py": "block"}
+    for file, line in files.items():
+        file.write_text("".join(f"{line} = {number}\n" for number in range(1, 13)))
+    found = (replace(UNUSED, location=Location("net.py", 3)), replace(UNUSED, location=Location("blocks.py", 7)))
+    for target in (f"{elsewhere}/net.py", f"{elsewhere}/net.py:recipe", f"{elsewhere}/net.py --epochs 3"):
+        report = Report(target, findings=found).with_excerpts()
+        assert {one.lines[0].partition(" ")[0] for one in report.excerpts} == {"net", "block"}
+    assert [one.lines[0] for one in Report("net.py", findings=found).with_excerpts().excerpts] == ["wrong = 1"]
+
+
+def test_a_finding_on_ranks_that_part_shows_the_line_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("".join(f"line = {number}\n" for number in range(1, 50)))
+    calls = (CalledCollective("barrier", "", "train.py:10"), CalledCollective("all_reduce", "", "train.py:30"))
+    ranks = (RankCollectives(0, calls=(0, 0)), RankCollectives(1, calls=(0, 1)), RankCollectives(2, calls=(0, 1)))
+    mismatch = Finding("DDP403", ("all_reduce",), "They part.", Severity.ERROR, location=Location("train.py", 30))
+    report = Report("train.py", findings=(mismatch,), timelines=(CollectiveTimeline("0", calls, ranks, 1),))
+    page = shown(report.with_excerpts())
+    assert "line = 30" in page.text and "line = 10" in page.text
+    assert "barrier of rank 0" in page.text
+
+
+def test_emoji_go_by_their_names() -> None:
+    assert visible("GLHF! \U0001f3d6\ufe0f é ∇") == "GLHF! [beach with umbrella] é ∇"
+
+
+def test_marks_are_drawn_since_fonts_lack_their_characters() -> None:
+    page = renderer_for("html", medium=Medium()).render(REPORT)
+    assert 'class="mark"' in page and not set("\u2713\u2717") & set(page)
+
+
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"x\n", b"# coding: none\n" * 9])
 def test_what_is_no_source_is_left_out(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "net.py").write_bytes(text)

@@ -5,9 +5,12 @@ All of it is bounded by whoever makes it, and may be absent: a renderer shows wh
 
 from __future__ import annotations
 
+import itertools
+import sys
 import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ddpcheck.findings.from_json import added
@@ -127,6 +130,16 @@ class CollectiveTimeline:
         if any(not 0 <= call < len(self.calls) for one in self.ranks for call in one.calls):
             raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
 
+    def sides(self) -> list[tuple[tuple[int, ...], CalledCollective, Location]]:
+        """Where its ranks part, the ranks that are at each line: what they call there, or have called last."""
+        found: dict[CalledCollective, list[int]] = {}
+        for log in self.ranks if self.parts_at is not None else ():
+            place = min((self.parts_at or 0) - log.first, len(log.calls) - 1)
+            if place >= 0:
+                found.setdefault(self.calls[log.calls[place]], []).append(log.rank)
+        parsed = [(tuple(ranks), call, Location.parse(call.location)) for call, ranks in found.items()]
+        return [(ranks, call, place) for ranks, call, place in parsed if place is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class SourceExcerpt:
@@ -137,18 +150,51 @@ class SourceExcerpt:
     lines: tuple[str, ...] = added(())
 
 
-def excerpts_of(places: Iterable[Location | None]) -> tuple[SourceExcerpt, ...]:
-    """The lines around these, of files that are there."""
+def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -> tuple[SourceExcerpt, ...]:
+    """The lines around these, of files that are there.
+
+    A file outside of the working folder goes by its name alone (`relative_path`): it is looked for in `folder`, that of
+    the target, and in those from which Python imports; in the folders beneath, where there is one of the name.
+    """
     found: dict[Location, SourceExcerpt] = {}
     for place in dict.fromkeys(places):
-        if place is not None and len(found) < _MOST_EXCERPTS and (excerpt := _excerpt(place)) is not None:
+        if (
+            place is not None
+            and len(found) < _MOST_EXCERPTS
+            and (excerpt := _excerpt(place, _file_of(place, folder))) is not None
+        ):
             found[place] = excerpt
     return tuple(found.values())
 
 
-def _excerpt(place: Location) -> SourceExcerpt | None:
+_MOST_FILES = 2000  # that are looked through for one of a name
+
+
+def _file_of(place: Location, folder: Path | None) -> Path:
+    """Where the file of a place is, as far as that is known."""
+    path = Path(place.path)
+    folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
+    folders = [*([folder] if folder else []), Path(), *map(Path, sys.path)]
+    if (found := next((one / path for one in folders if _is_file(one / path)), None)) is not None:
+        return found
+    if folder is not None and len(path.parts) == 1:
+        beneath = itertools.islice(folder.rglob("*.py"), _MOST_FILES)
+        same = [one for one in beneath if one.name == path.name]
+        if len(same) == 1:
+            return same[0]
+    return path
+
+
+def _is_file(path: Path) -> bool:
     try:
-        with tokenize.open(place.path) as file:
+        return path.is_file()
+    except (OSError, ValueError):  # no name of a file
+        return False
+
+
+def _excerpt(place: Location, path: Path) -> SourceExcerpt | None:
+    try:
+        with tokenize.open(path) as file:
             lines = file.read().splitlines()
     except (OSError, SyntaxError, ValueError):  # ValueError: no text, or no name of a file
         return None

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, FindingsError
@@ -286,8 +287,9 @@ class Report(Document):
 
     def with_excerpts(self) -> Report:
         """The same with the lines around those that its findings name, of files that are there now."""
-        places = (place for finding in self.findings for place in finding.places)
-        return dataclasses.replace(self, excerpts=excerpts_of(places))
+        places = [place for finding in self.findings for place in finding.places]
+        places += [place for timeline in self.timelines for _, _, place in timeline.sides()]
+        return dataclasses.replace(self, excerpts=excerpts_of(places, _folder_of(self.target)))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
@@ -329,6 +331,15 @@ class Report(Document):
         accepted = (dataclasses.replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
         findings = tuple(map(without_rules_fix, report.findings))
         return dataclasses.replace(report, findings=findings, accepted=tuple(accepted))
+
+
+def _folder_of(target: str) -> Path | None:
+    """The folder of the file that a target names: a script with its arguments, or a recipe in a file."""
+    ends = [target.rpartition(":")[0], *(target[:end] for end, c in enumerate(target) if c == " "), target]
+    try:
+        return next((Path(one).parent for one in ends if one and Path(one).is_file()), None)
+    except (OSError, ValueError):  # no name of a file
+        return None
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ddpcheck.render.page.frame import Content, Markup, code, folded, table, tag
 from ddpcheck.render.page.pictures import path_picture
 
 MOST_FINDINGS = 100
+MOST_SIDES = 4
 _MOST_NAMES = 12
 _MOST_IN_ALL = 200  # names, and lines of evidence
 _OPEN = 8  # lines of evidence that stand there unfolded
@@ -45,7 +46,7 @@ def accepted(report: Report) -> Content:
 def _finding(number: int, finding: Finding, report: Report) -> Markup:
     rule, kind = RULES.get(finding.code), finding.severity.value
     title = [tag("span", kind, class_=f"badge {kind}"), f" {finding.code} {rule.name if rule else ''}"]
-    sources = [_source(place, finding, report.excerpts) for place in finding.places]
+    sources = [_source(place, finding, report.excerpts) for place in finding.places] + _sides(finding, report)
     where = [format_ranks(finding.ranks)] if finding.ranks else []
     where += [format_steps(finding.steps)] if finding.steps else []
     said = f", where it ends ({', '.join(where)})" if where else ""
@@ -88,7 +89,7 @@ def _place(finding: Finding, world_size: object) -> Content:
     return parts
 
 
-def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt]) -> Markup | None:
+def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Markup | None:
     """The lines around `place`, with that line marked; None where they are not in the report."""
     excerpt = next((one for one in excerpts if one.path == place.path and _holds(one, place.line)), None)
     if excerpt is None:
@@ -97,7 +98,7 @@ def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt]
         tag("span", tag("span", str(number)), line or " ", class_="line here" if number == place.line else "line")
         for number, line in enumerate(excerpt.lines, excerpt.first)
     ]
-    path, what = finding.path, ""
+    path = finding.path
     if path is not None and place == path.begins_at:
         what = f", where {path.reason} begins"
     elif path is not None and path.steps and place == path.steps[-1].location:
@@ -106,6 +107,18 @@ def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt]
         what = f", which makes {finding.subjects[0] if finding.subjects else path.parameter}"
     source = tag("pre", lines, tabindex=0, aria_label=f"source of {place}")
     return tag("figure", tag("figcaption", code(str(place)), what), source)
+
+
+def _sides(finding: Finding, report: Report) -> list[Markup | None]:
+    """For ranks that have parted: the line at which each of them is."""
+    if not finding.code.startswith("DDP4"):
+        return []
+    sides = [side for timeline in report.timelines[:1] for side in timeline.sides()]
+    return [
+        _source(place, finding, report.excerpts, f": {call.operation} of {format_ranks(ranks)}")
+        for ranks, call, place in sides[:MOST_SIDES]
+        if len({place for _, _, place in sides}) > 1 and place not in finding.places
+    ]
 
 
 def _holds(excerpt: SourceExcerpt, line: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -65,8 +66,23 @@ def markup(*content: Content) -> Markup:
 
 
 def visible(text: str) -> str:
-    """`text` with characters that would not be seen, or would change the rest, written out, as repr does it."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """`text` with characters that would not be seen, or would change the rest, written out, as repr does it.
+
+    Emoji go by their names ("[beach with umbrella]"): where a font lacks them, they are all the same box.
+    """
+    return "".join(c if c == "\n" or (c.isascii() and c.isprintable()) else _written_out(c) for c in text)
+
+
+_EMOJI = 0x1F000  # and what follows
+_AS_EMOJI = "\ufe0f"  # after a character that may be one
+
+
+def _written_out(character: str) -> str:
+    if not character.isprintable():
+        return repr(character)[1:-1]
+    if ord(character) >= _EMOJI and unicodedata.category(character) == "So":
+        return f"[{unicodedata.name(character, 'emoji').lower()}]"
+    return "" if character == _AS_EMOJI else character
 
 
 def _escaped(text: str) -> str:
@@ -86,6 +102,16 @@ def _section(name: str, title: str, content: Content) -> Markup:
 def folded(summary: Content, *content: Content, is_open: bool = False) -> Markup:
     """Content that a click shows, and a printed page does."""
     return tag("details", tag("summary", summary), *content, open="" if is_open else None)
+
+
+_MARKS = {"tick": "M2 6.5 L5 9.5 L10 2.5", "cross": "M2.5 2.5 L9.5 9.5 M9.5 2.5 L2.5 9.5"}
+
+
+def mark(name: str) -> Markup:
+    """A tick or a cross, drawn: not every font has the characters. Another mark is the text that it is."""
+    if name not in _MARKS:
+        return tag("span", name, aria_hidden="true")
+    return tag("svg", tag("path", d=_MARKS[name]), viewBox="0 0 12 12", class_="mark", aria_hidden="true")
 
 
 def brief(text: str, most: int) -> Markup:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from ddpcheck.findings.report import ParityEntry
 from ddpcheck.findings.wording import counted, group_by
-from ddpcheck.render.page.frame import Content, Markup, brief, code, folded, table, tag
+from ddpcheck.render.page.frame import Content, Markup, brief, code, folded, mark, table, tag
 
 _MOST = 24  # lines of a plot
 _NAME = 44  # letters of a name
@@ -82,7 +82,7 @@ def _line(entry: ParityEntry, low: int, high: int) -> list[Content]:
         aria_hidden="true",
     )
     number = [
-        tag("span", "✗ " if beyond else "", class_="error"),
+        tag("span", [mark("cross"), " "] if beyond else "", class_="error"),
         f"{_brief(entry.relative_error)} / {_brief(entry.tolerance)}",
     ]
     return [tag("span", brief(entry.parameter, _NAME)), tag("span", drawn), tag("span", number)]

@@ -9,15 +9,15 @@ from ddpcheck.findings.report import Report
 from ddpcheck.findings.shortening import limited
 from ddpcheck.findings.wording import counted
 from ddpcheck.render import Medium
-from ddpcheck.render.page.frame import Content, Markup, Sections, code, folded, page, table, tag
+from ddpcheck.render.page.frame import Content, Markup, Sections, code, folded, mark, page, table, tag
 from ddpcheck.render.page.report_page import about, kicker
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 
 _VERDICTS = {
-    "right": ("✓", "ok"),
+    "right": ("tick", "ok"),
     "lossy": ("≈", "ok"),
     "incomplete": ("-", "warning"),
-    "wrong": ("✗", "error"),
+    "wrong": ("cross", "error"),
     "stops": ("!", "error"),
     "skipped": ("-", "muted"),
 }
@@ -78,7 +78,7 @@ def _rows(matrix: Matrix) -> Content:
 
 
 def _row(row: MatrixRow) -> list[Content]:
-    mark, class_ = _VERDICTS[row.verdict]
+    drawn, class_ = _VERDICTS[row.verdict]
     own = tag("span", " the recipe's own", class_="badge note") if row.own else None
     told: list[Content] = [" ".join(filter(None, (row.code, row.reason)))]
     if row.verdict == "lossy" and row.error is not None:
@@ -89,7 +89,7 @@ def _row(row: MatrixRow) -> list[Content]:
     if others:
         items = [tag("li", f"{one.severity.value} {one.code}: {one.message}") for one in others]
         told.append(folded(counted(len(others), "more finding" if row.code else "finding"), tag("ul", items)))
-    return [tag("span", f"{mark} {row.verdict}", class_=f"status {class_}"), [code(row.title), own], told]
+    return [tag("span", mark(drawn), f" {row.verdict}", class_=f"status {class_}"), [code(row.title), own], told]
 
 
 def _step_time(row: MatrixRow, noise: float) -> Content:

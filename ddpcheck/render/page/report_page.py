@@ -16,15 +16,15 @@ from ddpcheck.findings.wording import counted
 from ddpcheck.render import Medium
 from ddpcheck.render.page.collective_tables import collectives
 from ddpcheck.render.page.finding_parts import accepted, findings
-from ddpcheck.render.page.frame import Content, Markup, code, folded, page, table, tag
+from ddpcheck.render.page.frame import Content, Markup, code, folded, mark, page, table, tag
 from ddpcheck.render.page.gradient_plot import gradients
 from ddpcheck.render.page.module_tree import module_tree
 from ddpcheck.report.matrix.matrix import Matrix
 
 STATUS = {
-    "passed": ("✓", "held", "ok"),
+    "passed": ("tick", "held", "ok"),
     "warned": ("~", "warning", "warning"),
-    "failed": ("✗", "failed", "error"),
+    "failed": ("cross", "failed", "error"),
     "ignored": ("·", "ignored", "muted"),
     "skipped": ("-", "not made", "warning"),
     "error": ("!", "stopped", "error"),
@@ -117,9 +117,9 @@ def _checks(report: Report) -> Content:
 
 
 def _check(check: CheckResult) -> list[Content]:
-    mark, word, class_ = STATUS[check.status]
+    drawn, word, class_ = STATUS[check.status]
     asked = None if check.asked else tag("span", " (not asked for)", class_="muted")
-    return [tag("span", f"{mark} {word}", class_=f"status {class_}"), [check.name, asked], check.detail]
+    return [tag("span", mark(drawn), f" {word}", class_=f"status {class_}"), [check.name, asked], check.detail]
 
 
 def _seconds(check: CheckResult) -> str:
