@@ -17,6 +17,7 @@ from typing import Any
 
 from ddpcheck.cli.output import complain, named
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG
+from ddpcheck.monitor.script.rank_log import rank_processes
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
 
@@ -37,7 +38,9 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
         print(error, file=sys.stderr)
         _, first = error.get_first_failure()
         code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-        return Ending(code, {rank: failure.exitcode for rank, failure in error.failures.items()})
+        own = rank_processes(folder)  # what the agent has started may be a process that starts the ranks
+        known = {rank: failure for rank, failure in error.failures.items() if own.get(rank, failure.pid) == failure.pid}
+        return Ending(code, {rank: failure.exitcode for rank, failure in known.items()})
     except SignalException as error:
         if watch.unended is not None:
             return Ending(unended=watch.unended)

@@ -355,6 +355,13 @@ class WatchedRank:
         return any(isinstance(entry, GroupDestroyed | ProgramEnded) for entry in self.entries)
 
 
+def rank_processes(folder: Path) -> dict[int, int]:
+    """The processes of the last start of the ranks, by rank."""
+    names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log")]
+    last = max((restart for restart, *_ in names), default=0)
+    return {rank: pid for restart, rank, _, pid in names if restart == last}
+
+
 def read_logs(folder: Path) -> list[WatchedRank]:
     """The logs of the last start of the ranks, by rank."""
     found = [one for path in sorted(folder.glob("*.log")) if (one := _read(path)) is not None]

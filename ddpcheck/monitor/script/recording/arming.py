@@ -17,6 +17,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from ddpcheck.monitor.script.recording import started_processes
+
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _WITH_LINES = (  # whose constructions and seeds are noted, which come before there is a process group too
     *("torch.random", "torch.utils.data.dataset", "torch.utils.data.sampler", "torch.utils.data.distributed"),
@@ -38,6 +40,7 @@ stand_ins: list[Callable[..., Any]] = []
 
 def wait_for_process_group() -> None:
     """Have `rank_watch` begin once this process has joined a process group; that is seen as soon as torch is there."""
+    started_processes.mark_first_process()
     sys.meta_path.insert(0, _Finder())
 
 
@@ -80,6 +83,7 @@ class _LoaderThatArms(Loader):
 
             constructions.follow(module)
             return
+        started_processes.follow_ends()
         # Before `torch.distributed` copies the names, and before user code can take a reference.
         functions = vars(module)
         functions["init_process_group"] = _announcing(functions["init_process_group"])
@@ -100,6 +104,7 @@ def _replaceable(name: str, original: Any) -> Any:
 def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
+        started_processes.leave_agent_store(arguments, named)
         original(*arguments, **named)
         collects = gc.isenabled()
         gc.disable()  # to go through all objects of torch would take half as long again as the import

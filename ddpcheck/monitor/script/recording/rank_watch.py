@@ -59,6 +59,7 @@ from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.started_processes import on_end
 from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
 from ddpcheck.worlds.failures import described
 
@@ -192,10 +193,7 @@ class _WatchedRank:
         then = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if os.getpid() == self._process:
-                reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
-                self._log.add(RankRaised(reply))
-                _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
+            self._raised(error)
             then(kind, error, trace)
 
         sys.excepthook = excepthook
@@ -208,6 +206,19 @@ class _WatchedRank:
             leave(*status)
 
         sys.exit = exit
+        on_end.append(self._process_ended)
+
+    def _raised(self, error: BaseException) -> None:
+        if os.getpid() == self._process:
+            reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
+            self._log.add(RankRaised(reply))
+            _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
+
+    def _process_ended(self, error: BaseException | None) -> None:
+        """A rank that the script has started as a process of `multiprocessing` ends, perhaps without `atexit`."""
+        if error is not None:
+            self._raised(error)
+        self._ended(failing=error is not None)
 
     def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
         try:
@@ -249,13 +260,14 @@ class _WatchedRank:
             except Exception as error:
                 self._log.add(WatchingFailed(whole_traceback(error)))
 
-    def _ended(self) -> None:
-        if os.getpid() == self._process:  # and not -1: what has failed to begin has no end
+    def _ended(self, *, failing: bool = False) -> None:
+        if os.getpid() == self._process:  # and not -1: what has failed to begin, or has ended already, has no end
             self._draws.close()
             self._loaders.close()
             self._optimizers.close()
-            self._close(failing=getattr(sys, "last_value", None) is not None)
+            self._close(failing=failing or getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
+            self._process = -1
             time.sleep(_LAST_WORK)
 
 

@@ -150,12 +150,14 @@ class HangWatch:
             self._end()
         while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
             used = _used(living)
-            if self._over.wait(_GRACE):
-                return
+            if is_over := self._over.wait(_GRACE):  # who has started these has ended before them
+                time.sleep(_INTERVAL)
             for rank, pid in living.items():
                 if lives(pid) and _are_idle({rank: pid}, used, _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
+            if is_over:
+                return
 
     def _do_not_match(self, living: Collection[int]) -> bool:
         """Whether ranks have come to collectives that do not match: waiting longer would not help."""
