@@ -26,7 +26,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     uses = [[use for use in of_rank if use.by_torch or use.path not in saved] for of_rank in uses]
     for rank, use, other_rank, other in _pairs(uses):
         line = use.location if other.writes else other.location
-        if line in found or not use.writes or other.path != use.path:
+        if line in found:
             continue
         if use.began > other.ended or other.began > use.ended or other.waited or (other.writes and use.waited):
             continue
@@ -59,10 +59,15 @@ def judge_files(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
 
 
 def _pairs(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
+    """Each write, and each use of the same file by another rank; a file of one rank alone has none."""
+    by_path: dict[str, list[tuple[int, FileUsed]]] = {}
     for rank, of_rank in enumerate(uses):
-        for other_rank, of_other in enumerate(uses):
-            if rank != other_rank:
-                yield from ((rank, use, other_rank, other) for use in of_rank for other in of_other)
+        for use in of_rank:
+            by_path.setdefault(use.path, []).append((rank, use))
+    for of_path in by_path.values():
+        for rank, use in of_path:
+            if use.writes:
+                yield from ((rank, use, other_rank, other) for other_rank, other in of_path if other_rank != rank)
 
 
 def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:

@@ -19,6 +19,7 @@ from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.script.rank_log import RankLog
 from ddpcheck.recipe.pytree import tree_tensors
 
+_MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensors)\b")
 
@@ -29,6 +30,7 @@ class FileRecorder:
     def __init__(self, log: RankLog) -> None:
         """Begin."""
         self._log = log
+        self._known: set[tuple[object, ...]] = set()
         torch.save = self._followed(torch.save, 1, "f", writes=True)
         torch.load = self._followed(torch.load, 0, "f", writes=False)
         note = guarded(self._note_opened)
@@ -54,7 +56,7 @@ class FileRecorder:
         if not isinstance(path, str | os.PathLike) or not stat.S_ISREG(os.stat(path).st_mode):
             return
         devices = {str(tensor.device) for tensor in tree_tensors(loaded)}
-        self._log.add(
+        self._write(
             FileUsed(
                 os.path.realpath(path),
                 writes,
@@ -68,6 +70,12 @@ class FileRecorder:
             )
         )
 
+    def _write(self, use: FileUsed) -> None:
+        key = use.path, use.writes, use.location, use.began, use.ended, use.waited
+        if key not in self._known and len(self._known) < _MOST_USES:
+            self._known.add(key)
+            self._log.add(use)
+
     def _note_opened(self, path: Any, mode: Any, flags: int) -> None:
         """Python opens a file: one that the program empties in order to write it is written."""
         if not isinstance(mode, str) or not mode.startswith("w") or not isinstance(path, str | os.PathLike):
@@ -75,7 +83,7 @@ class FileRecorder:
         name = os.path.realpath(path)
         if not name.startswith(_NO_FILES) and _is_of_program():
             now, waited = self._log.collectives, self._log.waited
-            self._log.add(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
+            self._write(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
 
 
 def _is_of_program() -> bool:
