@@ -29,6 +29,8 @@ from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _MOST_CHANGES = 256
+_CALLER = 3  # frames from what is called before a method to its caller
+_APPLY: Any = nn.Module.apply.__code__
 _SCHEDULES = ("LRScheduler", "ReduceLROnPlateau")
 
 
@@ -101,7 +103,8 @@ class LineRecorder:
         self._schedules[optimizer] = replace(known, steps=known.steps + 1)
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
-        self._note_parameters("values", how, module)
+        if sys._getframe(_CALLER).f_code is not _APPLY:  # which calls itself for each child
+            self._note_parameters("values", how, module)
 
     def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
         self._note_parameters("requires_grad", "requires_grad_", thing)

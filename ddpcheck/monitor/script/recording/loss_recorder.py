@@ -15,6 +15,7 @@ import torch
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_frame, user_location
+from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source
@@ -80,6 +81,8 @@ class LossRecorder:
 
     def _begins(self, losses: Any) -> Callable[[], object] | None:
         """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
+        if in_backward():  # of a checkpoint
+            return None
         step = self._optimizers.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)

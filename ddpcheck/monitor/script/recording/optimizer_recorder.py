@@ -269,6 +269,8 @@ class OptimizerRecorder:
 
     def before_backward(self, loss: Any) -> None:
         """A backward pass begins from `loss`."""
+        if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
+            return
         for watch in list(self._watches):
             watch.any_backward_begins()
         self._clips.backward_begins()
@@ -281,6 +283,8 @@ class OptimizerRecorder:
 
     def after_backward(self) -> None:
         """It has ended."""
+        if in_backward():
+            return
         for watch in list(self._watches):
             watch.any_backward_ended()
         self._clips.backward_ended()
