@@ -52,6 +52,7 @@ NO_FAULT_NEEDS = {
     **{name: "test_script_judges" for name in judges() if name.startswith("script_")},
     **{name: "test_endings" for name in judges() if name.startswith(("endings.", "loop_endings.", "ending_facts."))},
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
+    **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
     "call_sites.judge_call_sites": _BY_LINES,
     "call_sites._finding": _BY_LINES,

@@ -300,6 +300,15 @@ def last_assignment(at: Location, name: str) -> Location | None:
     return None
 
 
+def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
+    """The first line that calls a function of one of these names, in `files` (by the path that is shown)."""
+    for shown, file in files.items():
+        for node in ast.walk(parsed_source(file) or ast.Module([], [])):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+                return Location(shown, node.lineno)
+    return None
+
+
 def _targets(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """What is assigned in `tree`, each name with its line."""
     for node in ast.walk(tree):

@@ -9,17 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.source_lines import call_of
 from ddpcheck.findings.stacks import WORKERS, is_waiting, own_stack, program_lines, region_of, waits_for_others
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, judge_collectives, place_of_parting
 from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
 from ddpcheck.judge.endings import judge_endings
 from ddpcheck.judge.rank_failure import describe_failure, follows_from_another_rank, judge_failure
 from ddpcheck.judge.timelines import those_that_differ, timelines
+from ddpcheck.judge.torch_errors import RaisedFacts, judge_torch_errors
 from ddpcheck.monitor.script.rank_log import ExitCalled, RankRaised, WatchedRank, comparable_logs
 from ddpcheck.monitor.script.reporting.hang_watch import Hang, Unended
 from ddpcheck.worlds import failures
@@ -69,6 +72,8 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
+    if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered))):
+        return raised
     error = RankError("", ordered)
     failed = {one.rank for one in found}
     ended = {rank.started.rank for rank in ranks if rank.has_ended}
@@ -82,6 +87,28 @@ def judge_ending(ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[F
         if story := _story(ranks, ending, judged):
             return story
     return [_with_option_of_run(finding) for finding in judged]
+
+
+def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure]) -> RaisedFacts:
+    """What is known where a rank has raised: also of ranks that were ended at their work."""
+    first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
+    failed = {one.rank for one in ordered}
+    at_work = {}
+    for rank in ranks:
+        stack = own_stack(rank.stack)
+        if rank.started.rank not in failed and not rank.has_ended and stack and not waits_for_others(stack):
+            every = program_lines(rank.stack)
+            at_work[rank.started.rank] = [one for one in every if one.rpartition(":")[0] in first.files] or list(every)
+    return RaisedFacts(
+        ordered,
+        comparable_logs(ranks),
+        [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
+        {rank: lines for rank, lines in at_work.items() if lines},
+        call_of(_CHECKPOINTS, first.files),
+    )
+
+
+_CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable")
 
 
 def _with_option_of_run(finding: Finding) -> Finding:

@@ -1,0 +1,211 @@
+"""DDP311, 402, 406 and 513: what torch raised in a rank of a script, by the cause that is behind it.
+
+Pure functions from how ranks have failed, their collectives and what they had wrapped to findings.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedFacts:
+    """How ranks have failed, the first failure first.
+
+    Attributes:
+        failures: Of the ranks that failed by themselves.
+        logs: The collectives of each rank.
+        begun: The wrappers of the rank that failed first.
+        at_work: By rank that was ended while it did not wait, the lines of the program that it was in, innermost first.
+        checkpoint: The line of the program that checkpoints activations, if there is one.
+    """
+
+    failures: Sequence[RankFailure]
+    logs: Sequence[Sequence[Call]]
+    begun: Sequence[WrapperBegun] = ()
+    at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    checkpoint: Location | None = None
+
+    @property
+    def first(self) -> RankFailure:
+        """The failure that came first."""
+        return self.failures[0]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that raised the same."""
+        return sorted(one.rank for one in self.failures if one.type == self.first.type and one.kind == "raised")
+
+
+def judge_torch_errors(facts: RaisedFacts) -> list[Finding]:
+    """At most one finding, on the first failure; none where torch says nothing that DDP is behind."""
+    if not facts.failures or facts.first.kind != "raised":
+        return []
+    text = f"{facts.first.message}\n{facts.first.traceback}"
+    for sentence, explain in _SENTENCES.items():
+        if re.search(sentence, text):
+            return explain(facts, text)
+    return []
+
+
+def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP406: the gradient of a parameter came twice in one backward pass."""
+    reentrant = "torch/utils/checkpoint.py" in text  # the engine was entered again, by a checkpoint's backward
+    unused = any(one.options.get("find_unused_parameters") == "True" for one in facts.begun)
+    forwards = _forwards(facts)
+    where, how, fix = Location.parse(facts.first.location), "", ""
+    if reentrant:
+        where = facts.checkpoint or where
+        how = ": it comes out of a re-entrant checkpoint, whose backward is a backward pass of its own"
+        if unused:
+            how += ", and find_unused_parameters=True has marked its parameters as unused before"
+        fix = "Pass use_reentrant=False to checkpoint (in transformers: gradient_checkpointing_kwargs)."
+    elif forwards > 1:
+        how = f": the wrapper's forward was called {forwards} times before this backward pass"
+        fix = "Call forward once, with the inputs concatenated, or backward after each forward (no_sync but the last)."
+    elif unused:
+        how = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
+        fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
+    named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
+    return one_finding(
+        "DDP406",
+        named or ("backward",),
+        f"DDP took a gradient to be complete, and it came again in the same backward pass{how}.",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=where,
+        evidence=[f"noticed in backward at {facts.first.location}", facts.first.message],
+        fix=fix,
+    )
+
+
+def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP311: what backward needs was overwritten, and by what, as far as its shape and the calls of forward tell."""
+    found = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", text)
+    shape = tuple(int(size) for size in found[1].split(",") if size.strip()) if found else None
+    buffers, parameters = (
+        [
+            one.name
+            for begun in facts.begun
+            for one in getattr(begun.description, kind)
+            if shape is not None and sorted(one.shape) == sorted(shape)  # a weight may have been transposed
+        ]
+        for kind in ("buffers", "parameters")
+    )
+    broadcasts = [one for one in facts.begun if one.options.get("broadcast_buffers") != "False"]
+    forwards = _forwards(facts)
+    how, fix, names = "", "", [*buffers, *parameters]
+    if buffers and broadcasts and forwards > 1:
+        names = buffers
+        how = (
+            f": the wrapper's forward was called {forwards} times before this backward pass, and each call writes "
+            "buffers anew (DDP broadcasts those of rank 0, a layer updates its own)"
+        )
+        fix = (
+            "Call forward once, with the inputs concatenated; or backward after each forward; or pass "
+            "broadcast_buffers=False, where the buffers are the same on all ranks anyway."
+        )
+    elif parameters and not buffers:
+        how = ": it has the shape of a parameter, which an optimizer's step or an in-place update has written"
+        fix = "Update parameters after the backward passes that need them: move the step or the update behind them."
+    which = f" ({'one of ' if len(names) > 1 else ''}{join_names(names)}, by its shape)" if names else ""
+    return one_finding(
+        "DDP311",
+        names or ("backward",),
+        f"What backward needs was overwritten after the forward pass had read it{which}{how}.",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=Location.parse(facts.first.location),
+        evidence=[facts.first.message],
+        fix=fix,
+    )
+
+
+def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
+    """DDP513: the graph is not that of the first step, which static_graph=True has promised."""
+    return one_finding(
+        "DDP513",
+        ("backward",),
+        "The graph is not the one that DDP recorded in the first step, and static_graph=True says that it stays so.",
+        ranks=unless_all(facts.ranks, len(facts.logs)),
+        location=Location.parse(facts.first.location),
+        evidence=[facts.first.message],
+    )
+
+
+def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP402: ranks waited for one that was at work for longer than the timeout of the process group."""
+    waited = [one.rank for one in facts.failures if re.search(_TIMED_OUT, f"{one.message}\n{one.traceback}")]
+    log = facts.logs[facts.first.rank]
+    late = [rank for rank in range(len(facts.logs)) if rank not in waited and facts.first.rank != rank]
+    if not log or not late or any(not _is_behind(facts.logs[rank], log) for rank in late):
+        return []
+    came = {one.rank: one for one in facts.failures if one.rank in late}
+    if any(rank not in came and rank not in facts.at_work for rank in late):
+        return []  # it may wait for something else
+    rank, call = late[0], log[-1]
+    milliseconds = next((int(n) for n in re.search(_TIMED_OUT, text).groups() if n), 0)  # type: ignore[union-attr]
+    limit = f" of {milliseconds / 1000:g} s" if milliseconds else ""
+    lines = facts.at_work.get(rank, ())
+    where = Location.parse(lines[0]) if lines else None
+    said = f"was still at work at {lines[0]}" if lines else ""
+    if rank in came:
+        before = facts.logs[rank][-2:-1]
+        since = f" after {before[0].operation} at {before[0].location}" if before else ""
+        later = came[rank].when - facts.first.when
+        said = f"came to it {max(later, 0.0):.0f} s after that, and was at work{since} until then"
+        where = Location.parse(before[0].location if before else call.location)
+    return one_finding(
+        "DDP402",
+        (call.operation,),
+        f"{format_ranks(waited).capitalize()} waited in {call.operation} at {call.location} for longer than the "
+        f"timeout{limit} of the process group, and {format_ranks(late)} {said}.",
+        ranks=unless_all(late, len(facts.logs)),
+        location=where,
+        evidence=[
+            *(f"{format_ranks([rank])} was at {' called from '.join(of[:4])}" for rank, of in facts.at_work.items()),
+            f"{format_ranks(waited)} and {format_ranks(late)} have come to the same {counted(len(log), 'collective')}",
+            facts.first.message,
+        ],
+        fix=(
+            f"Give the others that time: init_process_group(timeout=...) longer than what {format_ranks(late)} "
+            f"{plural_verb('does', 'do', late)} there; or let all ranks do a part of it; or do it outside of training."
+        ),
+    )
+
+
+def _is_behind(log: Sequence[Call], other: Sequence[Call]) -> bool:
+    """Whether a rank has come to the same collectives as another one, or is about to come to the last of them."""
+    same = [(one.operation, one.group) for one in log] == [(one.operation, one.group) for one in other[: len(log)]]
+    return same and len(other) - 1 <= len(log) <= len(other)
+
+
+def _forwards(facts: RaisedFacts) -> int:
+    """How often the wrapper's forward has broadcast buffers before the backward pass that failed."""
+    calls = [call.operation for call in facts.logs[facts.first.rank]]
+    if calls and calls[-1] == DDP_BACKWARD:
+        calls = calls[:-1]
+    count = 0
+    while calls and calls[-1] == DDP_FORWARD:
+        calls.pop()
+        count += 1
+    return count
+
+
+_TIMED_OUT = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out after (\d+) ?ms"
+_SENTENCES = {
+    "mark a variable ready only once": _marked_twice,
+    "modified by an inplace operation": _overwritten,
+    "training graph has changed in this iteration": _graph_changed,
+    _TIMED_OUT: _timed_out,
+}
+"""By a pattern of torch's message: what it comes from. Torch's errors have no codes, but texts."""

@@ -1,0 +1,84 @@
+"""What torch raises in a script, told by what is behind it: judged on failures made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.construction import WrapperBegun
+from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Location
+from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
+from ddpcheck.judge.torch_errors import RaisedFacts, judge_torch_errors
+
+LINE = "train.py:30"
+
+
+def raised(rank: int, text: str, *, when: float = 0.0, traceback: str = "") -> RankFailure:
+    message = f"rank {rank} raised RuntimeError: {text}"
+    return RankFailure(rank, "raised", message, when, type="RuntimeError", traceback=traceback, location=LINE)
+
+
+def calls(*operations: str) -> list[Call]:
+    return [Call(one, "0", (0, 1), location=f"train.py:{number}") for number, one in enumerate(operations, 20)]
+
+
+STEP = (DDP_FORWARD, DDP_BACKWARD)
+
+
+def wrapper(parameters: Sequence[tuple[int, ...]], buffers: Sequence[tuple[int, ...]], **options: str) -> WrapperBegun:
+    p, b = (
+        tuple(TensorRecord(f"{name}{n}", shape, "float32", (), True, "cpu") for n, shape in enumerate(shapes))
+        for name, shapes in (("weight", parameters), ("buffer", buffers))
+    )
+    return WrapperBegun("Net", (0, 1), ModuleDescription(p, b), options)
+
+
+def judged(text: str, log: Sequence[str] = STEP, *begun: WrapperBegun, **more: Any) -> Any:
+    failures = [raised(rank, text, traceback=more.pop("traceback", "")) for rank in (0,)]
+    found = judge_torch_errors(RaisedFacts([*failures, raised(1, text)], [calls(*log)] * 2, begun, **more))
+    return found[0] if found else None
+
+
+def test_a_gradient_that_comes_twice() -> None:
+    text = "Expected to mark a variable ready only once."
+    checkpointed = judged(text, STEP, traceback="torch/utils/checkpoint.py", checkpoint=Location("net.py", 7))
+    assert checkpointed.code == "DDP406" and checkpointed.location == Location("net.py", 7)
+    assert "use_reentrant=False" in checkpointed.what_to_do
+    assert "was called 2 times" in judged(text, (DDP_FORWARD, DDP_FORWARD, DDP_BACKWARD)).message
+    assert "outside of forward" in judged(text, STEP, wrapper([], [], find_unused_parameters="True")).message
+    assert judged(text).code == "DDP406"
+
+
+def test_what_backward_needs_and_was_overwritten() -> None:
+    text = "modified by an inplace operation: [torch.FloatTensor [8]] is at version 3"
+    twice = (DDP_FORWARD, DDP_FORWARD, DDP_BACKWARD)
+    finding = judged(text, twice, wrapper([(8, 4)], [(8,)]))
+    assert (finding.code, finding.subjects) == ("DDP311", ("buffer0",)) and "broadcast_buffers" in finding.what_to_do
+    assert "broadcasts" not in judged(text, STEP, wrapper([(8, 4)], [(8,)])).message
+    finding = judged(text.replace("[8]", "[4, 8]"), STEP, wrapper([(8, 4)], [(8,)]))
+    assert finding.subjects == ("weight0",) and "optimizer's step" in finding.message
+
+
+def test_a_graph_that_static_graph_forbids() -> None:
+    assert judged("Your training graph has changed in this iteration").code == "DDP513"
+
+
+def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:
+    waited = raised(1, "Timed out waiting 4000ms for recv operation to complete.", when=10.0)
+    lost = raised(0, "Connection closed by peer", when=15.0)
+    logs = [calls(*STEP, *STEP)] * 2
+    (finding,) = judge_torch_errors(RaisedFacts([waited, lost], logs))
+    assert (finding.code, finding.ranks) == ("DDP402", (0,)) and "came to it 5 s after" in finding.message
+    working = {0: ("evaluate.py:7", "train.py:40")}
+    (finding,) = judge_torch_errors(RaisedFacts([waited], [logs[0][:-1], logs[0]], at_work=working))
+    assert "still at work at evaluate.py:7" in finding.message and finding.location == Location("evaluate.py", 7)
+    assert not judge_torch_errors(RaisedFacts([waited], [logs[0][:-1], logs[0]]))  # it may wait elsewhere
+    assert not judge_torch_errors(RaisedFacts([waited, lost], [calls("barrier"), logs[0]]))  # another collective
+
+
+def test_an_exception_of_the_script_is_not_torchs() -> None:
+    assert judged("CUDA out of memory") is None
+    assert not judge_torch_errors(RaisedFacts([], []))
