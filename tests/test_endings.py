@@ -235,6 +235,14 @@ def test_a_pass_over_a_loader_that_a_rank_has_dropped(tmp_path: Path) -> None:
     assert "in batch 2" in finding.message
 
 
+def test_a_batch_that_one_rank_alone_looks_at_is_not_skipped(tmp_path: Path) -> None:
+    """Rank 0 has shown itself a batch before, so its passes have other numbers; then it calls what others do not."""
+    passes = {0: [LoaderPass(0, 0, Location("train.py", 39), batches=1)]}
+    rank_0 = [*(backward(n, n, epoch=1) for n in (1, 2)), call("r", 13)]
+    rank_1 = [backward(n, n) for n in (1, 2, 3)]
+    assert only(judge(tmp_path, rank_0, rank_1, passes=passes)).code == "DDP403"
+
+
 def test_a_loader_without_a_collective_explains_no_hang(tmp_path: Path) -> None:
     """Each rank has evaluated its own part, which is uneven; rank 0 alone calls a barrier after that."""
     both = {n: [LoaderPass(1, 0, Location("train.py", 39), batches=5 + n, exhausted=True)] for n in (0, 1)}

@@ -120,9 +120,21 @@ def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) 
             ahead = [rank for rank, value in values.items() if value > least]
             if ahead and all(len(backwards[rank]) < most for rank in ahead):
                 behind = next(b for rank, b in at.items() if rank not in ahead)
+                if kind == "batch" and not _went_through(backwards, ahead, at, behind):
+                    continue
                 return _dropped(facts, ahead, at, behind) or _skipped(facts, kind, ahead, at, behind, number)
         return []
     return []
+
+
+def _went_through(
+    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward
+) -> bool:
+    """Whether ranks have trained on batches of the pass in which another one still is, and not looked at some alone."""
+    return all(
+        at[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
+        for rank in ahead
+    )
 
 
 def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward) -> list[Finding]:
