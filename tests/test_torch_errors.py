@@ -38,8 +38,8 @@ def wrapper(parameters: Sequence[tuple[int, ...]], buffers: Sequence[tuple[int, 
 
 def judged(text: str, log: Sequence[str] = STEP, *begun: WrapperBegun, **more: Any) -> Any:
     failures = [raised(rank, text, traceback=more.pop("traceback", "")) for rank in (0,)]
-    found = judge_torch_errors(RaisedFacts([*failures, raised(1, text)], [calls(*log)] * 2, begun, **more))
-    return found[0] if found else None
+    (found,) = judge_torch_errors(RaisedFacts([*failures, raised(1, text)], [calls(*log)] * 2, begun, **more))
+    return found
 
 
 def test_a_gradient_that_comes_twice() -> None:
@@ -80,5 +80,5 @@ def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:
 
 
 def test_an_exception_of_the_script_is_not_torchs() -> None:
-    assert judged("CUDA out of memory") is None
+    assert not judge_torch_errors(RaisedFacts([raised(0, "CUDA out of memory")], [calls(*STEP)] * 2))
     assert not judge_torch_errors(RaisedFacts([], []))
