@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ def guarded():
 
 main()
 """
+FILE = Path(tempfile.mkdtemp(), "train.py")
+FILE.write_text(PROGRAM)
 CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce", "c": "broadcast", "v": "recv"}
 
 
@@ -72,9 +75,7 @@ def backward(number: int, batch: int = 0, *, line: int = 9, at: int = 6, unsynce
     return call("b", line, place=place)
 
 
-def judge(tmp_path: Path, *ranks: Sequence[Call] | RankAtEnd, passes: Any = None) -> list[Finding]:
-    file = tmp_path / "train.py"
-    file.write_text(PROGRAM)
+def judge(*ranks: Sequence[Call] | RankAtEnd, passes: Any = None) -> list[Finding]:
     everyone = [
         one
         if isinstance(one, RankAtEnd)
@@ -82,7 +83,7 @@ def judge(tmp_path: Path, *ranks: Sequence[Call] | RankAtEnd, passes: Any = None
         for rank, one in enumerate(ranks)
     ]
     numbers = range(1, len(PROGRAM.splitlines()) + 1)
-    blocks: dict[str, Sequence[Block]] = {f"train.py:{n}": blocks_around(file, "train.py", n) for n in numbers}
+    blocks: dict[str, Sequence[Block]] = {f"train.py:{n}": blocks_around(FILE, "train.py", n) for n in numbers}
     return judge_endings(everyone, blocks)
 
 
@@ -92,7 +93,7 @@ def only(found: Sequence[Finding]) -> Finding:
     return finding
 
 
-def test_a_loader_that_ended_earlier(tmp_path: Path) -> None:
+def test_a_loader_that_ended_earlier() -> None:
     def passes(batches: int, *, exhausted: bool) -> list[LoaderPass]:
         return [
             LoaderPass(0, 0, Location("train.py", 3), "Samples", batches=batches, exhausted=exhausted, indices=range(5))
@@ -101,31 +102,31 @@ def test_a_loader_that_ended_earlier(tmp_path: Path) -> None:
     rank_0 = [backward(n, n) for n in (1, 2, 3)]
     rank_1 = [*(backward(n, n) for n in (1, 2)), call("|", 16)]
     both = {0: passes(3, exhausted=False), 1: passes(2, exhausted=True)}
-    finding = only(judge(tmp_path, rank_0, rank_1, passes=both))
+    finding = only(judge(rank_0, rank_1, passes=both))
     assert (finding.code, finding.subjects, finding.ranks) == ("DDP405", ("Samples",), (1,))
     assert finding.location == Location("train.py", 3) and "2 batches on rank 1" in finding.message
     assert "Join" in finding.fix and "rank 1: 2 batches, 5 samples" in finding.evidence
 
 
-def test_a_loader_that_is_gone_through_again_explains_nothing(tmp_path: Path) -> None:
+def test_a_loader_that_is_gone_through_again_explains_nothing() -> None:
     """Rank 1 has begun its shorter shard anew, as rank 0 will; it waits for a call that rank 0 alone makes."""
     where = Location("train.py", 39)  # iter(loader), and next(...) where it is needed
     short = [LoaderPass(0, 0, where, batches=2, exhausted=True), LoaderPass(0, 1, where, batches=1)]
     both = {0: [LoaderPass(0, 0, where, batches=3)], 1: short}
     same = [backward(n) for n in (1, 2, 3)]
-    finding = only(judge(tmp_path, [*same, call("|", 21, 13)], [*same, backward(4)], passes=both))
+    finding = only(judge([*same, call("|", 21, 13)], [*same, backward(4)], passes=both))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 21))
 
 
-def test_a_rank_that_has_left_the_loop_by_its_break(tmp_path: Path) -> None:
-    finding = only(judge(tmp_path, [backward(n) for n in (1, 2, 3)], [backward(1), backward(2), call("|", 16)]))
+def test_a_rank_that_has_left_the_loop_by_its_break() -> None:
+    finding = only(judge([backward(n) for n in (1, 2, 3)], [backward(1), backward(2), call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 11))
     assert "after 2 passes and waits in barrier" in finding.message
 
 
-def test_an_exception_that_is_caught_ends_a_loop(tmp_path: Path) -> None:
+def test_an_exception_that_is_caught_ends_a_loop() -> None:
     calls = [backward(n, line=34, at=34) for n in (1, 2, 3)]
-    finding = only(judge(tmp_path, calls, [*calls[:2], call("|", 37)]))
+    finding = only(judge(calls, [*calls[:2], call("|", 37)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 35))
     assert "by the `except` at train.py:35" in finding.message
 
@@ -138,141 +139,135 @@ def test_an_exception_that_is_caught_ends_a_loop(tmp_path: Path) -> None:
     ],
     ids=["after forward", "before forward"],
 )
-def test_a_batch_that_a_rank_skips(
-    tmp_path: Path, numbers: Sequence[int], batches: Sequence[int], line: int, words: str
-) -> None:
+def test_a_batch_that_a_rank_skips(numbers: Sequence[int], batches: Sequence[int], line: int, words: str) -> None:
     rank_0 = [backward(n, n) for n in (1, 2, 3, 4)]
     rank_1 = [*map(backward, numbers, batches), call("|", 16)]
-    finding = only(judge(tmp_path, rank_0, rank_1))
+    finding = only(judge(rank_0, rank_1))
     assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", line))
     assert words in finding.message and f"by the `continue` at train.py:{line}" in finding.message
 
 
-def test_a_loop_that_runs_so_often_and_has_made_fewer_passes(tmp_path: Path) -> None:
+def test_a_loop_that_runs_so_often_and_has_made_fewer_passes() -> None:
     calls = [call("b", 28) for _ in range(9)]
-    finding = only(judge(tmp_path, calls, [*calls[:8], call("|", 29)]))
+    finding = only(judge(calls, [*calls[:8], call("|", 29)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", 27))
 
 
-def test_a_forward_pass_more_on_a_rank_skips_nothing(tmp_path: Path) -> None:
+def test_a_forward_pass_more_on_a_rank_skips_nothing() -> None:
     rank_0, rank_1 = [backward(1), backward(2), call("|", 16)], [backward(1), backward(3), call("c", 15)]
-    assert only(judge(tmp_path, rank_0, rank_1)).code == "DDP403"
+    assert only(judge(rank_0, rank_1)).code == "DDP403"
 
 
-def test_a_pass_under_no_sync_on_one_rank(tmp_path: Path) -> None:
+def test_a_pass_under_no_sync_on_one_rank() -> None:
     rank_0 = [backward(1), backward(3, unsynced=1), call("|", 16)]
-    finding = only(judge(tmp_path, rank_0, [backward(1), backward(2), backward(3)]))
+    finding = only(judge(rank_0, [backward(1), backward(2), backward(3)]))
     assert (finding.code, finding.ranks) == ("DDP502", (0,)) and "under no_sync" in finding.message
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_call_that_one_rank_alone_comes_to(tmp_path: Path, several: bool) -> None:
+def test_a_call_that_one_rank_alone_comes_to(several: bool) -> None:
     steps = [backward(1), backward(2)]
     members = (0, 1, 2, 3) if several else (0, 1)
     rank_0 = [*steps, call("|", 21, 13, members=members), call("|", 16, members=members)]
     others = [[*steps, call("|", 16, members=members)]] * (len(members) - 1)
-    finding = only(judge(tmp_path, rank_0, *others))
+    finding = only(judge(rank_0, *others))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 21))
     assert "in the branch at train.py:12" in finding.message and "take it out of the branch" in finding.fix
 
 
-def test_a_forward_pass_of_one_rank_has_advice_of_its_own(tmp_path: Path) -> None:
+def test_a_forward_pass_of_one_rank_has_advice_of_its_own() -> None:
     steps = [call("f", 6), backward(1)]
-    finding = only(judge(tmp_path, [*steps, call("f", 13), call("|", 16)], [*steps, call("|", 16)]))
+    finding = only(judge([*steps, call("f", 13), call("|", 16)], [*steps, call("|", 16)]))
     assert finding.location == Location("train.py", 13) and "model.module(x)" in finding.fix
 
 
-def test_a_rank_that_has_returned_before_the_call(tmp_path: Path) -> None:
+def test_a_rank_that_has_returned_before_the_call() -> None:
     steps = [backward(1)]
-    finding = only(judge(tmp_path, [*steps, call("|", 21, 39)], [*steps, call("r", 16)]))
+    finding = only(judge([*steps, call("|", 21, 39)], [*steps, call("r", 16)]))
     assert (finding.code, finding.location) == ("DDP403", Location("train.py", 21))
     assert "past the `return` at train.py:20" in finding.message
 
 
-def test_branches_of_one_if(tmp_path: Path) -> None:
-    finding = only(judge(tmp_path, [backward(1), call("r", 13)], [backward(1), call("c", 15)]))
+def test_branches_of_one_if() -> None:
+    finding = only(judge([backward(1), call("r", 13)], [backward(1), call("c", 15)]))
     assert finding.code == "DDP403" and "in the other branch of the `if` at train.py:12" in finding.message
 
 
-def test_a_collective_of_a_group_that_a_member_misses(tmp_path: Path) -> None:
+def test_a_collective_of_a_group_that_a_member_misses() -> None:
     of_group = call("r", 13, group="1")
-    finding = only(judge(tmp_path, [backward(1), of_group, call("|", 16)], [backward(1), call("|", 16)]))
+    finding = only(judge([backward(1), of_group, call("|", 16)], [backward(1), call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 13))
 
 
-def test_a_receive_that_nobody_sends(tmp_path: Path) -> None:
+def test_a_receive_that_nobody_sends() -> None:
     steps = (backward(1),)
     waits = RankAtEnd(0, steps, doing="waits in recv at train.py:13", lines=("train.py:13", "train.py:39"))
-    finding = only(judge(tmp_path, waits, [*steps, call("|", 16)]))
+    finding = only(judge(waits, [*steps, call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 13))
     assert finding.subjects == ("recv",)
 
 
-def test_a_rank_that_has_ended_before_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_has_ended_before_the_others() -> None:
     gone = RankAtEnd(1, (backward(1),), doing="has run to its end", ended=True)
-    finding = only(judge(tmp_path, [backward(1), backward(2)], gone))
+    finding = only(judge([backward(1), backward(2)], gone))
     assert (finding.code, finding.ranks) == ("DDP405", (1,)) and "has run to its end" in finding.message
 
 
-def test_a_rank_that_calls_exit_where_the_others_go_on(tmp_path: Path) -> None:
+def test_a_rank_that_calls_exit_where_the_others_go_on() -> None:
     def gone(line: int) -> RankAtEnd:
         return RankAtEnd(1, (backward(1),), doing="has ended", ended=True, exit_at=f"train.py:{line}")
 
-    finding = only(judge(tmp_path, [backward(1), backward(2)], gone(13)))
+    finding = only(judge([backward(1), backward(2)], gone(13)))
     assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 13))
-    finding = only(judge(tmp_path, [backward(1), backward(2)], gone(39)))  # sys.exit(main())
+    finding = only(judge([backward(1), backward(2)], gone(39)))  # sys.exit(main())
     assert finding.code == "DDP405"
 
 
-def test_a_pass_over_a_loader_that_a_rank_has_dropped(tmp_path: Path) -> None:
+def test_a_pass_over_a_loader_that_a_rank_has_dropped() -> None:
     def taken(batches: int) -> LoaderPass:
         return LoaderPass(0, 0, Location("train.py", 3), "Samples", batches=batches, exhausted=batches == 4)
 
     rank_0 = [*(backward(n, n) for n in (1, 2, 3, 4)), backward(5, 1, epoch=1)]
     rank_1 = [*(backward(n, n) for n in (1, 2)), backward(3, 1, epoch=1), call("|", 16)]
-    finding = only(judge(tmp_path, rank_0, rank_1, passes={0: [taken(4)], 1: [taken(2)]}))
+    finding = only(judge(rank_0, rank_1, passes={0: [taken(4)], 1: [taken(2)]}))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 11))
     assert "in batch 2" in finding.message
 
 
-def test_a_batch_that_one_rank_alone_looks_at_is_not_skipped(tmp_path: Path) -> None:
+def test_a_batch_that_one_rank_alone_looks_at_is_not_skipped() -> None:
     """Rank 0 has shown itself a batch before, so its passes have other numbers; then it calls what others do not."""
     passes = {0: [LoaderPass(0, 0, Location("train.py", 39), batches=1)]}
     rank_0 = [*(backward(n, n, epoch=1) for n in (1, 2)), call("r", 13)]
     rank_1 = [backward(n, n) for n in (1, 2, 3)]
-    assert only(judge(tmp_path, rank_0, rank_1, passes=passes)).code == "DDP403"
+    assert only(judge(rank_0, rank_1, passes=passes)).code == "DDP403"
 
 
-def test_a_loader_without_a_collective_explains_no_hang(tmp_path: Path) -> None:
+def test_a_loader_without_a_collective_explains_no_hang() -> None:
     """Each rank has evaluated its own part, which is uneven; rank 0 alone calls a barrier after that."""
     both = {n: [LoaderPass(1, 0, Location("train.py", 39), batches=5 + n, exhausted=True)] for n in (0, 1)}
     steps = [backward(1), backward(2)]
-    assert (
-        only(judge(tmp_path, [*steps, call("|", 13), call("|", 16)], [*steps, call("|", 16)], passes=both)).code
-        == "DDP403"
-    )
+    assert only(judge([*steps, call("|", 13), call("|", 16)], [*steps, call("|", 16)], passes=both)).code == "DDP403"
 
 
-def test_a_rank_at_work_for_which_the_others_wait(tmp_path: Path) -> None:
+def test_a_rank_at_work_for_which_the_others_wait() -> None:
     works = RankAtEnd(0, (backward(1),), doing="was at work at data.py:7", lines=("data.py:7",), waits=False)
-    finding = only(judge(tmp_path, works, [backward(1), call("|", 16)]))
+    finding = only(judge(works, [backward(1), call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP402", (0,), Location("data.py", 7))
     assert "Rank 0 was at work at data.py:7, and rank 1 waits for it" in finding.message
 
 
-def test_ranks_that_have_called_the_same_have_no_story(tmp_path: Path) -> None:
-    assert judge(tmp_path, [backward(1), call("|", 16)], [backward(1), call("|", 16)]) == []
+def test_ranks_that_have_called_the_same_have_no_story() -> None:
+    assert judge([backward(1), call("|", 16)], [backward(1), call("|", 16)]) == []
 
 
-def test_another_order_of_the_same_lines(tmp_path: Path) -> None:
+def test_another_order_of_the_same_lines() -> None:
     one, other = call("r", 13), call("c", 13)
-    finding = only(judge(tmp_path, [one, other, one, other], [one, other, other, one]))
+    finding = only(judge([one, other, one, other], [one, other, other, one]))
     assert finding.code == "DDP403" and "comes to" in finding.message
 
 
-def test_the_blocks_around_a_line(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
-    around = blocks_around(tmp_path / "train.py", "train.py", 9)
+def test_the_blocks_around_a_line() -> None:
+    around = blocks_around(FILE, "train.py", 9)
     assert [(one.kind, one.line) for one in around] == [
         ("function", 1),
         ("loop", 2),
@@ -281,4 +276,4 @@ def test_the_blocks_around_a_line(tmp_path: Path) -> None:
         ("rest", 8),
     ]
     assert around[1].exits == () and around[2].exits == ((11, "break"),) and around[1].times == 2
-    assert blocks_around(tmp_path / "none.py", "none.py", 1) == ()
+    assert blocks_around(FILE.with_name("none.py"), "none.py", 1) == ()
