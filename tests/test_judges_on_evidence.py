@@ -6,6 +6,7 @@ What is expected is what the files of the faults expect. `python -m tests.faults
 import copy
 import functools
 import importlib
+import inspect
 import importlib.util
 import json
 import math
@@ -47,9 +48,23 @@ from tests.tiers import first_of_each, share
 CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
 _BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the_reason"
+_TEST_OF_SCRIPT = {
+    "script_losses.judge_accumulated": "test_script_steps",
+    "script_optimizers.judge_schedule": "test_script_changes",
+    "script_optimizers.judge_changed": "test_script_steps",
+}
+
+
+def _test_of(judge: str) -> str:
+    """The tests of a judge of scripts, by its module."""
+    module = judge.partition(".")[0].removeprefix("script_")
+    own = {"pace": "steps", "targets": "evaluation"}.get(module, module)
+    return f"test_script_{own}" if own in ("draws", "evaluation", "gathers", "rows", "steps") else "test_script_judges"
+
+
 NO_FAULT_NEEDS = {
     # what only `ddpcheck run` gathers has scripts in examples/scripts, and no recorded evidence
-    **{name: "test_script_judges" for name in judges() if name.startswith("script_")},
+    **{name: _TEST_OF_SCRIPT.get(name, _test_of(name)) for name in judges() if name.startswith("script_")},
     **{name: "test_endings" for name in judges() if name.startswith(("endings.", "loop_endings.", "ending_facts."))},
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
@@ -180,7 +195,8 @@ def called(reference: str) -> Iterator[Callable[[], None]]:
         for mark in getattr(test, "pytestmark", ()):
             (names, values), single = mark.args, isinstance(mark.args[0], str)
             given = [{names: value} if single else dict(zip(names, value, strict=True)) for value in values]
-        yield from (functools.partial(test, **named) for named in given)
+        if given[0].keys() == inspect.signature(test).parameters.keys():  # and no fixture is wanted
+            yield from (functools.partial(test, **named) for named in given)
 
 
 def is_red(test: Callable[[], None]) -> bool:

@@ -29,7 +29,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import judge_alone
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_files import judge_files
-from ddpcheck.judge.script_losses import judge_losses, judge_sums
+from ddpcheck.judge.script_losses import judge_losses, judge_summed_again, judge_sums
 from ddpcheck.judge.script_optimizers import (
     judge_clips,
     judge_metrics,
@@ -393,6 +393,16 @@ def test_gradients_that_are_summed_by_hand() -> None:
     assert not judge_sums(steps(summed=()), means)
     assert not judge_sums(steps(), losses([HALF], [HALF], wrappers=()))
     assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
+
+
+def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
+    def steps(**more: Any) -> list[list[OptimizerStep]]:
+        return [[step(count, **{"summed": ("0/w",), **more}) for _ in range(2)] for count in range(3)]
+
+    assert codes(judge_summed_again(steps(), 2)) == ["DDP303"]
+    assert not judge_summed_again(steps(averaged=False), 2)  # by hand alone
+    assert not judge_summed_again(steps(summed=("criterion.w",)), 2)  # of what no wrapper averages
+    assert not judge_summed_again([*steps(), [step(3), step(3)]], 2)  # now and then
 
 
 # Models beside the wrappers
