@@ -6,8 +6,8 @@ What is expected is what the files of the faults expect. `python -m tests.faults
 import copy
 import functools
 import importlib
-import inspect
 import importlib.util
+import inspect
 import json
 import math
 import re
