@@ -1,0 +1,156 @@
+"""What the ranks' evaluations have in common: what was given to collectives, gathered, and shown, brought together.
+
+Read by the judges of `judge.script_evaluation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
+
+_SAME = 2e-6  # relative: of float32
+_FEWEST_DIGITS = 3  # of a printed number, before it is known by what is printed alone
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One evaluation on one rank: its pass over the loader, and what was exchanged and shown in its round."""
+
+    loader: LoaderPass
+    held: EvaluationPass
+    exchanged: Sequence[ResultExchanged]
+    shown: Sequence[MetricShown]
+
+    @property
+    def samples(self) -> int:
+        return len(self.loader.indices)
+
+
+def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
+    """Whether an index is known to be another sample on another rank: the datasets are the ranks' own."""
+    first, *others = (one.loader for one in of_ranks)
+    for other in others:
+        if first.digest and other.digest and first.digest != other.digest:
+            return True
+        common = [
+            rows[index] == other.contents[place][index]
+            for place, rows in first.contents.items()
+            for index in rows.keys() & other.contents.get(place, {}).keys()
+        ]
+        if common and not any(common):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the ranks have given to a collective: each number, by rank."""
+
+    operation: str
+    location: Location | None
+    values: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A label for each sample, which collectives have brought together.
+
+    Attributes:
+        operation: The collective.
+        location: Its line.
+        rows: Those of each rank.
+        in_order: All of them, as the collectives put them.
+    """
+
+    operation: str
+    location: Location | None
+    rows: Sequence[Sequence[int]]
+    in_order: Sequence[int]
+
+
+def _lines(of_ranks: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
+    """The calls of each line, by rank, of lines from which every rank has made as many."""
+    keys = dict.fromkeys((one.operation, one.location, one.during) for one in of_ranks[0].exchanged)
+    for key in keys:
+        calls = [[o for o in one.exchanged if (o.operation, o.location, o.during) == key] for one in of_ranks]
+        if len({len(of_rank) for of_rank in calls}) == 1:
+            yield calls
+
+
+def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
+    """The numbers that every rank has given to a collective, those of a loop over batches added up."""
+    for calls in _lines(of_ranks):
+        first = calls[0][0]
+        numbers = [
+            [(*one.numbers, *(() if one.total is None else (one.total,))) for one in of_rank] for of_rank in calls
+        ]
+        if len({len(one) for of_rank in numbers for one in of_rank}) > 1:
+            continue
+        if first.during:  # in each batch: the sums of them
+            numbers = [[tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
+        for of_call in zip(*numbers, strict=True):
+            yield Given(first.operation, first.location, list(zip(*of_call, strict=True)))
+
+
+def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
+    """What collectives have brought together, as far as there is one label for each sample of each rank."""
+    found = []
+    for calls in _lines(of_ranks):
+        first = calls[0][0]
+        if "gather" not in first.operation:
+            continue
+        for chunks in [calls] if first.during else [[[one] for one in of_call] for of_call in zip(*calls, strict=True)]:
+            rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
+            if all(len(of_rank) == one.samples > 0 for of_rank, one in zip(rows, of_ranks, strict=True)):
+                in_order = [row for of_call in zip(*chunks, strict=True) for one in of_call for row in one.rows]
+                found.append(Gathered(first.operation, first.location, rows, in_order))
+    return found
+
+
+def equal_rows(one: Sequence[int], other: Sequence[int]) -> list[bool]:
+    """Whether they are the same, row by row."""
+    return [a == b for a, b in zip(one, other, strict=True)]
+
+
+def common_keys(of_ranks: Sequence[Evaluated]) -> list[str]:
+    """The names of the numbers that every rank holds."""
+    return [key for key in of_ranks[0].held.numbers if all(key in one.held.numbers for one in of_ranks)]
+
+
+def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
+    """Each number, and where it is shown."""
+    return ((shown, number) for shown in one.shown for number in shown.numbers)
+
+
+def first_shown(of_ranks: Sequence[Evaluated], wrong: float, right: float) -> MetricShown | None:
+    """Where a rank shows the one number, and none the other."""
+    if is_close(wrong, right) or any(
+        shows(n, s * right) for o in of_ranks for _, n in numbers_shown(o) for s in (1, 100)
+    ):
+        return None
+    for one in of_ranks:
+        for shown, number in numbers_shown(one):
+            if any(shows(number, scale * wrong) for scale in (1, 100)):
+                return shown
+    return None
+
+
+def shows(number: ShownNumber, value: float) -> bool:
+    """Whether it is the value that is shown: the number that the program holds, or one that is printed like it."""
+    if number.values:
+        return any(is_close(held, value) or is_close(100 * held, value) for held in number.values)
+    text = number.text.lstrip("-")
+    digits, _, _exponent = text.partition("e")
+    if len(digits.replace(".", "").lstrip("0")) < _FEWEST_DIGITS or "e" in text:
+        return False
+    return f"{value:.{len(text.partition('.')[2])}f}" == number.text
+
+
+def is_close(one: float, other: float) -> bool:
+    """Whether two numbers are the same, as far as float32 goes."""
+    return math.isclose(one, other, rel_tol=_SAME)
