@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.script import StateHeld
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
-from ddpcheck.findings.wording import join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.findings.wording import format_ranks, join_names, minority_ranks, one_finding, plural_verb
 
 _FEWEST = 2  # looks, of which the last two have to differ
 
@@ -40,6 +41,51 @@ def judge_states(states: Sequence[Sequence[StateHeld]]) -> list[Finding]:
         if len(apart) == _FEWEST and in_use and not _come_together(looks):
             found += _finding(apart[-1])
     return found[:1]
+
+
+def judge_uses(uses: Sequence[Sequence[StateUsed]], states: Sequence[Sequence[StateHeld]]) -> list[Finding]:
+    """DDP306: what several ranks evaluate from one line, with other weights on each; by rank.
+
+    These are copies, and wrapped modules into which the script has put what it had kept: other values than training
+    left there. What one rank alone evaluates, or has received from the others before, is no fault.
+    """
+    by_use = [{(one.step, one.name, one.lines): one for one in of_rank} for of_rank in uses]
+    kept = [{digest_of_values(one.values.values()): one for one in of_rank if one.copies} for of_rank in states]
+    for use in dict.fromkeys(use for of_rank in by_use for use in of_rank):
+        theirs = {rank: of_rank[use] for rank, of_rank in enumerate(by_use) if use in of_rank}
+        copies = [copy for rank, one in theirs.items() if (copy := kept[rank].get(one.digest))]
+        known = copies or any(one.loaded or not one.wrapped for one in theirs.values())
+        if known and len({one.digest for one in theirs.values()}) > 1:
+            return _finding_of_use(theirs, states, copies[0].location if copies else None)
+    return []
+
+
+def _finding_of_use(
+    uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None
+) -> list[Finding]:
+    ranks = list(uses)
+    one = next((one for one in uses.values() if one.loaded), uses[ranks[0]])
+    changed = {
+        rank: len({str(look.values) for look in looks}) > 1
+        for rank in ranks
+        if len(looks := [look for look in states[rank] if look.copies and look.name == one.name]) > 1
+    }
+    moved, left = ([rank for rank, yes in changed.items() if yes is which] for which in (True, False))
+    evidence = [f"evaluated at {one.lines[0]} on {format_ranks(ranks)}, after {one.step} optimizer steps"]
+    if moved and left:
+        evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(left)}")
+    return one_finding(
+        "DDP306",
+        (one.name,),
+        f"{one.name} is evaluated with other weights on each rank: "
+        + ("what was loaded into it" if one.loaded else "what was kept of the weights")
+        + " is not the same on every rank.",
+        location=one.location or copied or Location.parse(one.lines[0]),
+        evidence=evidence,
+        severity=Severity.WARNING,
+        fix="Change the copy in the same way on every rank and decide when by a value that was reduced over all ranks; "
+        "or broadcast it before ranks evaluate it.",
+    )
 
 
 def _differ(values: Sequence[Mapping[str, int]]) -> bool:

@@ -36,6 +36,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
+from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.report import Finding, Location
@@ -199,6 +200,7 @@ Entry = (
     | OptimizerStep
     | OptimizerEnd
     | StateHeld
+    | StateUsed
     | LossDifferentiated
     | MetricUsed
     | GradientsClipped

@@ -36,6 +36,7 @@ from ddpcheck.monitor.script.recording.leftover_recorder import LeftoverRecorder
 from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, follow
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
@@ -106,7 +107,7 @@ class OptimizerRecorder:
         follow(_Plateau, "step", self._before_plateau)
         self._leftovers = LeftoverRecorder(sink)
         self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
-        self.states = StateRecorder(sink, watches)
+        self.states = StateRecorder(sink, watches, UseRecorder(sink, watches, lambda: self.steps, self._held))
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
 
@@ -125,6 +126,9 @@ class OptimizerRecorder:
             self._sums[id(tensor)] = ref(tensor), tensor._version, location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
+
+    def _held(self) -> list[torch.Tensor]:
+        return [p for one in list(self._known) for p in _parameters_of(one)]
 
     def _is_written(self, count: int) -> bool:
         return is_probed(count) or bool(self._every and count % self._every == 0)
@@ -155,8 +159,7 @@ class OptimizerRecorder:
             self._sink(self._described(optimizer, known, watches))
             known.marks = []
             if known.steps:
-                held = [p for one in list(self._known) for p in _parameters_of(one)]
-                self.states.look(known.number, known.steps, held)
+                self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self._flat.clear()
         known.reductions = sum(watch.step for watch in watches)

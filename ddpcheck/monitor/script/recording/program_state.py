@@ -24,6 +24,7 @@ from ddpcheck.findings.source_lines import is_user_file, relative_path, variable
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch, batch_statistics
+from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 from ddpcheck.recipe.pytree import tree_tensors
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
@@ -73,9 +74,10 @@ class StateRecorder:
     parameters; and modules with buffers through which backward comes (a criterion with a centre, or with a queue).
     """
 
-    def __init__(self, sink: Callable[[StateHeld], object], watches: Iterable[ScriptWatch]) -> None:
-        """Begin; `watches` are those on the wrappers."""
+    def __init__(self, sink: Callable[[StateHeld], object], watches: Iterable[ScriptWatch], uses: UseRecorder) -> None:
+        """Begin; `watches` are those on the wrappers, and `uses` is told of the copies that are found."""
         self._sink = sink
+        self._uses = uses
         self._watches = watches
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
         self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list or dictionary, its first tensor
@@ -89,6 +91,7 @@ class StateRecorder:
         trained = {id(p) for p in itertools.chain(held, *(of_one.values() for of_one in wrapped))}
         trained.update(id(p) for watch in self._watches for p in watch.wrapped)
         seen: set[int] = set()
+        self._uses.follow_wrapped()
         for path, value, where in program_variables(depth=2) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
@@ -102,6 +105,8 @@ class StateRecorder:
             if not state and isinstance(value, nn.Module):
                 state = {} if any(id(p) in trained for p in _parameters(value).values()) else self._of_criterion(value)
             if state and not any(id(tensor) in trained for tensor in state.values()):
+                if copies and isinstance(value, nn.Module):
+                    self._uses.follow(value, path, _line_of(path, where))
                 used = isinstance(value, nn.Module) and bool(self._use_of(value))
                 values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
                 kind, line = type(value).__name__, _line_of(path, where)

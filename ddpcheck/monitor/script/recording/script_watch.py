@@ -100,6 +100,11 @@ class ScriptWatch(Watch):
         )
 
     @property
+    def module(self) -> nn.Module:
+        """What is wrapped."""
+        return self._module
+
+    @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Those that the wrapper synchronises, by name."""
         return self._parameters

@@ -27,6 +27,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
     StateHeld,
 )
+from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
@@ -50,7 +51,7 @@ from ddpcheck.judge.script_optimizers import (
     judge_zeroed,
 )
 from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
-from ddpcheck.judge.script_states import judge_states
+from ddpcheck.judge.script_states import judge_states, judge_uses
 from ddpcheck.judge.script_targets import judge_targets
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
 
@@ -98,7 +99,11 @@ def judge_held_states(ranks: Sequence[WatchedRank]) -> list[Finding]:
     """The findings on models beside the wrappers: no cause if the wrapped modules themselves are apart."""
     if len(ranks) < 2 or len(ranks) < ranks[0].started.world_size:
         return []
-    return judge_states([_of(rank, StateHeld) for rank in ranks])
+    held = [_of(rank, StateHeld) for rank in ranks]
+    whole = all(len(made.ranks) == len(ranks) for rank in ranks for made in rank.wrappers)
+    steps = [of_ranks for of_one, _ in _optimizers(ranks) for of_ranks in of_one if of_ranks[0].held]
+    uses = [_of(rank, StateUsed) for rank in ranks] if whole and all(map(all_gradients_agree, steps)) else []
+    return judge_states(held) or judge_uses(uses, held)
 
 
 def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:

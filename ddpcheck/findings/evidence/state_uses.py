@@ -1,0 +1,41 @@
+"""Evidence on what a script evaluates beside its training: copies of wrapped modules, and what it loads.
+
+Judged in `judge.script_states`; gathered in `monitor.script.recording.state_uses`.
+
+This module is light: it never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ddpcheck.findings.report import Location
+
+
+@dataclass(frozen=True, slots=True)
+class StateUsed:
+    """A module with parameters like those of a wrapped one is called in evaluation, or without gradients.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+        name: The variable in which the program holds it, else its class.
+        lines: The lines of the program that call it, innermost first.
+        digest: Of the values of its parameters.
+        wrapped: Whether it is a wrapped module itself.
+        loaded: Whether a state has been loaded into it since the last optimizer step.
+        location: The line that loads it, else that assigns the variable.
+    """
+
+    step: int
+    name: str
+    lines: tuple[str, ...]
+    digest: int
+    wrapped: bool
+    loaded: bool
+    location: Location | None
+
+
+def digest_of_values(fingerprints: Iterable[int]) -> int:
+    """One number for the fingerprints of the tensors of a module, the same in every process."""
+    return hash(tuple(sorted(fingerprints)))

@@ -1,0 +1,78 @@
+"""DDP306 of copies that are evaluated: which uses are a fault, and what is written down of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.report import Location
+from ddpcheck.judge.script_states import judge_uses
+from ddpcheck.monitor.script.recording.state_uses import UseRecorder
+
+MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
+HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)
+
+
+def use(digest: int, **more: Any) -> StateUsed:
+    return replace(StateUsed(12, "ema", ("train.py:60",), digest, wrapped=False, loaded=False, location=MADE), **more)
+
+
+def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
+    moves = [HELD, replace(HELD, count=8, values={"w": 2})]
+    stays = [HELD, replace(HELD, count=8)]
+    (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays])
+    assert (finding.code, finding.location, finding.severity.value) == ("DDP306", MADE, "warning")
+    assert "in the training loop it has changed on rank 0, not on rank 1" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ([use(3)], []),  # on rank 0 only
+        ([use(3)], [use(3)]),  # broadcast before, or updated alike
+        ([use(3)], [use(1, lines=("train.py:70",))]),  # from a line of its own
+        ([use(3)], [use(1, step=8)]),
+        ([use(3, wrapped=True)], [use(1, wrapped=True)]),  # training has left it so: another finding, if any
+    ],
+)
+def test_uses_that_are_no_fault(here: list[StateUsed], there: list[StateUsed]) -> None:
+    assert not judge_uses([here, there], [[], []])
+
+
+def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
+    here, there = use(3, name="Net", wrapped=True), use(digest_of_values([1]), name="Net", wrapped=True)
+    (finding,) = judge_uses([[replace(here, location=None)], [there]], [[], [HELD]])
+    assert finding.location == MADE
+    (finding,) = judge_uses([[here], [replace(there, loaded=True, location=LOADED)]], [[], []])
+    assert finding.location == LOADED
+
+
+def test_the_uses_of_a_copy_that_are_written_down() -> None:
+    written: list[StateUsed] = []
+    steps, held = [0], list[torch.Tensor]()
+    recorder = UseRecorder(written.append, [], lambda: steps[0], lambda: held)
+    copy = nn.Linear(2, 1)
+    outer = nn.Sequential(copy)
+    recorder.follow(outer, "ema", MADE)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            copy(torch.ones(1, 2))
+
+    evaluate()
+    assert not written  # nothing has been trained
+    steps[0] = 3
+    copy(torch.ones(1, 2))
+    assert not written  # it trains
+    for _ in range(3):
+        evaluate()
+    assert [one.step for one in written] == [3]  # one from this line
+    steps[0], held[:] = 4, list(copy.parameters())
+    evaluate()
+    assert len(written) == 1  # an optimizer of its own has it
