@@ -7,7 +7,7 @@ import torch
 from ddpcheck.findings.evidence.gathers import GatheredConstant
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_gathers import judge_gathers
-from ddpcheck.monitor.script.recording.gather_recorder import _factors, _Gathered, _rows
+from ddpcheck.monitor.script.recording.gather_recorder import _factors, _Gathered, _nodes, _Parts, _puts_back, _rows
 
 LINE = Location("train.py", 8)
 
@@ -32,3 +32,21 @@ def test_the_own_rows_among_the_constants_of_a_loss() -> None:
     assert constants(torch.cat([features.detach(), others])) == 1
     assert constants(torch.cat([features, others])) == 0  # put back
     assert constants(torch.randn(8, 3)) == 0  # a queue
+
+
+def test_the_own_part_that_is_put_back() -> None:
+    features = torch.randn(4, 5) @ torch.randn(5, 3, requires_grad=True)
+    parts = [_Parts(2, 1, (8, 3))]
+
+    def joined(everything: torch.Tensor) -> bool:
+        root = (features @ everything.T).logsumexp(1).mean().grad_fn
+        return any(_puts_back(node, parts, {features.grad_fn}) for node in _nodes(root, {features.grad_fn}))
+
+    others = torch.randn(4, 3)
+    assert joined(torch.cat([others, features]))
+    whole = torch.randn(8, 3)
+    assert not joined(whole)
+    whole[4:] = features
+    assert joined(whole)
+    assert not joined(torch.cat([features, others]))  # in the place of another rank
+    assert not joined(torch.cat([features, features]))

@@ -263,6 +263,7 @@ def test_gradients_that_a_rank_changes_before_the_step() -> None:
     assert not judge_step_gradients([[here, step(norms={"0/w": 1.0 + 1e-6})]])
     assert not judge_step_gradients([[here, replace(there, averaged=False)]])  # the rank's own, under no_sync
     assert not judge_step_gradients([[here, replace(there, reductions=3)]])  # DDP508
+    assert not judge_step_gradients([[replace(one, unaveraged=("0/w",)) for one in (here, there)]])  # DDP501
     assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
 
 
@@ -382,6 +383,7 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
 def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
+    assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
 
 
 def test_gradients_that_are_summed_by_hand() -> None:

@@ -6,7 +6,7 @@ Pure functions from `findings.evidence.script` (gathered by `monitor.script.reco
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.report import Finding
@@ -23,15 +23,21 @@ Losses = Sequence[Sequence[LossDifferentiated]]
 """By rank, in order."""
 
 
-def judge_losses(losses: Losses) -> list[Finding]:
-    """The findings on losses of which DDP averages the gradients."""
+def judge_losses(losses: Losses, whole: Sequence[Container[int]] = ()) -> list[Finding]:
+    """The findings on losses of which DDP averages the gradients.
+
+    Args:
+        losses: By rank.
+        whole: By rank, the steps in which its loss is that of all ranks, and its gradient a part of theirs.
+    """
     losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_place))) if by_place else []
     passes = [[of_rank[place] for of_rank in by_place] for place in common]
     if len(passes) < _FEWEST:
         return []
-    return _judge_scale(passes, len(losses)) or _judge_counts(passes)
+    add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
+    return ([] if add_up else _judge_scale(passes, len(losses))) or _judge_counts(passes)
 
 
 def are_sums(losses: Losses, wrapper: int) -> bool:

@@ -160,7 +160,8 @@ def judge_step_gradients(steps: Sequence[Steps]) -> list[Finding]:
     for of_ranks in steps:
         if not all(one.averaged for one in of_ranks) or len({one.reductions for one in of_ranks}) > 1:
             continue
-        names = differing([one.norms for one in of_ranks])
+        alone = {name for one in of_ranks for name in one.unaveraged}
+        names = [name for name in differing([one.norms for one in of_ranks]) if name not in alone]
         if names:
             values = {name: [one.norms.get(name) for one in of_ranks] for name in names}
             ranks = _minority([one.norms for one in of_ranks], names)

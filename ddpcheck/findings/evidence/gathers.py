@@ -27,3 +27,16 @@ class GatheredConstant:
     operation: str
     location: Location | None
     rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPartPutBack:
+    """A loss is made of what was gathered without gradient, and the rank's own part of it carries one.
+
+    Each rank has the whole loss then, and its own part of the gradient: these add up over the ranks.
+
+    Attributes:
+        step: How often optimizers had stepped before.
+    """
+
+    step: int

@@ -132,6 +132,7 @@ class OptimizerStep:
         reductions: Averaged backward passes so far of the wrappers whose parameters it holds; negative where it
             holds none of any wrapper.
         averaged: Whether there was one since it last stepped, and none that was not averaged.
+        unaveraged: Its parameters in wrappers that have averaged nothing since then.
         norms: The norm of the gradient of each parameter in a wrapper, by name.
         states: The norms of its state, by name of the parameter and key.
         alone: The values of parameters in no wrapper, as fingerprints, by name.
@@ -155,6 +156,7 @@ class OptimizerStep:
     held: tuple[str, ...] = ()
     reductions: int = -1
     averaged: bool = False
+    unaveraged: tuple[str, ...] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, float] = field(default_factory=dict)
     alone: Mapping[str, int] = field(default_factory=dict)

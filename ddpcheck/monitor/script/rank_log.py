@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
-from ddpcheck.findings.evidence.gathers import GatheredConstant
+from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
 from ddpcheck.findings.evidence.script import (
@@ -197,6 +197,7 @@ Entry = (
     | DerivedTable
     | StepDraw
     | GatheredConstant
+    | OwnPartPutBack
     | OptimizerStep
     | OptimizerEnd
     | StateHeld

@@ -49,6 +49,7 @@ class _Optimizer:
     number: int
     steps: int = 0
     reductions: int = 0
+    reduced: dict[int, int] = field(default_factory=dict)  # by number of a wrapper, likewise
     alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
     marks: list[int] = field(default_factory=list)
     marked: Callable[[], Any] = lambda: None  # a small parameter that is in no wrapper
@@ -163,6 +164,7 @@ class OptimizerRecorder:
         self._sums.clear()
         self._flat.clear()
         known.reductions = sum(watch.step for watch in watches)
+        known.reduced = {watch.number: watch.step for watch in watches}
         known.steps += 1
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
@@ -176,6 +178,7 @@ class OptimizerRecorder:
         inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
         reductions = sum(watch.step for watch in watches)
+        idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
         settled = not known.joins and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
         every = {**inside, **alone}
@@ -192,6 +195,7 @@ class OptimizerRecorder:
             held=tuple(inside),
             reductions=reductions if watches and not known.joins else -1,
             averaged=reductions > known.reductions and settled,
+            unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
             norms=_norms({name: p.grad for name, p in inside.items() if p.grad is not None}),
             states=_norms(
                 {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
-from ddpcheck.findings.evidence.gathers import GatheredConstant
+from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import (
@@ -180,7 +180,8 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
     found += judge_gathers([_of(rank, GatheredConstant) for rank in ranks])
-    found += judge_losses(losses) or judge_accumulated(losses)
+    whole = [{one.step for one in _of(rank, OwnPartPutBack)} for rank in ranks]
+    found += judge_losses(losses, whole) or judge_accumulated(losses)
     found += _judge_pace(ranks)
     if wrapped and not any(finding.code == "DDP504" for finding in found):
         every = [one for rank in ranks for one in _of(rank, OptimizerStep)]
