@@ -19,7 +19,9 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_targets import judge_targets
+from ddpcheck.monitor.script.recording.evaluation_recorder import _rows_given
 from ddpcheck.monitor.script.recording.program_numbers import labels_in, number_of
+from ddpcheck.monitor.script.recording.sample_rows import SampleRows
 from ddpcheck.monitor.script.recording.target_recorder import _cross_entropies, _place_of
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
@@ -180,6 +182,74 @@ def test_results_in_the_order_of_the_ranks_are_compared_with_labels_in_another()
     assert judged(strided(8), shown=[prints(1.0), []], **compared) == []
     blocks = [range(4), range(4, 8)]  # in which gathering keeps the order
     assert judged(blocks, shown=[prints(2 / 8), []], **compared) == []
+
+
+def with_classes(of_rank: Sequence[Sequence[int]], **more: Any) -> list[list[LoaderPass]]:
+    known = {"exhausted": True, "batch_size": 4, "batches": 2, **more}
+    return [
+        [LoaderPass(3, 0, LOOP, "Photos", 8, indices=i, classes=[LABELS[x] for x in c], **known)]
+        for i, c in zip(of_rank, strided(8), strict=True)
+    ]
+
+
+def test_labels_that_the_dataset_does_not_hold_are_those_that_came_with_the_samples() -> None:
+    given = [[call(operation="all_gather_object", rows=of)] for of in RIGHT]
+    passes = [[EvaluationPass(0, 3, 0)]] * 2
+    for text, code in (("", "DDP803"), ("0.250", "DDP803"), ("0.251", "")):
+        value = 0.25 if not text else float(text)
+        shown = [[MetricShown(0, "printed", LINE, (ShownNumber(text, (value,)),))], []]
+        loaders = with_classes(strided(8))
+        assert codes(judge_evaluations(loaders, passes, given, shown)) == [code] * bool(code)
+    beneath = [[100 + index for index in of_rank] for of_rank in strided(8)]  # of a `Subset`
+    loaders = with_classes(beneath, subset=range(100, 108))
+    assert codes(judge_evaluations(loaders, passes, given, [prints(0.25), []])) == ["DDP803"]
+    both = [[*of, call(operation="all_gather_object", rows=of[0].rows)] for of in given]
+    assert judge_evaluations(loaders, passes, both, [prints(0.25), []]) == []  # the labels are gathered, too
+
+
+def test_rows_that_are_gathered_batch_by_batch_are_joined_rank_by_rank_or_call_by_call() -> None:
+    rows = [[0, 2, 2, 3], [1, 3, 1, 1]]  # right: 5 of 8
+    halves = [
+        [call(operation="all_gather", rows=half, during=True) for half in (of_rank[:2], of_rank[2:])]
+        for of_rank in rows
+    ]
+    by_call, by_rank = [0, 2, 1, 3, 2, 3, 1, 1], [0, 2, 2, 3, 1, 3, 1, 1]
+    agree = [sum(a == b for a, b in zip(order, LABELS, strict=True)) / 8 for order in (by_call, by_rank)]
+    assert agree[0] != agree[1]
+    for value in (*agree, 0.875):
+        found = judged(strided(8), size=8, given=halves, references={"labels": LABELS}, shown=[prints(value), []])
+        assert codes(found) == ["DDP803"] * (value in agree)
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ([1, 0], [1, 0]),
+        ([[1, 0], [2]], [1, 0, 2]),
+        ([torch.tensor([1, 0]).numpy(), torch.tensor([2]).numpy()], [1, 0, 2]),
+        ([0.2, 0.9], [0, 1]),
+        (torch.tensor([0.2, 0.9]), [0, 1]),
+        (torch.tensor([[-2.0], [0.2]]), [0, 1]),
+        (torch.tensor(0.5), []),
+        (["a", "b"], []),
+        ({"labels": [1]}, []),
+    ],
+)
+def test_what_is_gathered_has_a_label_for_each_row(given: Any, rows: list[int]) -> None:
+    assert list(_rows_given(given)) == rows
+
+
+def test_labels_are_kept_as_a_loader_gives_them() -> None:
+    images = torch.randn(2, 3)
+    for batch, classes in (
+        ((images, torch.tensor([4, 5])), [4, 5]),
+        ({"x": images, "y": torch.tensor([1.0, 0.0])}, [1, 0]),
+        ((images, torch.tensor([1.0, float("inf")])), []),
+        ((images, torch.tensor([1, 2]), torch.tensor([3, 4])), []),
+    ):
+        rows = SampleRows()
+        rows.note(batch)
+        assert list(rows.classes) == classes
 
 
 # Targets

@@ -5,8 +5,9 @@ Read by the judges of `judge.script_evaluation`.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
@@ -17,7 +18,7 @@ _SAME = 2e-6  # relative: of float32
 _FEWEST_DIGITS = 3  # of a printed number, before it is known by what is printed alone
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evaluated:
     """One evaluation on one rank: its pass over the loader, and what was exchanged and shown in its round."""
 
@@ -25,10 +26,30 @@ class Evaluated:
     held: EvaluationPass
     exchanged: Sequence[ResultExchanged]
     shown: Sequence[MetricShown]
+    subset: Sequence[int] = ()
 
     @property
     def samples(self) -> int:
         return len(self.loader.indices)
+
+    def place(self, index: int) -> int:
+        """Where a sample is in the dataset that the loader has: a `Subset` has an order of its own."""
+        return self._places.get(index, index)
+
+    @functools.cached_property
+    def _places(self) -> Mapping[int, int]:
+        return {index: place for place, index in enumerate(self.subset)}
+
+
+def labels_given(of_ranks: Sequence[Evaluated]) -> dict[int, int]:
+    """By place in the dataset, the label that came with each sample, where every rank's samples have one."""
+    if any(len(one.loader.classes) != one.samples for one in of_ranks):
+        return {}
+    return {
+        one.place(index): label
+        for one in of_ranks
+        for index, label in zip(one.loader.indices, one.loader.classes, strict=True)
+    }
 
 
 def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
@@ -64,13 +85,14 @@ class Gathered:
         operation: The collective.
         location: Its line.
         rows: Those of each rank.
-        in_order: All of them, as the collectives put them.
+        orders: All of them, in the orders in which a program joins what the collectives bring: call by call, and rank
+            by rank.
     """
 
     operation: str
     location: Location | None
     rows: Sequence[Sequence[int]]
-    in_order: Sequence[int]
+    orders: Sequence[Sequence[int]]
 
 
 def _lines(of_ranks: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
@@ -107,8 +129,9 @@ def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
         for chunks in [calls] if first.during else [[[one] for one in of_call] for of_call in zip(*calls, strict=True)]:
             rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
             if all(len(of_rank) == one.samples > 0 for of_rank, one in zip(rows, of_ranks, strict=True)):
-                in_order = [row for of_call in zip(*chunks, strict=True) for one in of_call for row in one.rows]
-                found.append(Gathered(first.operation, first.location, rows, in_order))
+                by_call = [row for of_call in zip(*chunks, strict=True) for one in of_call for row in one.rows]
+                by_rank = [row for of_rank in rows for row in of_rank]
+                found.append(Gathered(first.operation, first.location, rows, (by_call, by_rank)))
     return found
 
 
@@ -127,12 +150,12 @@ def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
     return ((shown, number) for shown in one.shown for number in shown.numbers)
 
 
-def first_shown(of_ranks: Sequence[Evaluated], wrong: float, right: float) -> MetricShown | None:
-    """Where a rank shows the one number, and none the other."""
-    if is_close(wrong, right) or any(
-        shows(n, s * right) for o in of_ranks for _, n in numbers_shown(o) for s in (1, 100)
-    ):
-        return None
+def first_shown(of_ranks: Sequence[Evaluated], wrong: float, *right: float) -> MetricShown | None:
+    """Where a rank shows the one number, and none any of the others."""
+    numbers = [number for one in of_ranks for _, number in numbers_shown(one)]
+    for value in right:
+        if is_close(wrong, value) or any(shows(number, scale * value) for number in numbers for scale in (1, 100)):
+            return None
     for one in of_ranks:
         for shown, number in numbers_shown(one):
             if any(shows(number, scale * wrong) for scale in (1, 100)):
@@ -142,8 +165,10 @@ def first_shown(of_ranks: Sequence[Evaluated], wrong: float, right: float) -> Me
 
 def shows(number: ShownNumber, value: float) -> bool:
     """Whether it is the value that is shown: the number that the program holds, or one that is printed like it."""
-    if number.values:
-        return any(is_close(held, value) or is_close(100 * held, value) for held in number.values)
+    if any(is_close(held, value) or is_close(100 * held, value) for held in number.values):
+        return True
+    if number.values and not (number.text and number.values == (float(number.text),)):
+        return False
     text = number.text.lstrip("-")
     digits, _, _exponent = text.partition("e")
     if len(digits.replace(".", "").lstrip("0")) < _FEWEST_DIGITS or "e" in text:

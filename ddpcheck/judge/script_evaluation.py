@@ -7,7 +7,7 @@ findings. Nothing is said unless a number of the program's is just what the faul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -15,6 +15,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.evaluation_results import (
     Evaluated,
+    Gathered,
     are_other_data,
     common_keys,
     equal_rows,
@@ -22,6 +23,7 @@ from ddpcheck.judge.evaluation_results import (
     gathered_labels,
     given_numbers,
     is_close,
+    labels_given,
     numbers_shown,
     shows,
 )
@@ -41,6 +43,7 @@ def judge_evaluations(
     by_rank: list[dict[_Key, Evaluated]] = []
     for of_loaders, of_passes, of_exchanged, of_shown in zip(loaders, passes, exchanged, shown, strict=True):
         known = {(one.loader, one.number): one for one in of_loaders}
+        subsets = {one.loader: one.subset for one in of_loaders if len(one.subset)}
         theirs: dict[_Key, Evaluated] = {}
         for held in of_passes:
             if (loader := known.get((held.loader, held.number))) is not None and loader.exhausted:
@@ -50,6 +53,7 @@ def judge_evaluations(
                     held,
                     [one for one in of_exchanged if one.round == held.round],
                     [one for one in of_shown if one.round == held.round],
+                    subsets.get(loader.loader, ()),
                 )
         by_rank.append(theirs)
     found: dict[str, list[Finding]] = {}
@@ -251,30 +255,48 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
     """DDP803: a metric of labels that were gathered rank by rank, against those of the dataset in its own order."""
     if min(one.samples for one in of_ranks) < 1 or are_other_data(of_ranks):
         return []
-    references = {name: labels for one in of_ranks for name, labels in one.held.references.items()}
-    for given in gathered_labels(of_ranks):
+    references: dict[str, Mapping[int, int]] = {
+        f"{name} of the dataset": dict(enumerate(labels))
+        for one in of_ranks
+        for name, labels in one.held.references.items()
+    }
+    references["those that the loader gives"] = labels_given(of_ranks)
+    gathered = gathered_labels(of_ranks)
+    for given in gathered:
         for name, labels in references.items():
-            by_index: dict[int, bool] = {}
-            for one, rows in zip(of_ranks, given.rows, strict=True):
-                indices = one.loader.indices
-                by_index |= {i: labels[i] == row for i, row in zip(indices, rows, strict=True) if i < len(labels)}
-            if len(by_index) < len(labels):
-                continue
-            wrong = sum(a == b for a, b in zip(given.in_order, labels, strict=False)) / len(labels)
-            right = sum(by_index.values()) / len(labels)
-            if abs(wrong - right) > _APART and (seen := first_shown(of_ranks, wrong, right)) is not None:
-                one = of_ranks[0]
-                begins = ", ".join(map(str, one.loader.indices[:4]))
-                return one_finding(
-                    "DDP803",
-                    (one.loader.dataset,),
-                    f"The results are gathered rank by rank and compared with labels in the order of the dataset: the "
-                    f"{wrong:.6g} that is {seen.how} would be {right:.6g}, if each were compared with its own label.",
-                    location=given.location,
-                    evidence=[
-                        f"rank 0 has samples {begins} ..., by {one.loader.sampler}",
-                        f"the labels are {name} of the dataset",
-                        f"it is {seen.how} at {seen.location}",
-                    ],
-                )
+            places = [list(map(one.place, one.loader.indices)) for one in of_ranks]
+            equal = [
+                [labels.get(place) == row for place, row in zip(of_rank, rows, strict=False)]
+                for of_rank, rows in zip(places, given.rows, strict=True)
+            ]
+            by_place = {p: e for p_of, e_of in zip(places, equal, strict=True) for p, e in zip(p_of, e_of, strict=True)}
+            if not by_place.keys() <= labels.keys() or (len(gathered) > 1 and all(by_place.values())):
+                continue  # not known, or the labels themselves
+            right = [sum(by_place.values()) / len(by_place), sum(map(sum, equal)) / sum(map(len, equal))]
+            for rows in given.orders:
+                count = min(len(rows), of_ranks[0].loader.size)
+                if any(place not in labels for place in range(count)):
+                    continue
+                wrong = sum(labels[place] == rows[place] for place in range(count)) / count
+                if abs(wrong - right[0]) > _APART and (seen := first_shown(of_ranks, wrong, *right)) is not None:
+                    return _misplaced(of_ranks, given, name, wrong, right[0], seen)
     return []
+
+
+def _misplaced(
+    of_ranks: Sequence[Evaluated], given: Gathered, name: str, wrong: float, right: float, seen: MetricShown
+) -> list[Finding]:
+    one = of_ranks[0]
+    begins = ", ".join(map(str, one.loader.indices[:4]))
+    return one_finding(
+        "DDP803",
+        (one.loader.dataset,),
+        f"The results are gathered rank by rank and compared with labels in the order of the dataset: the "
+        f"{wrong:.6g} that is {seen.how} would be {right:.6g}, if each were compared with its own label.",
+        location=given.location,
+        evidence=[
+            f"rank 0 has samples {begins} ..., by {one.loader.sampler}",
+            f"the labels are {name}",
+            f"it is {seen.how} at {seen.location}",
+        ],
+    )

@@ -51,6 +51,7 @@ class LoaderPass:
         rows: Fingerprints of all samples in the order in which they were taken, without their labels; empty where
             they were too many, or no tensors on the CPU.
         labels: Likewise of their labels, if they have some: tensors of one whole number for each sample.
+        classes: These labels themselves, where each sample has just one.
         whole: The rows of the array of which the dataset holds some; -1 where it holds names of files or texts.
         state: Digests of the plain attributes of the dataset, as this process has it when the pass begins.
         persistent: Whether workers stay from one pass to the next.
@@ -86,6 +87,7 @@ class LoaderPass:
     seeded: Location | None = None
     rows: Sequence[int] = ()
     labels: Sequence[int] = ()
+    classes: Sequence[int] = ()
     whole: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
     persistent: bool = False

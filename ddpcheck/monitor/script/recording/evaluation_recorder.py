@@ -38,6 +38,8 @@ _MOST_SHOWN = _MOST_EXCHANGED = 64  # a round
 _FEW = 64  # numbers of a tensor, which are kept as they are
 _LONGEST = 4096  # characters of what is printed
 _MOST_LABELS = 1 << 14
+_MOST_PARTS = 8  # of an object that is gathered
+_ROUNDED = 7  # characters of a number that a program may have rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
 _GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # the names of what goes into a collective
 _WITH_RESULTS = ("reduce", "gather")  # in the names of collectives
@@ -135,9 +137,12 @@ class EvaluationRecorder:
         if under_way:
             if len(under_way[-1].exchanged) < _MOST_EXCHANGED:
                 under_way[-1].exchanged.append(made)
-        elif self._left[0] > 0:
-            self._left[0] -= 1
-            self._sink(made)
+            return
+        parts = [] if len(made.rows) else list(map(_rows_given, _parts_of(value)))
+        for one in (made, *(replace(made, numbers=(), rows=rows) for rows in parts if len(rows))):
+            if self._left[0] > 0:
+                self._left[0] -= 1
+                self._sink(one)
 
     # What the program shows
 
@@ -164,9 +169,10 @@ class EvaluationRecorder:
         if not numbers:
             return
         self._left[1] -= 1
-        if any(one.text and not one.values for one in numbers):
+        if any(one.text for one in numbers):
             held = set(numbers_of_program().values())
-            numbers = [one if one.values else replace(one, values=_like(one.text, held)) for one in numbers]
+            alike = {one.text: _like(one.text, held) for one in numbers if one.text}
+            numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, _line(), tuple(numbers[:_FEW])))
 
 
@@ -189,19 +195,39 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
         if value.is_floating_point() and 1 < value.numel() <= 1 << 16:
             whole = bool((value.detach() == value.detach().round()).all())
         total = float(value.detach().double().sum()) if whole and value.numel() > 1 else None
-        rows = labels_in(value, len(value)) if value.dim() else None
     else:
         found = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
         known = [one for one in found if one is not None]
         numbers, total = tuple(known) if len(found) <= _FEW else (), None
-        rows = labels_in(value, _length(value))
-    return replace(plain, numbers=numbers, total=total, rows=() if rows is None else array("q", rows.tolist()))
+    return replace(plain, numbers=numbers, total=total, rows=_rows_given(value))
+
+
+def _rows_given(value: Any) -> array[int]:
+    """A label for each row of what is given to a collective: whole numbers, scores of classes, or of one class."""
+    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
+        value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    sizes = [_length(one) for one in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
+    rows = labels_in(value, sum(sizes) or _length(value))
+    if rows is None and isinstance(value, list) and value and len(value) <= _MOST_LABELS:
+        if all(type(one) is float for one in value):
+            value = torch.tensor(value)
+    scored = type(value) is torch.Tensor and value.is_floating_point() and value.layout == torch.strided
+    if rows is None and scored and value.device.type != "meta" and 1 < _length(value) <= _MOST_LABELS:
+        scores = value.detach().flatten()
+        if len(scores) == len(value):
+            rows = (scores > (0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0)).long()
+    return array("q", () if rows is None else rows.tolist())
 
 
 def _length(value: Any) -> int:
-    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return sum(len(one) for one in value if isinstance(one, torch.Tensor) and one.dim())
-    return len(value) if hasattr(value, "__len__") else 0
+    return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) != () else 0
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What a rank hands over at once: predictions and labels, say."""
+    if isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
+        return list(value.values() if isinstance(value, dict) else value)
+    return []
 
 
 def _agreements(rows: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -227,7 +253,8 @@ def _shown_in(value: Any) -> list[ShownNumber]:
     if isinstance(value, str):
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
     numbers = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
-    return [ShownNumber("", (number,)) for number in numbers if number is not None and number != int(number)]
+    shown = [number for number in numbers if number is not None and number != int(number)]
+    return [ShownNumber(text if len(text := repr(one)) <= _ROUNDED else "", (one,)) for one in shown]
 
 
 def _like(text: str, held: Iterable[float]) -> tuple[float, ...]:

@@ -222,7 +222,7 @@ class LoaderRecorder:
         # a batch of validation now and then, of an iterator that stays open, is not trained on
         steps = self._steps() - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
-        entry = replace(one.entry, rows=one.rows.rows, labels=one.rows.labels)
+        entry = replace(one.entry, rows=one.rows.rows, labels=one.rows.labels, classes=one.rows.classes)
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
         self._sink(ended)
         self._on_pass(ended, one.dataset)

@@ -20,7 +20,7 @@ class SampleRows:
     """The rows of one pass over a loader, and their labels, in the order in which they are taken."""
 
     def __init__(self) -> None:
-        self.rows, self.labels = array("q"), array("q")
+        self.rows, self.labels, self.classes = array("q"), array("q"), array("q")
         self._known = True
 
     def note(self, batch: Any) -> None:
@@ -31,15 +31,22 @@ class SampleRows:
         labels = [t for t in tensors if len(t) == size and _is_label(t)]
         usable = rows and all(t.device.type == "cpu" and not t.is_quantized for t in (*rows, *labels))
         if not self._known or not usable or len(self.rows) + size > _MOST_ROWS:
-            self._known, self.rows, self.labels = False, array("q"), array("q")
+            self._known, self.rows, self.labels, self.classes = False, array("q"), array("q"), array("q")
             return
         self.rows.extend(_together(rows, size))
         if labels:
             self.labels.extend(_together(labels, size))
+        whole = labels or [t.flatten() for t in rows if t.numel() == size and _is_whole(t)]
+        if len(whole) == 1:
+            self.classes.extend(map(int, whole[0].tolist()))
 
 
 def _is_label(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 1 and not tensor.is_floating_point()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool((tensor.isfinite() & (tensor == tensor.round())).all())
 
 
 def _together(tensors: list[torch.Tensor], size: int) -> list[int]:
