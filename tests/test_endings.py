@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
-from ddpcheck.judge.ending_facts import place_of_backward
+from ddpcheck.judge.ending_facts import place_of_backward, place_of_handling
 from ddpcheck.judge.endings import judge_endings
 
 PROGRAM = """\
@@ -57,8 +57,30 @@ def guarded():
         pass
     dist.barrier()
 
+def adversaries():
+    for step in range(6):
+        fake = G(z)
+        if fooled(step):
+            D(fake).backward()
+        if weak(step):
+            G_loss(fake).backward()
+        H(fake).backward()
+
+def keeps_best():
+    for epoch in range(epochs):
+        for x in data:
+            model(x).backward()
+        score = evaluate(x)
+        if score < best:
+            best = score
+            dist.barrier()
+        if score > 9:
+            break
+    dist.barrier()
+
 main()
 """
+MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
 FILE = Path(tempfile.mkdtemp(), "train.py")
 FILE.write_text(PROGRAM)
 CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce", "c": "broadcast", "v": "recv"}
@@ -66,7 +88,7 @@ CODES = {"b": DDP_BACKWARD, "f": DDP_FORWARD, "|": "barrier", "r": "all_reduce",
 
 def call(code: str, *lines: int, group: str = "0", members: Sequence[int] = (0, 1), **more: Any) -> Call:
     where = tuple(f"train.py:{line}" for line in lines)
-    return Call(CODES[code], group, tuple(members), location=where[0], callers=(*where, "train.py:39"), **more)
+    return Call(CODES[code], group, tuple(members), location=where[0], callers=(*where, f"train.py:{MAIN}"), **more)
 
 
 def backward(number: int, batch: int = 0, *, line: int = 9, at: int = 6, unsynced: int = 0, epoch: int = 0) -> Call:
@@ -110,7 +132,7 @@ def test_a_loader_that_ended_earlier() -> None:
 
 def test_a_loader_that_is_gone_through_again_explains_nothing() -> None:
     """Rank 1 has begun its shorter shard anew, as rank 0 will; it waits for a call that rank 0 alone makes."""
-    where = Location("train.py", 39)  # iter(loader), and next(...) where it is needed
+    where = Location("train.py", MAIN)  # iter(loader), and next(...) where it is needed
     short = [LoaderPass(0, 0, where, batches=2, exhausted=True), LoaderPass(0, 1, where, batches=1)]
     both = {0: [LoaderPass(0, 0, where, batches=3)], 1: short}
     same = [backward(n) for n in (1, 2, 3)]
@@ -183,7 +205,7 @@ def test_a_forward_pass_of_one_rank_has_advice_of_its_own() -> None:
 
 def test_a_rank_that_has_returned_before_the_call() -> None:
     steps = [backward(1)]
-    finding = only(judge([*steps, call("|", 21, 39)], [*steps, call("r", 16)]))
+    finding = only(judge([*steps, call("|", 21, MAIN)], [*steps, call("r", 16)]))
     assert (finding.code, finding.location) == ("DDP403", Location("train.py", 21))
     assert "past the `return` at train.py:20" in finding.message
 
@@ -201,7 +223,7 @@ def test_a_collective_of_a_group_that_a_member_misses() -> None:
 
 def test_a_receive_that_nobody_sends() -> None:
     steps = (backward(1),)
-    waits = RankAtEnd(0, steps, doing="waits in recv at train.py:13", lines=("train.py:13", "train.py:39"))
+    waits = RankAtEnd(0, steps, doing="waits in recv at train.py:13", lines=("train.py:13", f"train.py:{MAIN}"))
     finding = only(judge(waits, [*steps, call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 13))
     assert finding.subjects == ("recv",)
@@ -219,7 +241,7 @@ def test_a_rank_that_calls_exit_where_the_others_go_on() -> None:
 
     finding = only(judge([backward(1), backward(2)], gone(13)))
     assert (finding.code, finding.ranks, finding.location) == ("DDP404", (1,), Location("train.py", 13))
-    finding = only(judge([backward(1), backward(2)], gone(39)))  # sys.exit(main())
+    finding = only(judge([backward(1), backward(2)], gone(MAIN)))  # sys.exit(main())
     assert finding.code == "DDP405"
 
 
@@ -236,7 +258,7 @@ def test_a_pass_over_a_loader_that_a_rank_has_dropped() -> None:
 
 def test_a_batch_that_one_rank_alone_looks_at_is_not_skipped() -> None:
     """Rank 0 has shown itself a batch before, so its passes have other numbers; then it calls what others do not."""
-    passes = {0: [LoaderPass(0, 0, Location("train.py", 39), batches=1)]}
+    passes = {0: [LoaderPass(0, 0, Location("train.py", MAIN), batches=1)]}
     rank_0 = [*(backward(n, n, epoch=1) for n in (1, 2)), call("r", 13)]
     rank_1 = [backward(n, n) for n in (1, 2, 3)]
     assert only(judge(rank_0, rank_1, passes=passes)).code == "DDP403"
@@ -244,7 +266,7 @@ def test_a_batch_that_one_rank_alone_looks_at_is_not_skipped() -> None:
 
 def test_a_loader_without_a_collective_explains_no_hang() -> None:
     """Each rank has evaluated its own part, which is uneven; rank 0 alone calls a barrier after that."""
-    both = {n: [LoaderPass(1, 0, Location("train.py", 39), batches=5 + n, exhausted=True)] for n in (0, 1)}
+    both = {n: [LoaderPass(1, 0, Location("train.py", MAIN), batches=5 + n, exhausted=True)] for n in (0, 1)}
     steps = [backward(1), backward(2)]
     assert only(judge([*steps, call("|", 13), call("|", 16)], [*steps, call("|", 16)], passes=both)).code == "DDP403"
 
@@ -277,3 +299,65 @@ def test_the_blocks_around_a_line() -> None:
     ]
     assert around[1].exits == () and around[2].exits == ((11, "break"),) and around[1].times == 2
     assert blocks_around(FILE.with_name("none.py"), "none.py", 1) == ()
+
+
+WRAPPER_2 = {"payload": "wrapper 2"}
+
+
+def test_backward_passes_of_two_wrappers_that_meet() -> None:
+    """Both ranks have run both lines before; one of them leaves out the pass of a branch."""
+    step = [call("b", 43, **WRAPPER_2), call("b", 46)]
+    finding = only(judge([*step, call("b", 43, **WRAPPER_2)], [*step, call("b", 46)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 42))
+    assert "in the branch at train.py:42, and rank 1 does not in the same pass" in finding.message
+    assert "all_reduce what decides it" in finding.fix
+
+
+@pytest.mark.parametrize(("last", "rank", "line"), [(46, 0, 42), (43, 1, 44)], ids=["the first", "the second"])
+def test_the_branch_that_comes_first_after_the_last_common_call(last: int, rank: int, line: int) -> None:
+    """One rank is in the one branch and the other in another: which was left out, the call before tells."""
+    steps = [call("b", 43, **WRAPPER_2), call("b", 45), call("b", 46)]
+    steps += steps[:1] if last == 43 else []
+    finding = only(judge([*steps, call("b", 43, **WRAPPER_2)], [*steps, call("b", 45)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (rank,), Location("train.py", line))
+
+
+def test_a_barrier_that_a_metric_of_each_rank_decides() -> None:
+    epoch = [call("b", 51)] * 3
+    finding = only(judge([*epoch, call("|", 55), *epoch, call("|", 55)], [*epoch, call("|", 55), *epoch, *epoch[:1]]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 53))
+    assert "the metric" in finding.fix and "take barrier out of the branch" in finding.fix
+
+
+def test_a_rank_that_has_left_an_inner_loop_before_the_others() -> None:
+    """It stands at a barrier in a branch, as it did after each epoch; this time one pass early."""
+    epoch = [call("b", 51)] * 3
+    finding = only(judge([*epoch, call("|", 55), *epoch[1:], call("|", 55)], [*epoch, call("|", 55), *epoch]))
+    assert (finding.code, finding.ranks) == ("DDP405", (0,)) and "left the loop at train.py:50" in finding.message
+
+
+def test_the_batches_tell_whether_a_loop_has_begun_again() -> None:
+    def epoch(number: int, batches: int) -> list[Call]:
+        return [backward(9, n, line=51, at=51, epoch=number) for n in range(1, batches + 1)]
+
+    both = [*epoch(0, 3), call("|", 55), *epoch(1, 2)]
+    assert only(judge([*both, call("|", 55)], [*both, *epoch(2, 1)])).code == "DDP403"
+    assert only(judge([*both, call("|", 55)], [*both, *epoch(1, 3)[2:]])).code == "DDP405"
+
+
+def test_a_barrier_in_a_branch_of_the_last_pass() -> None:
+    """The rank that has not come to it has run all passes: it did not leave the loop."""
+    both = [call("b", 51), call("|", 55), call("b", 51)]
+    gone = RankAtEnd(1, both, doing="has run to its end", ended=True)
+    assert only(judge([*both, call("|", 55)], gone)).location == Location("train.py", 53)
+    finding = only(judge([*both, call("|", 55), call("|", 58)], [*both, call("|", 58)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (0,), Location("train.py", 53))
+
+
+def test_an_exception_that_waits_for_a_collective_in_finally() -> None:
+    place = place_of_handling("ValueError", Location("train.py", 6), "odd: 3")
+    finding = only(judge([backward(1), backward(2)], [backward(1), call("|", 16, place=place)]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP401", (1,), Location("train.py", 6))
+    assert "Rank 1 raised ValueError: odd: 3, at train.py:6, and comes to barrier at train.py:16" in finding.message
+    rank_0, rank_1 = [call("r", 13, place=place)], [call("c", 15, place=place)]
+    assert only(judge(rank_0, rank_1)).code == "DDP403"  # both handle it

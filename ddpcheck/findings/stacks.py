@@ -94,9 +94,10 @@ def program_lines(text: str) -> tuple[str, ...]:
     return tuple(_where(frame) for frame in frames if is_user_file(frame.file) and not is_installed(frame.file))
 
 
+CONSTRUCTOR = "the constructor of DistributedDataParallel"
 WORKERS = "the wait for a worker of its data loader"
 _REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
-    ("nn/parallel/distributed.py", "__init__", "the constructor of DistributedDataParallel"),
+    ("nn/parallel/distributed.py", "__init__", CONSTRUCTOR),
     ("nn/parallel/distributed.py", "forward", "the forward of DistributedDataParallel"),
     ("autograd/graph.py", "_engine_run_backward", "backward"),
     ("utils/data/dataloader.py", "_get_data", WORKERS),

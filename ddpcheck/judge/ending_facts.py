@@ -29,6 +29,20 @@ def place_of_backward(forward: int, line: Location | None, unsynced: int, batch:
     return f"forward pass {forward}{under}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
 
 
+_HANDLING = re.compile(r"handling (?P<kind>\S+?)(?: of (?P<line>\S+:\d+))?(?:: (?P<text>.*))?", re.DOTALL)
+
+
+def place_of_handling(kind: str, line: Location | None, text: str) -> str:
+    """The `place` of a collective that is called while an exception is handled."""
+    return f"handling {kind}{f' of {line}' if line else ''}{f': {text}' if text else ''}"
+
+
+def handled_in(call: Call) -> tuple[str, str, str] | None:
+    """The exception that was handled where a collective was called: its type, its line and its text."""
+    match = _HANDLING.fullmatch(call.place) if call.operation != DDP_BACKWARD else None
+    return (match["kind"], match["line"] or "", match["text"] or "") if match else None
+
+
 def lines_in(place: str) -> tuple[str, ...]:
     """The line of the forward pass in the `place` of a backward pass."""
     match = _PLACE.fullmatch(place)
@@ -58,22 +72,29 @@ class Backward:
 
 def backwards_of(rank: RankAtEnd) -> list[Backward]:
     """The backward passes of a rank that DDP has averaged, as far as they are known."""
-    found = []
-    for call in rank.calls:
-        if call.operation == DDP_BACKWARD and (match := _PLACE.fullmatch(call.place)):
-            batch = (int(match["number"]), int(match["batch"])) if match["loader"] else (0, 0)
-            unsynced, loader = int(match["unsynced"] or 0), int(match["loader"] or -1)
-            found.append(Backward(call, int(match["forward"]), unsynced, match["line"] or "", batch, loader))
-    return found
+    return [found for call in rank.calls if (found := backward_of(call)) is not None]
+
+
+def backward_of(call: Call) -> Backward | None:
+    """A call as a backward pass that DDP has averaged; `None` for another one."""
+    if call.operation != DDP_BACKWARD or not (match := _PLACE.fullmatch(call.place)):
+        return None
+    batch = (int(match["number"]), int(match["batch"])) if match["loader"] else (0, 0)
+    unsynced, loader = int(match["unsynced"] or 0), int(match["loader"] or -1)
+    return Backward(call, int(match["forward"]), unsynced, match["line"] or "", batch, loader)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is when it and another one part: the collective that it has come to, or what it does instead."""
+    """Where a rank is when it and another one part: the collective that it has come to, or what it does instead.
+
+    `before` are the collectives that the two have made together.
+    """
 
     of: RankAtEnd
     call: Call | None
     lines: tuple[str, ...]
+    before: Sequence[Call] = ()
 
 
 @dataclass(frozen=True, slots=True)

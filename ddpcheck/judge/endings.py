@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.judge.branch_endings import explain_by_branch, explain_by_exception
 from ddpcheck.judge.call_sites import place_of_call_in_addition
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, first_mismatch
 from ddpcheck.judge.ending_facts import EndingFacts, Position, calls_there, lines_of, named, own_branches, told
@@ -60,10 +61,10 @@ def _parting_of(one: RankAtEnd, other: RankAtEnd) -> tuple[int, Position, Positi
 def _position(rank: RankAtEnd, calls: Sequence[Call], at: int) -> Position:
     call = calls[at] if at < len(calls) else None
     if call is not None:
-        return Position(rank, call, lines_of(call))
+        return Position(rank, call, lines_of(call), calls[:at])
     beside = [call for call in rank.calls if call not in calls]  # of a group that the other is not in
     lines = rank.lines or (lines_of(rank.calls[-1]) if beside and rank.calls[-1] is beside[-1] else ())
-    return Position(rank, None, () if rank.ended else lines)
+    return Position(rank, None, () if rank.ended else lines, calls)
 
 
 # A rank that ended
@@ -242,8 +243,10 @@ def _different(facts: EndingFacts, one: Position, other: Position) -> list[Findi
 
 EXPLANATIONS = (
     explain_by_exit,
+    explain_by_exception,
     explain_by_loader,
     explain_by_skipped_pass,
+    explain_by_branch,
     explain_by_loop,
     explain_by_work,
     explain_by_own_call,

@@ -105,9 +105,19 @@ def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) 
 
     Before loops, for a rank that has left out a pass comes to the end of its loop earlier than the others.
     """
-    backwards = {rank.rank: backwards_of(rank) for rank in facts.ranks}
-    backwards = {rank: theirs for rank, theirs in backwards.items() if theirs}
-    if len(backwards) < 2 or len({b.call.group for theirs in backwards.values() for b in theirs}) != 1:
+    of_ranks = {rank.rank: backwards_of(rank) for rank in facts.ranks}
+    every = [b.call for theirs in of_ranks.values() for b in theirs]
+    if len({call.group for call in every}) != 1:
+        return []
+    for wrapper in sorted({call.payload for call in every}):
+        own = {rank: [b for b in theirs if b.call.payload == wrapper] for rank, theirs in of_ranks.items()}
+        if found := _skipped_of_wrapper(facts, {rank: theirs for rank, theirs in own.items() if theirs}):
+            return found
+    return []
+
+
+def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
+    if len(backwards) < 2:
         return []
     most = max(map(len, backwards.values()))
     for number, of_ranks in enumerate(zip(*backwards.values(), strict=False)):

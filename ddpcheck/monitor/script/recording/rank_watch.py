@@ -14,7 +14,9 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -28,7 +30,7 @@ from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import lines_of_program, pass_over_packages, whole_traceback
+from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
 from ddpcheck.gather.collectives.collective_log import (
     COLLECTIVES,
     logged,
@@ -37,6 +39,7 @@ from ddpcheck.gather.collectives.collective_log import (
     record_overwritten,
     replace_functions,
 )
+from ddpcheck.judge.ending_facts import place_of_handling
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
@@ -95,6 +98,7 @@ class _WatchedRank:
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._count = 0
+        self._of_group: Counter[str] = Counter()  # wrappers, by their process group
         self._overwritings = 0
         self._watches: WeakSet[ScriptWatch] = WeakSet()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -146,7 +150,7 @@ class _WatchedRank:
         return __init__
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
-        record_calls(self._log.add_call)
+        record_calls(lambda call: self._log.add_call(_while_handling(call)))
         self._record_waits()
         for name, function in vars(dist.distributed_c10d).items():
             if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
@@ -223,7 +227,18 @@ class _WatchedRank:
     def _watch(self, wrapper: Any, *, began_alike: bool) -> None:
         try:
             note, where = self._lines.note_changes, lambda: self._loaders.position
-            watch = ScriptWatch(wrapper, self._options, self._log, self._count, note, where, began_alike=began_alike)
+            self._of_group[group := str(wrapper.process_group.group_name)] += 1
+            of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
+            watch = ScriptWatch(
+                wrapper,
+                self._options,
+                self._log,
+                self._count,
+                note,
+                where,
+                began_alike=began_alike,
+                of_group=of_group,
+            )
             self._watches.add(watch)
             self._count += 1
         except Exception as error:
@@ -269,6 +284,17 @@ class _WatchedRank:
             self._log.add(ProgramEnded())
             self._process = -1
             time.sleep(_LAST_WORK)
+
+
+def _while_handling(call: Call) -> Call:
+    """A collective, with the exception that is being handled where it is called: in an `except` or a `finally`."""
+    error = sys.exc_info()[1]
+    if call.place or not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
+        return call
+    with contextlib.suppress(Exception):  # an exception whose __str__ raises
+        text = str(error).strip().splitlines() or [""]
+        return replace(call, place=place_of_handling(type(error).__qualname__, exception_location(error), text[0]))
+    return call
 
 
 def _write_stacks_to(descriptor: int) -> None:

@@ -6,6 +6,7 @@ missing. What it writes is judged with the logs of the other ranks when the scri
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -67,9 +68,11 @@ class ScriptWatch(Watch):
         position: Callable[[], Position],
         *,
         began_alike: bool,
+        of_group: int = 1,
     ) -> None:
         self._log = log
         self.number = number
+        self._which = f"wrapper {of_group}" if of_group > 1 else ""  # of those of its process group
         self.forwards = 0  # that may train
         self._by_line: dict[Location | None, int] = {}  # these, by their line
         self._unsynced = 0  # of them, under no_sync
@@ -86,7 +89,7 @@ class ScriptWatch(Watch):
         )
         self._paths = {id(part): path for path, part in self._module.named_modules()}
         self._bypass = BypassRecorder(self._module, self._tracker.parameters.tensors)
-        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(_note_broadcast))
+        self._handle = wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(_note_broadcast, self._which)))
         log.add(
             WrapperMade(
                 type(self._module).__qualname__,
@@ -213,7 +216,7 @@ class ScriptWatch(Watch):
         if wrapper is not None and not wrapper._join_config.enable:
             line = self._forward_line
             place = place_of_backward(self._by_line.get(line, 0), line, self._unsynced, self._log.batch)
-            note_collective(DDP_BACKWARD, "", wrapper.process_group, place=place)
+            note_collective(DDP_BACKWARD, self._which, wrapper.process_group, place=place)
         self._log.count(self.number, self.step + 1, self.step)
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
@@ -312,11 +315,11 @@ class _ReplicaRecorder(ReplicaComparison):
         return []
 
 
-def _note_broadcast(wrapper: nn.Module, _arguments: Any) -> None:
+def _note_broadcast(which: str, wrapper: nn.Module, _arguments: Any) -> None:
     """Log the broadcast of buffers with which a forward pass of DDP's begins."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
         if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
-            note_collective(DDP_FORWARD, "", wrapper.process_group)
+            note_collective(DDP_FORWARD, which, wrapper.process_group)
 
 
 def _are_indices(given: Any) -> bool:

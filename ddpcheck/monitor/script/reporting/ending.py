@@ -16,7 +16,16 @@ from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import call_of
-from ddpcheck.findings.stacks import WORKERS, is_waiting, own_stack, program_lines, region_of, waits_for_others
+from ddpcheck.findings.stacks import (
+    CONSTRUCTOR,
+    WORKERS,
+    collective_of,
+    is_waiting,
+    own_stack,
+    program_lines,
+    region_of,
+    waits_for_others,
+)
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD, judge_collectives, place_of_parting
 from ddpcheck.judge.ending_facts import described_call, lines_in, lines_of
 from ddpcheck.judge.endings import judge_endings
@@ -203,9 +212,15 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
 def _call_of_ddp(rank: WatchedRank, stack: str) -> str:
     """What a rank waits in where that is a collective that DDP itself makes; "" for another one."""
     waits_in = {"backward": DDP_BACKWARD, "the forward of DistributedDataParallel": DDP_FORWARD}
-    operation = waits_in.get(region_of(own_stack(stack)))
+    frames = own_stack(stack)
+    region = region_of(frames)
     last = rank.calls[-1] if rank.calls else None
-    return described_call(last) if last is not None and last.operation == operation else ""
+    if last is not None and last.operation == waits_in.get(region):
+        return described_call(last)
+    if region not in (*waits_in, CONSTRUCTOR) or not waits_for_others(frames) or collective_of(frames):
+        return ""
+    lines = program_lines(stack)  # DDP makes some that are in no log: of the order of its buckets, of the first weights
+    return f"{region}{f' at {lines[0]}' if lines else ''}"
 
 
 def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
