@@ -42,6 +42,7 @@ class ParameterHistory:
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._unfrozen_noticed = False
         self._never_used = set(parameters)
+        self._idle: set[str] = set()  # not reached by the engine in a step with a probe
         self._sometimes_missing: set[str] = set()
         self._reported: set[str] = set()
         self._created_in_forward: set[str] = set()
@@ -70,6 +71,9 @@ class ParameterHistory:
                 awaited |= probe.unused - unused
             self._never_used &= probe.unused - accumulated
             self._sometimes_missing |= probe.unused
+            self._idle |= probe.unused & unused
+        elif took_part := self._never_used & self._idle - unused:
+            self._never_used -= took_part
         if not awaited:
             return
         self._sometimes_missing |= awaited

@@ -101,6 +101,7 @@ class Watch:
     """
 
     _completes = True  # gives zeros to DDP where it waits for gradients that do not come
+    _settles_at_end = False  # judges what an option allows for by all steps, and not before
     # What a comparison with the average needs of a rank's own gradient.
     _keep: Callable[[torch.Tensor], torch.Tensor] = staticmethod(torch.Tensor.clone)
 
@@ -183,7 +184,7 @@ class Watch:
 
     def _report_the_rest(self) -> None:
         tolerates_unused = self._context.wrapper.tolerates_unused and self._options.detect_anomalous_params
-        if tolerates_unused and 2 < self.step <= FIRST_SETTLED:
+        if tolerates_unused and 2 < self.step and (self._settles_at_end or self.step <= FIRST_SETTLED):
             # Never used parameters are judged after more steps than there have been; the ranks meet once more for it.
             mine = self._history.report(self.step - 1, settled=True)
             self._judge(self._alarms.gather("close", mine, at_most=_LAST_WAIT), settled=True)

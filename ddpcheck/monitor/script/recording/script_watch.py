@@ -56,6 +56,7 @@ class ScriptWatch(Watch):
     """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed."""
 
     _completes = False
+    _settles_at_end = True
     _keep = staticmethod(sketch)
 
     def __init__(

@@ -23,7 +23,7 @@ from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports
 from ddpcheck.monitor.loss_normalisation import severity_of_targets
 from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.rank_report import RankReport, is_settled
+from ddpcheck.monitor.rank_report import RankReport
 from ddpcheck.monitor.reporting import FindingReporter
 from ddpcheck.monitor.script.rank_log import (
     RankFound,
@@ -204,7 +204,7 @@ def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequen
                 theirs.append(reports[number][turn])
             elif rank.counts[wrapper.number][0] > step:
                 theirs.append(RankReport(StepEvidence(number, step, {})))
-        found += judge_reports(theirs, wrapper.made.context, settled=is_settled(step))
+        found += judge_reports(theirs, wrapper.made.context, settled=False)  # which all steps to the end say
     return found
 
 
