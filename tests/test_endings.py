@@ -361,3 +361,9 @@ def test_an_exception_that_waits_for_a_collective_in_finally() -> None:
     assert "Rank 1 raised ValueError: odd: 3, at train.py:6, and comes to barrier at train.py:16" in finding.message
     rank_0, rank_1 = [call("r", 13, place=place)], [call("c", 15, place=place)]
     assert only(judge(rank_0, rank_1)).code == "DDP403"  # both handle it
+
+
+def test_a_forward_pass_that_waits_for_a_rank_behind_the_loop() -> None:
+    """Without buffers no forward pass is in the log but the last, in which DDP asks for the order of its buckets."""
+    finding = only(judge([backward(1), call("f", 6)], [backward(1), call("|", 16)]))
+    assert (finding.code, finding.ranks) == ("DDP405", (1,)) and "after 1 pass and waits" in finding.message

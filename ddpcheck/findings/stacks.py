@@ -95,10 +95,11 @@ def program_lines(text: str) -> tuple[str, ...]:
 
 
 CONSTRUCTOR = "the constructor of DistributedDataParallel"
+FORWARD = "the forward of DistributedDataParallel"
 WORKERS = "the wait for a worker of its data loader"
 _REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
     ("nn/parallel/distributed.py", "__init__", CONSTRUCTOR),
-    ("nn/parallel/distributed.py", "forward", "the forward of DistributedDataParallel"),
+    ("nn/parallel/distributed.py", "forward", FORWARD),
     ("autograd/graph.py", "_engine_run_backward", "backward"),
     ("utils/data/dataloader.py", "_get_data", WORKERS),
 )

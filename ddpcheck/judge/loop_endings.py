@@ -13,6 +13,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb
+from ddpcheck.judge.collective_order import DDP_FORWARD
 from ddpcheck.judge.ending_facts import (
     Backward,
     EndingFacts,
@@ -20,6 +21,7 @@ from ddpcheck.judge.ending_facts import (
     and_told,
     backwards_of,
     calls_there,
+    lines_in,
     lines_of,
     named,
     own_branches,
@@ -252,7 +254,7 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
     Before calls of a rank's own, for what a rank calls after the loop, the others would have called later.
     """
     for left, stays in ((one, other), (other, one)):
-        if stays.call is None or not _has_made(left.of, stays.call):
+        if stays.call is None or not _made(left.of, stays.call):
             continue
         loops = [
             loop
@@ -265,8 +267,15 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
     return []
 
 
-def _has_made(rank: RankAtEnd, call: Call) -> bool:
-    return any(lines_of(one) == lines_of(call) and one.operation == call.operation for one in rank.calls)
+def _made(rank: RankAtEnd, call: Call) -> int:
+    """How often a rank has come to the lines of a call; to those of a forward pass, as its backward passes tell."""
+    forward = call.operation == DDP_FORWARD and all(one.operation != DDP_FORWARD for one in rank.calls)
+    return sum(
+        call.location in lines_in(one.place)
+        if forward
+        else lines_of(one) == lines_of(call) and one.operation == call.operation
+        for one in rank.calls
+    )
 
 
 def _exits(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
@@ -285,7 +294,7 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         if rank is left.of or (loop not in facts.loops(facts.now(rank)) and facts.has_been_in(rank, loop))
     ]
     others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
-    times = sum(one.operation == stays.call.operation and lines_of(one) == stays.lines for one in left.of.calls)
+    times = _made(left.of, stays.call)
     of_loop = [one for one in left.of.passes if str(one.location) == loop.head]
     exits = _exits(facts, loop, left, stays)
     innermost = facts.loops(stays.lines)[-1:] == [loop]  # and so each pass of it makes the call once

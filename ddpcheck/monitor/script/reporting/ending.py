@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from ddpcheck.findings.errors import RankError, RankFailure
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, blocks_of_lines
 from ddpcheck.findings.report import Finding
@@ -18,6 +19,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import call_of
 from ddpcheck.findings.stacks import (
     CONSTRUCTOR,
+    FORWARD,
     WORKERS,
     collective_of,
     is_waiting,
@@ -150,6 +152,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
                 raised_at = program_lines(failure.traceback)
                 lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
             doing = describe_failure(failure)
+            log = _with_forward(log, failure, lines)
             if for_worker := region_of(own_stack(stacks.get(failure.rank, ""))) == WORKERS:
                 doing = f"waits for a worker of its data loader{f' at {lines[0]}' if lines else ''}"
         elif rank.has_ended:
@@ -168,6 +171,14 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         number, passes = rank.started.rank, rank.passes
         at_end.append(RankAtEnd(number, log, earlier, doing, lines, waits, ended, passes, exit_at, for_worker))
     return at_end
+
+
+def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
+    """A log, with the forward pass in which a rank waits: what DDP exchanges there without buffers is in no log."""
+    before = [call for call in log if call.operation == DDP_BACKWARD]
+    if not failure.collective.startswith(FORWARD) or not before or not lines or log[-1].operation == DDP_FORWARD:
+        return log
+    return [*log, replace(before[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
 
 
 def _blocks(ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd]) -> dict[str, tuple[Block, ...]]:
@@ -211,7 +222,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
 
 def _call_of_ddp(rank: WatchedRank, stack: str) -> str:
     """What a rank waits in where that is a collective that DDP itself makes; "" for another one."""
-    waits_in = {"backward": DDP_BACKWARD, "the forward of DistributedDataParallel": DDP_FORWARD}
+    waits_in = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
     frames = own_stack(stack)
     region = region_of(frames)
     last = rank.calls[-1] if rank.calls else None
