@@ -100,7 +100,11 @@ def test_a_map_that_is_dropped_closes_no_descriptor(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_a_rank_that_does_not_hold_its_file_is_sent_no_signal(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+    program = (
+        f"import signal, time; signal.signal({STACK_SIGNAL}, lambda *_: exit(1)); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
         try:
             stack = tmp_path / f"0-0-1-{process.pid}.stack"
             stack.touch()
@@ -108,7 +112,7 @@ def test_a_rank_that_does_not_hold_its_file_is_sent_no_signal(tmp_path: Path) ->
             watch = HangWatch(tmp_path, 60.0, lambda: None)
             watch.stop()
             assert watch._stacks({0: process.pid}) == {}
-            assert process.poll() is None  # the signal would end it
+            assert process.poll() is None  # the handler would end it
         finally:
             process.kill()
 

@@ -104,13 +104,10 @@ def show_report(
         suppress=accepted.suppress,
         baseline=accepted.baseline,
     )
-    is_line = given.check_output is None and given.check_format is None
-    if is_line and not ranks:
-        say(report.checks[-1].detail)
-    elif is_line and report.status == "clean":
+    if given.check_output is None and given.check_format is None and (report.status == "clean" or not ranks):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
-        say(f"clean: {report.checks[0].detail}")
+        say(f"clean: {report.checks[0].detail}" if report.status == "clean" else report.checks[-1].detail)
     else:
         output.show(report)
     return report

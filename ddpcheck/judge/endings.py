@@ -156,7 +156,7 @@ def _order(line: str) -> tuple[str, int]:
 
 def _own(facts: EndingFacts, one: Position, other: Position) -> _Side | None:
     """The innermost line of `one` that the other rank has never come to, and the branch that it has not taken."""
-    reached = {line for call in other.of.calls for line in lines_of(call)} | set(other.lines)
+    reached = {line for call in other.of.calls for line in lines_of(call)} | {*other.lines, *facts.now(other.of)}
     where = next((line for line in one.lines if line not in reached), None)
     if where is None or not (one.call or one.of.waits):
         return None
