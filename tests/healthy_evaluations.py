@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 dist.init_process_group("gloo")
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
@@ -143,6 +143,25 @@ def averages_on_rank_0(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]],
     tell(f"loss {mean:.5f}")
 
 
+def gathered_with_their_labels(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], _data: TensorDataset) -> None:
+    own, labels = predicted(model, loader)
+    held: list[dict[str, list[int]]] = [{}] * WORLD
+    dist.all_gather_object(held, {"own": own.tolist(), "labels": labels.tolist()})
+    pairs = [pair for one in held for pair in zip(one["own"], one["labels"], strict=True)]
+    tell(f"accuracy {round(sum(a == b for a, b in pairs) / len(pairs), 3)}")
+
+
+def weighted_means(model: nn.Module, _loader: DataLoader[tuple[Tensor, ...]], data: TensorDataset) -> None:
+    own = Subset(data, range(48) if RANK == 0 else range(48, len(data)))
+    total = 0.0
+    with torch.no_grad():
+        for x, y in DataLoader(own, batch_size=8):
+            total += float(cross_entropy(model(x), y, reduction="sum"))
+    mean = torch.tensor(total / len(own) * len(own) / len(data), dtype=torch.float64)
+    dist.all_reduce(mean)
+    tell(f"loss {float(mean):.5f}")
+
+
 def evaluate(size: int, evaluation: Evaluation, *, drop_last: bool = False) -> None:
     """Train, show the loss of rank 0's own batches, and evaluate after each epoch."""
     model = DistributedDataParallel(net())
@@ -202,6 +221,8 @@ LOOPS: dict[str, Callable[[], None]] = {
     "told_by_each": lambda: evaluate(64, told_by_each),
     "brought_together_later": lambda: evaluate(64, brought_together_later),
     "averages_on_rank_0": lambda: evaluate(64, averages_on_rank_0),
+    "gathered_with_their_labels": lambda: evaluate(64, gathered_with_their_labels),
+    "weighted_means": lambda: evaluate(64, weighted_means),
     "offset": lambda: contrast("offset"),
     "own_first": lambda: contrast("own first"),
     "queue": lambda: contrast("queue"),

@@ -252,6 +252,53 @@ def test_labels_are_kept_as_a_loader_gives_them() -> None:
         assert list(rows.classes) == classes
 
 
+# Means of means
+
+
+UNEVEN = [[0, 1, 2, 3, 4, 5], [6, 7]]
+LOSSES = [{"evaluate.total": 3.0}, {"evaluate.total": 2.0}]  # 0.5 and 1.0 a sample; 0.75, and 0.625 over all of them
+
+
+def test_the_mean_of_means_of_more_and_fewer_samples_is_reported() -> None:
+    for first, second in (([call(0.5)], [call(1.0)]), ([call(1.5)], [call(1.0)])):  # by samples, by batches
+        plain = (first[0].numbers[0] + second[0].numbers[0]) / 2
+        (found,) = judged(UNEVEN, size=8, numbers=LOSSES, given=[first, second], shown=[prints(plain), []])
+        assert (found.code, found.location) == ("DDP805", REDUCE)
+        assert "2 to 6 samples" in found.message
+    assert "over all samples it is 1.375" in found.message
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"shown": [prints(0.625), []]},  # weighted
+        {"shown": [prints(0.75, 0.625), []]},
+        {"shown": [(), ()]},
+        {"given": [[call(3.0, 6.0)], [call(2.0, 2.0)]]},  # sums and counts
+        {"given": [[call(0.4)], [call(1.1)]]},  # another number
+        {"indices": [range(4), range(4, 8)], "numbers": [{"evaluate.total": 2.0}, {"evaluate.total": 4.0}]},
+        {
+            "numbers": [{"evaluate.total": 3.0}, {"evaluate.total": 1.01}],
+            "given": [[call(0.5)], [call(0.505)]],
+            "shown": [prints(0.5025), []],
+        },
+    ],
+)
+def test_means_that_weigh_alike_are_not_reported(more: dict[str, Any]) -> None:
+    made = {"size": 8, "numbers": LOSSES, "given": [[call(0.5)], [call(1.0)]], "shown": [prints(0.75), []], **more}
+    assert judged(made.pop("indices", UNEVEN), **made) == []
+
+
+def test_ranks_with_subsets_of_their_own_evaluate_together() -> None:
+    loaders = [
+        [LoaderPass(3, 0, LOOP, "Photos", len(i), batch_size=4, batches=2, exhausted=True, indices=i, subset=i)]
+        for i in UNEVEN
+    ]
+    passes = [[EvaluationPass(0, 3, 0, held)] for held in LOSSES]
+    given, shown = [[call(0.5)], [call(1.0)]], [prints(0.75), []]
+    assert codes(judge_evaluations(loaders, passes, given, shown)) == ["DDP805"]
+
+
 # Targets
 
 

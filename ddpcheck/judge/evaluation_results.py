@@ -5,9 +5,8 @@ Read by the judges of `judge.script_evaluation`.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
@@ -18,7 +17,7 @@ _SAME = 2e-6  # relative: of float32
 _FEWEST_DIGITS = 3  # of a printed number, before it is known by what is printed alone
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     """One evaluation on one rank: its pass over the loader, and what was exchanged and shown in its round."""
 
@@ -32,24 +31,23 @@ class Evaluated:
     def samples(self) -> int:
         return len(self.loader.indices)
 
-    def place(self, index: int) -> int:
-        """Where a sample is in the dataset that the loader has: a `Subset` has an order of its own."""
-        return self._places.get(index, index)
 
-    @functools.cached_property
-    def _places(self) -> Mapping[int, int]:
-        return {index: place for place, index in enumerate(self.subset)}
+def places_of(of_ranks: Sequence[Evaluated]) -> list[list[int]]:
+    """Where each rank's samples are in the dataset: in that of all ranks, where each has a `Subset` of its own."""
+    subset = of_ranks[0].subset
+    common = all(list(one.subset) == list(subset) for one in of_ranks)
+    places = {index: place for place, index in enumerate(subset)} if common else {}
+    return [[places.get(index, index) for index in one.loader.indices] for one in of_ranks]
 
 
-def labels_given(of_ranks: Sequence[Evaluated]) -> dict[int, int]:
+def labels_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]) -> dict[int, int]:
     """By place in the dataset, the label that came with each sample, where every rank's samples have one."""
     if any(len(one.loader.classes) != one.samples for one in of_ranks):
         return {}
-    return {
-        one.place(index): label
-        for one in of_ranks
-        for index, label in zip(one.loader.indices, one.loader.classes, strict=True)
-    }
+    found: dict[int, int] = {}
+    for one, of_rank in zip(of_ranks, places, strict=True):
+        found |= dict(zip(of_rank, one.loader.classes, strict=True))
+    return found
 
 
 def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:

@@ -1,4 +1,4 @@
-"""DDP801 to 803: how a script evaluates, by what each rank's loops counted, exchanged and showed.
+"""DDP801 to 803 and DDP805: how a script evaluates, by what each rank's loops counted, exchanged and showed.
 
 Pure functions from `findings.evidence.evaluation` (gathered by `monitor.script.recording.evaluation_recorder`) to
 findings. Nothing is said unless a number of the program's is just what the fault makes of it.
@@ -25,12 +25,15 @@ from ddpcheck.judge.evaluation_results import (
     is_close,
     labels_given,
     numbers_shown,
+    places_of,
     shows,
 )
 
 _APART = 1e-4  # relative: values that are not the same on two ranks
+_SOME = 0.01  # relative: a difference between metrics that matters
 
-_Key = tuple[Location | None, str, int, int]  # of a pass: line, dataset and its size, number
+_Key = tuple[Location | None, Location | None, str, int, int]
+"""Of a pass: its line, where the loader is made, the dataset, its number, and how many others of these came before."""
 
 
 def judge_evaluations(
@@ -47,8 +50,8 @@ def judge_evaluations(
         theirs: dict[_Key, Evaluated] = {}
         for held in of_passes:
             if (loader := known.get((held.loader, held.number))) is not None and loader.exhausted:
-                key = (loader.location, loader.dataset, loader.size, loader.number)
-                theirs[key] = Evaluated(
+                place = (loader.location, loader.made, loader.dataset, loader.number)
+                theirs[*place, sum(key[:-1] == place for key in theirs)] = Evaluated(
                     loader,
                     held,
                     [one for one in of_exchanged if one.round == held.round],
@@ -60,7 +63,7 @@ def judge_evaluations(
     for key in by_rank[0] if by_rank else ():
         if all(key in theirs for theirs in by_rank):
             of_ranks = [theirs[key] for theirs in by_rank]
-            for judge in (judge_padded, judge_own_shard, judge_order):
+            for judge in (judge_padded, judge_own_shard, judge_order, judge_mean_of_means):
                 findings = judge(of_ranks)
                 if findings:
                     found.setdefault(findings[0].code, findings)
@@ -260,11 +263,11 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
         for one in of_ranks
         for name, labels in one.held.references.items()
     }
-    references["those that the loader gives"] = labels_given(of_ranks)
+    places = places_of(of_ranks)
+    references["those that the loader gives"] = labels_given(of_ranks, places)
     gathered = gathered_labels(of_ranks)
     for given in gathered:
         for name, labels in references.items():
-            places = [list(map(one.place, one.loader.indices)) for one in of_ranks]
             equal = [
                 [labels.get(place) == row for place, row in zip(of_rank, rows, strict=False)]
                 for of_rank, rows in zip(places, given.rows, strict=True)
@@ -274,7 +277,7 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
                 continue  # not known, or the labels themselves
             right = [sum(by_place.values()) / len(by_place), sum(map(sum, equal)) / sum(map(len, equal))]
             for rows in given.orders:
-                count = min(len(rows), of_ranks[0].loader.size)
+                count = min(len(rows), len(by_place))
                 if any(place not in labels for place in range(count)):
                     continue
                 wrong = sum(labels[place] == rows[place] for place in range(count)) / count
@@ -300,3 +303,45 @@ def _misplaced(
             f"it is {seen.how} at {seen.location}",
         ],
     )
+
+
+# Means of means
+
+
+def judge_mean_of_means(of_ranks: Sequence[Evaluated]) -> list[Finding]:
+    """DDP805: what is shown is the mean of the ranks' means, and the ranks have evaluated more and fewer samples."""
+    samples = [one.samples for one in of_ranks]
+    if min(samples) < 1 or len(set(samples)) < 2:
+        return []
+    for given in given_numbers(of_ranks):
+        for values in given.values:
+            if not _are_means(values, of_ranks):
+                continue
+            plain = sum(values) / len(values)
+            right = sum(value * count for value, count in zip(values, samples, strict=True)) / sum(samples)
+            if abs(plain - right) <= _SOME * abs(right) or (seen := first_shown(of_ranks, plain, right)) is None:
+                continue
+            return one_finding(
+                "DDP805",
+                (of_ranks[0].loader.dataset,),
+                f"The {plain:.6g} that is {seen.how} is the mean of the ranks' means, and the ranks have evaluated "
+                f"{min(samples)} to {max(samples)} samples: over all samples it is {right:.6g}.",
+                location=given.location,
+                evidence=[
+                    f"rank {rank} gives {given.operation} {value:.6g}, its mean over {counted(count, 'sample')}"
+                    for rank, (value, count) in enumerate(list(zip(values, samples, strict=True))[:4])
+                ]
+                + [f"it is {seen.how} at {seen.location}"],
+            )
+    return []
+
+
+def _are_means(values: Sequence[float], of_ranks: Sequence[Evaluated]) -> bool:
+    """Whether these are what the ranks have added up, divided by the number of their own samples or batches."""
+    for key in common_keys(of_ranks):
+        for divisors in ([one.samples for one in of_ranks], [one.loader.batches for one in of_ranks]):
+            means = [one.held.numbers[key] / max(1, count) for one, count in zip(of_ranks, divisors, strict=True)]
+            for scale in (1, 100):
+                if all(is_close(value, scale * mean) for value, mean in zip(values, means, strict=True)):
+                    return True
+    return False

@@ -2,12 +2,12 @@
 
     python -m tests.faultsuite.scripts_page [NAME ...]
 
-With names, only their rows are made anew; all of them take half an hour. What torchrun says is the first exception on
-standard error.
+What torchrun says is the first exception on standard error.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import json
@@ -99,14 +99,30 @@ def row(script: Path) -> str:
     return f"| [{script.stem}](../{name}) | {title} | {said_by_torchrun(plain)} | {found} |".replace("``", "`")
 
 
-def main(names: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
+    known_names = sorted(script.stem for script in SCRIPTS.glob("*.py"))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faultsuite.scripts_page",
+        description="Runs scripts of examples/scripts, three times each, and writes what they say to docs/scripts.md.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a script, without .py; only the rows of those named are made anew (all of them take half an hour)",
+    )
+    names = parser.parse_args(arguments).names
+    if unknown := set(names) - set(known_names):
+        parser.error(f"no such script in examples/scripts: {', '.join(sorted(unknown))}")
     page = ROOT / "docs" / "scripts.md"
     known = {found[1]: line for line in page.read_text().splitlines() if (found := re.match(r"\| \[(\w+)\]", line))}
     rows = []
     for script in sorted(SCRIPTS.glob("*.py")):
-        kept = known.get(script.stem) if names and script.stem not in names else None
-        rows.append(kept or row(script))
-        print(rows[-1], flush=True)
+        if not names or script.stem in names:
+            rows.append(row(script))
+            print(rows[-1], flush=True)
+        elif script.stem in known:
+            rows.append(known[script.stem])
     text = "\n".join(
         (
             "<!-- Written by `python -m tests.faultsuite.scripts_page`. -->",

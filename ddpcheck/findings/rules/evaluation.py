@@ -108,4 +108,27 @@ logits = features @ torch.cat(all_gather(features)).T
 loss = cross_entropy(logits, torch.arange(len(features)))  # right: + rank * len(features)
 """,
     ),
+    Rule(
+        code="DDP805",
+        name="mean-of-ranks-means",
+        severity=WARNING,
+        summary="A metric is the mean of the ranks' means, and the ranks have evaluated different numbers of samples.",
+        why=(
+            "Each rank's mean counts as much as another's. Where a rank has evaluated fewer samples, each of them "
+            "counts more: the metric is not that of the data, and changes with the number of ranks."
+        ),
+        fix="all_reduce the sum and the count over the ranks, then divide.",
+        detected=(
+            "`ddpcheck run` looks at what ranks give to collectives after a pass over a loader without backward. It is "
+            "reported where that is what each has added up, divided by its own samples or batches, and a number that "
+            "is printed, logged or saved is the plain mean of it, by more than 1 % another one than over all samples. "
+            "A number that only a schedule is given is not seen."
+        ),
+        ignore="If every rank has data of its own kind, and each kind is meant to count as much.",
+        example="""\
+loss = torch.tensor(total / len(own))    # right: all_reduce of total and len(own), then divide
+dist.all_reduce(loss)
+print(loss.item() / world_size)
+""",
+    ),
 )
