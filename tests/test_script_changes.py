@@ -10,6 +10,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
+from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
 
@@ -47,6 +48,13 @@ def test_the_line_of_a_change(
 ) -> None:
     found = at_the_change(finding(code), changes, WRAPS)
     assert (found.location, found.ranks) == (where, ranks)
+
+
+@pytest.mark.parametrize("code", ["DDP208", "DDP515"])
+def test_what_ranks_train_apart_differs_for_that_reason(code: str) -> None:
+    apart = finding("DDP501", "forward")
+    kept, consequences = split_consequences([finding(code), apart])
+    assert [one.code for one in kept] == ["DDP501"] and len(consequences) == 1
 
 
 @pytest.mark.parametrize(
