@@ -52,6 +52,8 @@ _TEST_OF_SCRIPT = {
     "script_losses.judge_accumulated": "test_script_steps",
     "script_optimizers.judge_schedule": "test_script_changes",
     "script_optimizers.judge_changed": "test_script_steps",
+    "script_states.judge_uses": "test_script_states",
+    "script_states._finding_of_use": "test_script_states",
 }
 
 
