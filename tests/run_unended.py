@@ -23,11 +23,15 @@ class Trigger:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+
+    def join(name: str) -> None:  # in a part of the store of its own: torch would find the addresses of the first group
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size)
+
+    join("first")
     nn.parallel.DistributedDataParallel(nn.Linear(4, 1))  # torch never frees the group of the first one
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
+    join("second")
     torch.manual_seed(rank)
     net: Any = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
