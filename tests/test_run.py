@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -25,10 +24,12 @@ from ddpcheck.monitor.script.reporting.ending import Ending, judge_ending
 from ddpcheck.monitor.script.reporting.hang_watch import Hang
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.worlds.failures import described
+from tests.faultsuite.scripts_page import assert_expected, expected_of
 from tests.tiers import first_of_each, share
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path.stem for path in (ROOT / "examples" / "scripts").glob("*.py"))
+FOLDER = ROOT / "examples" / "scripts"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 PROGRAM = str(ROOT / "tests" / "run_program.py")
 ENDINGS = {"plain": 0, "workers": 0, "spawn": 0, "exit": 3, "raises": 1, "hard": 5, "terminated": 7}
 
@@ -136,33 +137,14 @@ def report_on(tmp_path: Path, script: str, *arguments: str) -> tuple[int, dict[s
     return ended.returncode, json.loads(file.read_text())
 
 
-def expected_of(script: str) -> dict[str, Any]:
-    tree = ast.parse((ROOT / "examples" / "scripts" / f"{script}.py").read_text())
-    (expected,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECT"
-    )
-    return dict(expected)
-
-
-ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(script)["code"]])
+ONE_OF_EACH_CODE = first_of_each(SCRIPTS, lambda script: [expected_of(FOLDER / f"{script}.py")["code"]])
 """`make scripts` runs all scripts, and all of their twins."""
 
 
 @pytest.mark.parametrize("script", share(ONE_OF_EACH_CODE, ["barrier_in_save"]))
 def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
-    expected = expected_of(script)
     code, report = report_on(tmp_path, script, "--check-timeout", "3")
-    (finding,) = report["findings"]
-    assert finding["code"] == expected["code"]
-    assert finding["subjects"] == expected.get("subjects", finding["subjects"])
-    assert finding["ranks"] == expected.get("ranks", [])
-    assert expected.get("cause", "") in finding["message"]
-    path, line = finding["location"]["path"], finding["location"]["line"]
-    assert path == f"examples/scripts/{script}.py"
-    assert expected.get("line", "") in (ROOT / path).read_text().splitlines()[line - 1]
-    assert bool(code) == (finding["severity"] == "error")
+    assert_expected(FOLDER / f"{script}.py", code, report)
 
 
 @pytest.mark.slow

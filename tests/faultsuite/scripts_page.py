@@ -2,7 +2,8 @@
 
     python -m tests.faultsuite.scripts_page [NAME ...]
 
-What torchrun says is the first exception on standard error.
+What torchrun says is the first exception on standard error. A script whose finding is not what its `EXPECT` says, or
+whose fixed twin is not clean, is named on standard error, and keeps the row that it had.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
@@ -80,6 +82,32 @@ def said_by_torchrun(ran: Ran) -> str:
     return f"after {ran.seconds:.0f} s: {text[:110]}{'...' if len(text) > 110 else ''}"
 
 
+def expected_of(script: Path) -> dict[str, Any]:
+    """What a script says of its own fault: its code, and where more is known its ranks, subjects, cause and line."""
+    (expected,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(script.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECT"
+    )
+    return dict(expected)
+
+
+def assert_expected(script: Path, exit_code: int | None, report: dict[str, Any]) -> None:
+    """Assert that the report of a script has one finding, and that it is the one that the script expects."""
+    expected = expected_of(script)
+    found = [(one["code"], one["location"]["line"], one["message"]) for one in report["findings"]]
+    assert len(found) == 1, found
+    (finding,) = report["findings"]
+    assert finding["code"] == expected["code"], found
+    assert finding["subjects"] == expected.get("subjects", finding["subjects"]), finding["subjects"]
+    assert finding["ranks"] == expected.get("ranks", []), finding["ranks"]
+    assert expected.get("cause", "") in finding["message"], found
+    path, line = finding["location"]["path"], finding["location"]["line"]
+    assert path == script.relative_to(ROOT).as_posix(), path
+    assert expected.get("line", "") in script.read_text().splitlines()[line - 1], found
+    assert bool(exit_code) == (finding["severity"] == "error"), (exit_code, finding["severity"])
+
+
 def row(script: Path) -> str:
     """One row of the table."""
     name = script.relative_to(ROOT).as_posix()
@@ -88,7 +116,9 @@ def row(script: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         options = (f"--check-timeout={TIMEOUT}", f"--check-output={folder}/report.json")
         watched = run("ddpcheck", "run", *launch, *options, name)
-        (finding,) = json.loads(Path(folder, "report.json").read_text())["findings"]
+        report = json.loads(Path(folder, "report.json").read_text())
+        assert_expected(script, watched.code, report)
+        (finding,) = report["findings"]
         fixed = run("ddpcheck", "run", *launch, *options, name, "--fixed")
         clean = json.loads(Path(folder, "report.json").read_text())["status"]
     line = finding["location"]["line"]
@@ -116,14 +146,22 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"no such script in examples/scripts: {', '.join(sorted(unknown))}")
     page = ROOT / "docs" / "scripts.md"
     known = {found[1]: line for line in page.read_text().splitlines() if (found := re.match(r"\| \[(\w+)\]", line))}
-    rows = []
-    for script in sorted(SCRIPTS.glob("*.py")):
-        if not names or script.stem in names:
-            rows.append(row(script))
-            print(rows[-1], flush=True)
-        elif script.stem in known:
-            rows.append(known[script.stem])
-    text = "\n".join(
+    wrong = []
+    for name in names or known_names:
+        try:
+            known[name] = row(SCRIPTS / f"{name}.py")
+            print(known[name], flush=True)
+        except (AssertionError, OSError) as error:  # an OSError: there is no report
+            wrong.append(name)
+            print(f"{name} is not as it says: {error}", file=sys.stderr, flush=True)
+        page.write_text(page_of([known[one] for one in known_names if one in known]))
+    if wrong:
+        sys.exit(f"not written: {', '.join(wrong)}")
+
+
+def page_of(rows: Sequence[str]) -> str:
+    """The page with these rows."""
+    return "\n".join(
         (
             "<!-- Written by `python -m tests.faultsuite.scripts_page`. -->",
             "# Scripts under torchrun and ddpcheck run",
@@ -138,7 +176,6 @@ def main(arguments: Sequence[str]) -> None:
             "",
         )
     )
-    page.write_text(text)
 
 
 if __name__ == "__main__":
