@@ -88,6 +88,19 @@ def cut_in_the_last_batch(model: nn.Module, loader: DataLoader[tuple[Tensor, ...
     tell(f"accuracy {correct / total:.4f} of {total} and {seen - total}")
 
 
+def a_batch_ahead(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], data: TensorDataset) -> None:
+    batches = iter(loader)
+    batch = next(batches, None)
+    correct = total = 0
+    while batch is not None:
+        ahead = next(batches, None)  # the loader has ended before its last batch is at work
+        with torch.no_grad():
+            own = model(batch[0]).argmax(1)
+        predictions, labels = (gathered(one)[: len(data) - total] for one in (own, batch[1]))
+        correct, total, batch = correct + int((predictions == labels).sum()), total + len(labels), ahead
+    tell(f"accuracy {correct / total:.4f}")
+
+
 def without_those_that_repeat(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], data: TensorDataset) -> None:
     own, labels = predicted(model, loader)
     kept = torch.arange(len(own)) * WORLD + RANK < len(data)
@@ -214,6 +227,8 @@ LOOPS: dict[str, Callable[[], None]] = {
     "drop_last": lambda: evaluate(37, sums_and_counts, drop_last=True),
     "cut_after_gathering": lambda: evaluate(37, cut_after_gathering),
     "cut_in_the_last_batch": lambda: evaluate(37, cut_in_the_last_batch),
+    "a_batch_ahead": lambda: evaluate(32, a_batch_ahead),
+    "a_batch_ahead_cut": lambda: evaluate(19, a_batch_ahead),
     "without_those_that_repeat": lambda: evaluate(37, without_those_that_repeat),
     "in_the_order_of_the_dataset": lambda: evaluate(37, in_the_order_of_the_dataset),
     "on_rank_0": lambda: evaluate(37, on_rank_0),

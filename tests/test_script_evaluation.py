@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,6 +220,30 @@ def test_rows_that_are_gathered_batch_by_batch_are_joined_rank_by_rank_or_call_b
     for value in (*agree, 0.875):
         found = judged(strided(8), size=8, given=halves, references={"labels": LABELS}, shown=[prints(value), []])
         assert codes(found) == ["DDP803"] * (value in agree)
+
+
+def gathered_in_turn(predicted: Sequence[int], labels: Sequence[int], indices: Sequence[Sequence[int]]) -> Any:
+    """Predictions and labels of each batch of four, gathered in one line; the loader fetches a batch ahead."""
+    return [
+        [
+            call(operation="all_gather", rows=[of[x] for x in batch], during=first, evaluation=(3, 0))
+            for batch, first in ((of_rank[:4], True), (of_rank[4:], False))
+            for of in (predicted, labels)
+        ]
+        for of_rank in indices
+    ]
+
+
+def test_predictions_and_labels_that_one_line_gathers_in_turn_are_two_things() -> None:
+    indices = [[0, 1, 2, 3, 8, 0, 1, 2], [4, 5, 6, 7, 3, 4, 5, 6]]  # 9 samples; the last batches are completed
+    labels, predicted = [0, 1, 2, 3, 0, 1, 2, 3, 0], [0, 1, 2, 0, 0, 0, 0, 0, 0]
+    given = gathered_in_turn(predicted, labels, indices)
+    own: dict[str, Any] = {"size": 9, "given": given, "references": {"labels": labels}}
+    assert judged(indices, shown=[prints(5 / 9), []], **own) == []
+    twice = sum(labels[x] == predicted[x] for of_rank in indices for x in of_rank) / 16
+    assert codes(judged(indices, shown=[prints(twice), []], **own)) == ["DDP801"]
+    of_another = [[replace(one, evaluation=(4, 0)) for one in of_rank] for of_rank in given]
+    assert judged(indices, size=9, given=of_another, shown=[prints(twice), []]) == []
 
 
 @pytest.mark.parametrize(

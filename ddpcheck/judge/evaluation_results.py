@@ -119,17 +119,43 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
 
 def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
     """What collectives have brought together, as far as there is one label for each sample of each rank."""
+    lines: dict[tuple[str, Location | None], list[list[ResultExchanged]]] = {}
+    for number, one in enumerate(of_ranks):
+        for each in one.exchanged:
+            if "gather" in each.operation and len(each.rows):
+                by_rank = lines.setdefault((each.operation, each.location), [[] for _ in of_ranks])
+                by_rank[number].append(each)
+    return [found for calls in lines.values() for found in _gathered_at(of_ranks, calls)]
+
+
+def _gathered_at(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+    """The same, of the calls of one line, by rank."""
+    during = [[one for one in of_rank if one.during] for of_rank in calls]
+    if any(during):
+        # A loader that fetches a batch ahead has ended before its last batch is at work.
+        whole = [
+            [one for one in of_rank if one.during or one.evaluation in (None, (of.held.loader, of.held.number))]
+            for of_rank, of in zip(calls, of_ranks, strict=True)
+        ]
+        return _in_turn(of_ranks, whole) or _in_turn(of_ranks, during)
+    if len(set(map(len, calls))) > 1:
+        return []
+    return [found for of_call in zip(*calls, strict=True) for found in _in_turn(of_ranks, [[one] for one in of_call])]
+
+
+def _in_turn(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+    """What the calls bring: of one thing batch by batch, or of several in turn, as predictions and their labels are."""
+    total = sum(len(one.rows) for one in calls[0])
+    things = total // max(1, of_ranks[0].samples)
     found = []
-    for calls in _lines(of_ranks):
-        first = calls[0][0]
-        if "gather" not in first.operation:
-            continue
-        for chunks in [calls] if first.during else [[[one] for one in of_call] for of_call in zip(*calls, strict=True)]:
-            rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
-            if all(len(of_rank) == one.samples > 0 for of_rank, one in zip(rows, of_ranks, strict=True)):
-                by_call = [row for of_call in zip(*chunks, strict=True) for one in of_call for row in one.rows]
-                by_rank = [row for of_rank in rows for row in of_rank]
-                found.append(Gathered(first.operation, first.location, rows, (by_call, by_rank)))
+    for turn in range(things if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, things) == 0 else 0):
+        chunks = [of_rank[turn::things] for of_rank in calls]
+        rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
+        if any(len(of_rank) != one.samples for of_rank, one in zip(rows, of_ranks, strict=True)):
+            return []
+        by_call = [row for of_call in zip(*chunks, strict=True) for one in of_call for row in one.rows]
+        by_rank = [row for of_rank in rows for row in of_rank]
+        found.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank)))
     return found
 
 

@@ -54,7 +54,12 @@ def judge_evaluations(
                 theirs[*place, sum(key[:-1] == place for key in theirs)] = Evaluated(
                     loader,
                     held,
-                    [one for one in of_exchanged if one.round == held.round],
+                    [
+                        one
+                        for one in of_exchanged
+                        if one.round == held.round
+                        and (not one.during or one.evaluation in (None, (held.loader, held.number)))
+                    ],
                     [one for one in of_shown if one.round == held.round],
                     subsets.get(loader.loader, ()),
                 )

@@ -51,6 +51,7 @@ class ResultExchanged:
         total: The sum of all its elements, where these are whole numbers.
         rows: Labels, one for each row: whole numbers as they are, of rows of floating-point numbers the place of the
             highest. Empty where it is something else.
+        evaluation: The loader and the number of the pass that is under way, or has ended last.
     """
 
     round: int
@@ -60,6 +61,7 @@ class ResultExchanged:
     numbers: tuple[float, ...] = ()
     total: float | None = None
     rows: Sequence[int] = ()
+    evaluation: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

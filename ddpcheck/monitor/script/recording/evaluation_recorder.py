@@ -66,6 +66,7 @@ class EvaluationRecorder:
         self._backwards = 0
         self._left = [0, 0]  # exchanges and numbers shown that are still written in this round
         self._open: dict[tuple[int, int], _Open] = {}
+        self._ended: tuple[int, int] | None = None  # the last evaluation
         self._references: set[int] = set()  # loaders whose datasets have been looked at
         self._record: Any = None  # the last one of `logging`
         module: Any = torch.autograd
@@ -112,6 +113,7 @@ class EvaluationRecorder:
             return
         if not self._evaluated:
             self._evaluated, self._left = True, [_MOST_EXCHANGED, _MOST_SHOWN]
+        self._ended = key
         held = numbers_of_program()
         numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
         numbers |= _agreements(rows_of_program(len(entry.indices)))
@@ -127,16 +129,18 @@ class EvaluationRecorder:
         """A collective is about to be made."""
         if not any(word in call.operation for word in _WITH_RESULTS):
             return
-        under_way = [one for one in self._open.values() if one.backwards == self._backwards]
+        under_way = [key for key, one in self._open.items() if one.backwards == self._backwards]
         if (not under_way and not self._evaluated) or self._round >= _MOST_ROUNDS:
             return
         value = next((given[name] for name in _GIVEN if given.get(name) is not None), None)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return
         made = _described(value, self._round, call, during=bool(under_way))
+        made = replace(made, evaluation=under_way[-1] if under_way else self._ended)
         if under_way:
-            if len(under_way[-1].exchanged) < _MOST_EXCHANGED:
-                under_way[-1].exchanged.append(made)
+            exchanged = self._open[under_way[-1]].exchanged
+            if len(exchanged) < _MOST_EXCHANGED:
+                exchanged.append(made)
             return
         parts = [] if len(made.rows) else list(map(_rows_given, _parts_of(value)))
         for one in (made, *(replace(made, numbers=(), rows=rows) for rows in parts if len(rows))):
