@@ -38,10 +38,8 @@ def judged(
     references: dict[str, list[int]] | None = None,
     **more: Any,
 ) -> list[Finding]:
-    loaders = [
-        [LoaderPass(3, 0, LOOP, "Photos", size, batch_size=4, batches=2, exhausted=True, indices=of_rank, **more)]
-        for of_rank in indices
-    ]
+    more = {"batch_size": 4, "batches": 2, "exhausted": True, **more}
+    loaders = [[LoaderPass(3, 0, LOOP, "Photos", size, indices=of_rank, **more)] for of_rank in indices]
     passes = [[EvaluationPass(0, 3, 0, held, references or {}, {"evaluate": LINE})] for held in numbers]
     return judge_evaluations(loaders, passes, given, shown)
 
@@ -242,6 +240,8 @@ def test_predictions_and_labels_that_one_line_gathers_in_turn_are_two_things() -
     assert judged(indices, shown=[prints(5 / 9), []], **own) == []
     twice = sum(labels[x] == predicted[x] for of_rank in indices for x in of_rank) / 16
     assert codes(judged(indices, shown=[prints(twice), []], **own)) == ["DDP801"]
+    unsaid = judged(indices, shown=[prints(twice), []], batch_size=1, **own)  # by a sampler of batches
+    assert codes(unsaid) == ["DDP801"]
     of_another = [[replace(one, evaluation=(4, 0)) for one in of_rank] for of_rank in given]
     assert judged(indices, size=9, given=of_another, shown=[prints(twice), []]) == []
 

@@ -180,7 +180,7 @@ class LoaderRecorder:
             size=size,
             digest=digests_of(beneath) if not number else {},
             expected=_length(loader) if map_style else -1,
-            batch_size=int(getattr(loader, "batch_size", None) or 1),
+            batch_size=_batch_size(loader),
             sampler=type(sampler).__name__,
             shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, WeightedRandomSampler))),
@@ -283,6 +283,12 @@ def _random_states() -> list[int]:
         _, keys, place, *_ = numpy.random.get_state()
         states.append((keys.tobytes(), place))
     return [int(digest_of(state)[:15], 16) for state in states]
+
+
+def _batch_size(loader: Any) -> int:
+    """How many samples a batch has; 1 where a sampler of batches does not say."""
+    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _innermost_sampler(loader: Any) -> Any:
