@@ -238,6 +238,8 @@ def test_predictions_and_labels_that_one_line_gathers_in_turn_are_two_things() -
     given = gathered_in_turn(predicted, labels, indices)
     own: dict[str, Any] = {"size": 9, "given": given, "references": {"labels": labels}}
     assert judged(indices, shown=[prints(5 / 9), []], **own) == []
+    sums = [[replace(one, total=4.0, numbers=(2.0,) * 4) for one in of_rank] for of_rank in given]
+    assert judged(indices, size=9, given=sums) == []  # labels whose sum is by chance the number of samples
     twice = sum(labels[x] == predicted[x] for of_rank in indices for x in of_rank) / 16
     assert codes(judged(indices, shown=[prints(twice), []], **own)) == ["DDP801"]
     unsaid = judged(indices, shown=[prints(twice), []], batch_size=1, **own)  # by a sampler of batches

@@ -31,6 +31,11 @@ class Evaluated:
     def samples(self) -> int:
         return len(self.loader.indices)
 
+    @property
+    def batch(self) -> int:
+        """Samples of a batch: a sampler of batches may not say."""
+        return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
+
 
 def places_of(of_ranks: Sequence[Evaluated]) -> list[list[int]]:
     """Where each rank's samples are in the dataset: in that of all ranks, where each has a `Subset` of its own."""
@@ -106,6 +111,8 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
     """The numbers that every rank has given to a collective, those of a loop over batches added up."""
     for calls in _lines(of_ranks):
         first = calls[0][0]
+        if "gather" in first.operation and _are_of_samples(of_ranks, calls):
+            continue
         numbers = [
             [(*one.numbers, *(() if one.total is None else (one.total,))) for one in of_rank] for of_rank in calls
         ]
@@ -115,6 +122,14 @@ def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
             numbers = [[tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
         for of_call in zip(*numbers, strict=True):
             yield Given(first.operation, first.location, list(zip(*of_call, strict=True)))
+
+
+def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
+    """Whether it is a label for each sample that the ranks give first, and no number of theirs."""
+    rows = [len(of_rank[0].rows) for of_rank in calls]
+    return min(rows) > 1 and all(
+        count in (one.samples, min(one.batch, one.samples)) for count, one in zip(rows, of_ranks, strict=True)
+    )
 
 
 def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:

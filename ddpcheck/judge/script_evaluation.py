@@ -82,8 +82,7 @@ def judge_padded(of_ranks: Sequence[Evaluated]) -> list[Finding]:
     """DDP801: a metric over more samples than there are, since a sampler gives some of them to two ranks."""
     times = Counter(index for one in of_ranks for index in one.loader.indices)
     excess = sum(times.values()) - len(times)
-    batch = max(max(one.loader.batch_size, -(-one.samples // max(1, one.loader.batches))) for one in of_ranks)
-    most = len(of_ranks) * (1 + batch)  # that complete a batch on each rank
+    most = len(of_ranks) * (1 + max(one.batch for one in of_ranks))  # that complete a batch on each rank
     if len(set(times.values())) < 2 or excess >= most:  # each rank evaluates all of them, say
         return []
     if any(one.loader.replaces for one in of_ranks) or are_other_data(of_ranks):
