@@ -145,15 +145,17 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := set(names) - set(known_names):
         parser.error(f"no such script in examples/scripts: {', '.join(sorted(unknown))}")
     page = ROOT / "docs" / "scripts.md"
-    known = {found[1]: line for line in page.read_text().splitlines() if (found := re.match(r"\| \[(\w+)\]", line))}
     wrong = []
     for name in names or known_names:
         try:
-            known[name] = row(SCRIPTS / f"{name}.py")
-            print(known[name], flush=True)
+            made = row(SCRIPTS / f"{name}.py")
         except (AssertionError, OSError) as error:  # an OSError: there is no report
             wrong.append(name)
             print(f"{name} is not as it says: {error}", file=sys.stderr, flush=True)
+            continue
+        print(made, flush=True)
+        known = {found[1]: line for line in page.read_text().splitlines() if (found := re.match(r"\| \[(\w+)\]", line))}
+        known[name] = made
         page.write_text(page_of([known[one] for one in known_names if one in known]))
     if wrong:
         sys.exit(f"not written: {', '.join(wrong)}")
