@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch.nn.functional import cosine_similarity, linear, normalize
 
 from ddpcheck.findings.evidence.gathers import GatheredConstant
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_gathers import judge_gathers
-from ddpcheck.monitor.script.recording.gather_recorder import _factors, _Gathered, _nodes, _Parts, _puts_back, _rows
+from ddpcheck.monitor.script.recording.gather_recorder import (
+    _constants,
+    _holds,
+    _nodes,
+    _own_rows,
+    _Parts,
+    _puts_back,
+)
 
 LINE = Location("train.py", 8)
 
@@ -19,19 +30,53 @@ def test_it_takes_every_rank_in_several_steps() -> None:
     assert not judge_gathers([[one, other], []]) and not judge_gathers([[one], [one]])
 
 
-def test_the_own_rows_among_the_constants_of_a_loss() -> None:
-    weight = torch.randn(5, 3, requires_grad=True)
-    features = torch.randn(4, 5) @ weight
-    gathered = [_Gathered("all_gather", LINE, (8, 3), _rows(features), features.grad_fn)]
+def _features() -> torch.Tensor:
+    return torch.randn(4, 5) @ torch.randn(5, 3, requires_grad=True)
+
+
+_LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "@": lambda own, every: own @ every.T,
+    "einsum": lambda own, every: torch.einsum("nd,md->nm", own, every),
+    "linear": lambda own, every: linear(own, every, torch.zeros(len(every))),
+    "batched": lambda own, every: torch.matmul(own[None], every.T[None])[0],
+    "cosine": lambda own, every: cosine_similarity(own[:, None], every[None], dim=-1),
+    "normalised after": lambda own, every: normalize(own) @ (3 * normalize(every)).T,
+    "cdist": torch.cdist,
+    "other rank first": lambda own, every: own @ every.flip(0).T,
+}
+
+
+@pytest.mark.parametrize("logits", _LOGITS.values(), ids=list(_LOGITS))
+def test_the_own_rows_among_the_constants_of_a_loss(
+    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    features = _features()
+    rows = _own_rows(features)
+    assert rows is not None
 
     def constants(everything: torch.Tensor) -> int:
-        factors = list(_factors((features @ everything.T).logsumexp(1).mean().grad_fn, gathered))
-        return sum(gathered[0].rows <= _rows(factor) for factor in factors)
+        root = logits(features, everything).logsumexp(1).mean().grad_fn
+        return sum(_holds(one, rows) for one in _constants(root, (8, 3), {features.grad_fn}))
 
     others = torch.randn(4, 3)
     assert constants(torch.cat([features.detach(), others])) == 1
     assert constants(torch.cat([features, others])) == 0  # put back
     assert constants(torch.randn(8, 3)) == 0  # a queue
+    assert constants(torch.cat([features.detach(), others, others])) == 0  # a queue that begins with these
+
+
+def test_rows_that_are_all_alike_are_no_mark() -> None:
+    assert _own_rows(torch.ones(4, 3)) is None and _own_rows(torch.randn(4, 1)) is None
+    assert _own_rows(torch.zeros(4, 3)) is None
+
+
+def test_what_hooks_have_packed_is_left_alone() -> None:
+    features = _features()
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
+        root = (features @ torch.randn(8, 3).T).mean().grad_fn
+    assert not list(_constants(root, (8, 3), {features.grad_fn})) and not unpacked
 
 
 def test_the_own_part_that_is_put_back() -> None:

@@ -28,8 +28,8 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
         "too: a feature gets a gradient where it is compared with the others, and none where the others are compared "
         "with it.",
         location=one.location,
-        evidence=["its input carries a gradient, and what it has gathered is a factor in the loss that carries none"],
+        evidence=["its input carries a gradient, and what it has gathered is in the loss and carries none"],
         severity=Severity.WARNING,
         fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
-        "features back: parts[rank] = features.",
+        "features back (parts[rank] = features), and have every rank compute the loss of all rows.",
     )

@@ -226,7 +226,7 @@ def batch(step):
             "The collectives of the forward pass are recorded. One that autograd does not differentiate stands "
             "between parameters and the loss, and the gradient is not that of the global batch. `ddpcheck run` "
             "reports a loss that was all-reduced in place and then differentiated, and one that multiplies by the "
-            "gathered rows of all ranks as by constants, the rank's own among them."
+            "gathered rows of all ranks, or takes distances from them, as constants, the rank's own among them."
         ),
         ignore="If the values from other ranks are to be constants, as negatives of a contrastive loss often are.",
         reports=("mlfoundations/open_clip#616", "KevinMusgrave/pytorch-metric-learning#10"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.rank_report import is_probed
 
@@ -22,8 +22,13 @@ _MOST_NODES = 256
 _MOST_GATHERED = 64  # tensors in a step
 _JOINS = ("CatBackward", "StackBackward")
 _MOST_ELEMENTS = 1 << 22
-_INPUTS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor"}
-_FACTORS = ("self", "mat2", "mat1")  # that products of matrices save, with their sizes
+_FEWEST_ROWS, _MOST_ROWS = 2, 8  # of the rank's own, which are looked for
+_FEWEST_ELEMENTS = 3  # of a row, by whose direction it is known
+_MOST_LOOKED_AT = 64  # of which these are taken
+_INPUTS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor"}
+_SAVED, _RAW = "_saved_", "_raw_saved_"  # what a node keeps for backward; unpacked, and as it is kept
+_PARALLEL = 1e-4  # 1 - cosine, of rows that are the same but for their lengths
+_APART = 1e-2  # likewise, of rows that cannot be taken for each other
 
 
 @dataclass(slots=True)
@@ -31,7 +36,7 @@ class _Gathered:
     operation: str
     location: Location | None
     shape: tuple[int, int]
-    rows: set[int]  # fingerprints of the rank's own
+    rows: torch.Tensor  # some of the rank's own, each of length 1
     node: Any  # of the graph, which made them
 
 
@@ -75,12 +80,12 @@ class GatherRecorder:
         if tensor.is_floating_point() and len(self._parts) < _MOST_GATHERED:
             count = dist.get_world_size(group)
             self._parts.append(_Parts(count, dist.get_rank(group), (len(tensor) * count, *tensor.shape[1:])))
-        if tensor.dim() != 2:
+        if tensor.dim() < 2 or tensor.grad_fn is None or not tensor.is_floating_point():
             return
-        if tensor.grad_fn is not None and tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS:
-            shape = len(tensor) * dist.get_world_size(group), tensor.shape[1]
+        if tensor.numel() <= _MOST_ELEMENTS and (rows := _own_rows(tensor)) is not None:
+            shape = tensor.numel() // tensor.shape[-1] * dist.get_world_size(group), tensor.shape[-1]
             where = Location.parse(call.location)
-            self._gathered.append(_Gathered(call.operation, where, shape, _rows(tensor), tensor.grad_fn))
+            self._gathered.append(_Gathered(call.operation, where, shape, rows, tensor.grad_fn))
 
     def _look(self, losses: Any) -> None:
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
@@ -89,24 +94,67 @@ class GatherRecorder:
         ends = {one.node for one in gathered}
         if any(_puts_back(node, parts, ends) for node in _nodes(losses.grad_fn, ends)):
             self._sink(OwnPartPutBack(self._step))
-        for factor in _factors(losses.grad_fn, gathered):
-            for one in gathered:
-                if tuple(factor.shape) == one.shape and one.rows <= _rows(factor):
-                    self._sink(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
-                    return
+        for one in gathered:
+            if any(_holds(constant, one.rows) for constant in _constants(losses.grad_fn, one.shape, ends)):
+                self._sink(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
+                return
 
 
-def _factors(root: Any, gathered: list[_Gathered]) -> Iterator[torch.Tensor]:
-    """The constants of such a shape, in rows, with which a loss multiplies what it is made of."""
-    shapes = {one.shape for one in gathered}
-    for node in _nodes(root, {one.node for one in gathered}):
-        for name in _FACTORS:
-            # The size is asked for first: to ask for a tensor calls what a checkpoint has it packed by.
-            size = tuple(getattr(node, f"_saved_{name}_sym_sizes", None) or ())
-            if size in shapes or size[::-1] in shapes:
-                factor = getattr(node, f"_saved_{name}")
-                if isinstance(factor, torch.Tensor) and not factor.requires_grad:
-                    yield factor if size in shapes else factor.T
+def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:
+    """What nodes of a loss keep for backward that carries no gradient, and is as many rows of as many elements.
+
+    It is a factor of a product of any kind, or a point that distances are from; all values of a dimension along which
+    it is broadcast are the same, and the first is taken.
+    """
+    rows = shape[0]
+    for node in _nodes(root, ends):
+        # The size is asked for first: what is kept may have been packed by hooks, as a checkpoint's is, which allow
+        # that it is unpacked once. Other nodes than products do not tell it, but that of what they make.
+        made = {size for one in node._input_metadata for size in one.shape}
+        for name in dir(node) if rows in made else ():
+            kept = getattr(node, _RAW + name.removeprefix(_SAVED), None) if name.startswith(_SAVED) else None
+            if kept is None or getattr(kept, "unpack_hook", None) is not None:
+                continue
+            with contextlib.suppress(RuntimeError):  # overwritten or freed, which is for backward to raise
+                tensor = getattr(node, name)
+                if isinstance(tensor, torch.Tensor) and not tensor.requires_grad and tensor.is_floating_point():
+                    yield from _as_rows(tensor, shape)
+
+
+def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+    """It, or its transpose, if it has such a shape but for leading dimensions, of which the first value is taken."""
+    if tensor.dim() < 2 or tensor.numel() > _MOST_ELEMENTS * tensor.shape[0]:
+        return
+    last = tensor[(0,) * (tensor.dim() - 2)] if all(tensor.shape) else tensor.new_empty(0, 0)
+    if tuple(last.shape) == shape:
+        yield last
+    if tuple(last.T.shape) == shape:
+        yield last.T
+
+
+def _own_rows(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Some rows of a rank's features, each of length 1, that can be told apart; `None` where there are too few."""
+    if tensor.shape[-1] < _FEWEST_ELEMENTS:
+        return None
+    every = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
+    alike = (every @ every.T > 1 - _APART).tolist()
+    chosen: list[int] = []
+    for number in range(len(every)):
+        if len(chosen) < _MOST_ROWS and not any(alike[number][one] for one in chosen):
+            chosen.append(number)
+    return every[chosen] if len(chosen) >= _FEWEST_ROWS and bool(every.isfinite().all()) else None
+
+
+def _holds(constant: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether each of `rows` is a row of `constant`, but for its length: features may be normalised on the way."""
+    closest = (rows @ _normed(constant.detach()).T).nan_to_num(-1.0).amax(1)
+    return bool((closest > 1 - _PARALLEL).all())
+
+
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    wide = rows.cpu().double()
+    normed: torch.Tensor = wide / torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+    return normed
 
 
 def _puts_back(node: Any, parts: list[_Parts], ends: set[Any]) -> bool:
@@ -132,7 +180,3 @@ def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:
             if following is not None and following not in seen and len(pending) < _MOST_NODES:
                 seen.add(following)
                 pending.append(following)
-
-
-def _rows(tensor: torch.Tensor) -> set[int]:
-    return set(row_fingerprints(tensor.detach().cpu().contiguous()).tolist())
