@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+REPORTS := $(VENV)/.reports
 READY := $(VENV)/.ready
 WORKERS ?= 2
 HEALTHY ?= examples/digits/healthy.py
@@ -18,14 +19,20 @@ help: ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # pip older than 25.1 does not know --group, and a fresh virtual environment often brings one.
-$(READY): pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+
+$(REPORTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "ddpcheck needs Python 3.11 or later; try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	$(INSTALL) --group report
 	@touch $@
 
-report: $(READY) ## a report on a healthy model, then one on its broken twin
+$(READY): $(REPORTS)
+	$(INSTALL) --group dev
+	@touch $@
+
+report: $(REPORTS) ## a report on a healthy model, then one on its broken twin
 	@echo '== a healthy model: $(HEALTHY)'
 	$(BIN)/ddpcheck report $(HEALTHY)
 	@echo

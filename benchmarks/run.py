@@ -60,6 +60,7 @@ def run(launcher: str, folder: Path, *arguments: object) -> tuple[float, list[fl
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", *LAUNCHERS[launcher], "--standalone", "--nproc-per-node=2", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it: else each process compiles all of ddpcheck anew
     for _ in range(ATTEMPTS):
         began = time.perf_counter()
         ran = subprocess.run([*command, *map(str, arguments), str(out)], env=env, capture_output=True, text=True)

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -169,8 +169,11 @@ def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> Non
 def note_collective(operation: str, payload: str, group: Any = None, *, place: str = "") -> None:
     """Log what DDP is about to make in C++, as a collective that all ranks of its group have to join."""
     if not _thread.depth:
-        call = _describe_call(operation, {"group": group}, backward=False)
-        _write(replace(call, payload=payload, place=place or call.place))
+        name, members = _group_of(group)
+        caller = sys._getframe(1)
+        where = str(user_location(caller) or "")
+        place = place or this_rank.own_slots()[0]
+        _write(Call(operation, name, members, payload, place, where, callers=lines_of_program(caller)))
 
 
 def _write(call: Call) -> None:
