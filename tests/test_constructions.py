@@ -49,3 +49,51 @@ def test_they_are_those_of_the_program_whatever_stands_between(tmp_path: Path) -
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["25 22 22 27 27 24 24 24", "None 30"]
+
+
+DRAWS = """\
+import sys
+from ddpcheck.monitor.script.recording import arming
+arming.wait_for_process_group()
+import random
+import numpy
+import torch
+from torch.utils.data import TensorDataset
+from ddpcheck.monitor.script.recording.constructions import drawn_before
+
+rank = int(sys.argv[1])
+def drawn():
+    data = TensorDataset(torch.zeros(2))
+    return str(drawn_before(data))
+
+print(drawn())  # nothing, from whatever state the process began with
+torch.manual_seed(7 + rank)
+numpy.random.seed(rank)
+print(drawn())  # nothing yet
+torch.manual_seed(0)
+torch.randn(3)
+print(drawn())  # the same
+numpy.random.seed(1)
+numpy.random.rand(2)
+torch.manual_seed(5 + rank)
+print(drawn())  # the same
+torch.rand(1)
+print(drawn())  # another
+torch.manual_seed(3)
+print(drawn())  # and that remains
+"""
+
+
+def test_what_two_ranks_have_drawn_is_compared_whatever_they_have_seeded(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(DRAWS)
+    ranks = []
+    for rank in "01":
+        command = [sys.executable, str(program), rank]
+        done = subprocess.run(
+            command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        ranks.append(done.stdout.split())
+    assert [mine == theirs for mine, theirs in zip(*ranks, strict=True)] == [True] * 4 + [False] * 2
+    assert len(set(ranks[0][:4])) == 3

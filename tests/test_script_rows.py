@@ -12,7 +12,7 @@ import torch
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_data import judge_loaders
-from ddpcheck.monitor.script.recording.sample_rows import SampleRows, rows_of_whole
+from ddpcheck.monitor.script.recording.sample_rows import SampleRows, rows_of_whole, samples_of
 
 LINE, MADE = Location("train.py", 30), Location("train.py", 10)
 
@@ -49,19 +49,56 @@ def test_samples_that_ranks_share_by_their_contents(mine: LoaderPass, theirs: Lo
     assert found([mine], [theirs]) == ([(code, MADE)] if code else [])
 
 
-def half(part: Sequence[int], positions: Sequence[int], **more: Any) -> LoaderPass:
+def half(part: Sequence[int], positions: Sequence[int], number: int = 0, **more: Any) -> LoaderPass:
     """A pass over half of the places of a dataset of 32 rows, which is a rank's own."""
-    more = {"digest": {"x": part[0]}, "size": 32, "whole": 64, **more}
-    return epoch([part[place] for place in positions], indices=tuple(positions), **more)
+    more = {"samples": {"x": tuple(part)}, "size": 32, "drawn": 5, **more}
+    return epoch([part[place] for place in positions], number, indices=tuple(positions), **more)
+
+
+FIRST, SECOND = range(0, 32, 2), range(1, 32, 2)
 
 
 def test_a_sampler_that_splits_what_is_split_already() -> None:
-    first, second = range(0, 32, 2), range(1, 32, 2)
-    assert found([half(EVEN, first)], [half(ODD, second)]) == [("DDP519", MADE)]
-    assert not found([half(EVEN, first, whole=0)], [half(ODD, second, whole=0)])  # random data of each rank's own
-    assert not found([half(EVEN, first, whole=40)], [half(ODD, second, whole=40)])  # held back from that
+    assert found([half(EVEN, FIRST)], [half(ODD, SECOND)]) == [("DDP519", MADE)]
+    assert not found([half(EVEN, FIRST)], [half(ODD, SECOND, samples={"x": tuple(EVEN)})])  # the same data
     assert not found([half(EVEN, range(32))], [half(ODD, range(32))])  # all of its part
-    assert not found([half(EVEN, first)], [half(ODD, first)])  # no split: half of its part each
+    assert not found([half(EVEN, FIRST)], [half(ODD, FIRST)])  # no split: half of its part each
+    shared = {"x": tuple(range(32)), "order": tuple(EVEN)}, {"x": tuple(range(32)), "order": tuple(ODD)}
+    assert not found(*[[half(p, q, samples=s)] for p, q, s in zip((EVEN, ODD), (FIRST, SECOND), shared, strict=True)])
+
+
+def test_random_data_of_each_rank_is_no_part_of_the_same() -> None:
+    assert not found([half(EVEN, FIRST, drawn=6)], [half(ODD, SECOND, drawn=7)])
+    assert not found([half(EVEN, FIRST, drawn=0)], [half(ODD, SECOND, drawn=0)])
+    views = [half(EVEN, FIRST, drawn=6, whole=64)], [half(ODD, SECOND, drawn=7, whole=64)]
+    assert found(*views) == [("DDP519", MADE)]
+    assert not found([half(EVEN, FIRST, drawn=6, whole=40)], [half(ODD, SECOND, drawn=7, whole=40)])  # held back
+
+
+def test_a_sampler_of_torch_says_that_it_splits() -> None:
+    shuffled = [3, 7, 1, 9, 11, 30, 22, 14], [4, 7, 1, 8, 12, 31, 21, 13]
+    mine, theirs = (half(p, q, exhausted=False) for p, q in zip((EVEN, ODD), shuffled, strict=True))
+    assert not found([mine], [theirs])
+    assert found([replace(mine, replicas=2)], [replace(theirs, replicas=2)]) == [("DDP519", MADE)]
+    assert not found([replace(mine, replicas=1)], [replace(theirs, replicas=1)])
+
+
+def test_places_of_a_dataset_that_are_other_samples_on_each_rank() -> None:
+    def two(part: Sequence[int], positions: Sequence[int], then: Sequence[int], **more: Any) -> list[LoaderPass]:
+        more = {"samples": {}, **more}
+        return [half(part, positions, **more), half(part, then, 1, **more)]
+
+    late, early = (*FIRST[:8], *SECOND[:8]), (*FIRST[8:], *SECOND[8:])
+    assert found(two(EVEN, FIRST, late), two(ODD, SECOND, early)) == [("DDP519", MADE)]
+    assert not found(two(EVEN, FIRST, FIRST), two(ODD, SECOND, SECOND))  # no place in common
+    assert not found(two(range(32), FIRST, late), two(range(32), SECOND, early))
+    augmented = [half(range(100, 132), late, 1, samples={}), half(range(200, 232), early, 1, samples={})]
+    assert not found([half(EVEN, FIRST, samples={}), augmented[0]], [half(ODD, SECOND, samples={}), augmented[1]])
+    labelled = [
+        [replace(one, labels=tuple(n % 3 for n in one.indices)) for one in two(part, *places)]
+        for part, places in ((EVEN, (FIRST, late)), (ODD, (SECOND, early)))
+    ]
+    assert not found(*labelled)  # the same data, which each rank changes in its own way
 
 
 def test_a_sampler_that_splits_subsets_of_the_ranks() -> None:
@@ -111,3 +148,22 @@ def test_the_rows_of_a_batch_and_what_a_dataset_is_a_part_of() -> None:
     whole = torch.randn(8, 3)
     held = (whole, whole[::2], whole[:, :2], whole.numpy()[1:4], ["a", "b"], [1, 2])
     assert [rows_of_whole(Data(one)) for one in held] == [0, 8, 0, 8, -1, 0]
+
+
+def test_what_a_dataset_holds_of_its_samples() -> None:
+    x = torch.randn(8, 3)
+    pairs = [(x[n].clone(), n) for n in range(8)]
+
+    class Data(torch.utils.data.Dataset[object]):
+        def __init__(self, *held: object) -> None:
+            self.held, self.first = held, held[0]
+
+    def names(*held: object) -> list[str]:
+        return list(samples_of(Data(*held), 8))
+
+    assert names(x, x.numpy(), range(8)) == ["held.0", "held.1", "held.2", "first.0"]
+    assert names(pairs, [0, 1] * 4, ["a"] * 8, [object()] * 8, x[:4]) == ["held.0", "first.0"]
+    assert names(Data(pairs)) == ["held.0held.0", "held.0first.0", "first.0held.0", "first.0first.0"]
+    assert set(samples_of(x.tolist(), 8)) == {".0"} and not samples_of(Data(x), 4)
+    assert samples_of(Data(x), 8)["first.0"] == samples_of(Data(x.clone()), 8)["first.0"]
+    assert not set(samples_of(Data(x + 1), 8)["first.0"]) & set(samples_of(Data(x), 8)["first.0"])

@@ -61,23 +61,17 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
 def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP519: a sampler that splits by rank what is each rank's own part already."""
     first = [of_rank[0] for of_rank in passes]
-    if len(first) < 2 or any(not one.exhausted or one.replaces or one.chooses or not one.indices for one in first):
+    if len(first) < 2 or any(one.replaces or one.chooses or not one.indices for one in first):
         return []
-    taken = [_positions(one) for one in first]
-    sizes = {len(one.subset) or one.size for one in first}
-    if len(sizes) > 1 or not all(taken) or not _are_own_parts(first):
+    if not _share_places(first) or not _are_own_parts(passes):
         return []
-    (size,) = sizes
-    most = -(-size // len(first))
-    apart = sum(map(len, taken)) - len(set.union(*taken))
-    if max(map(len, taken)) > most or apart > len(first) or len(set.union(*taken)) < size - first[0].batch_size * 2:
-        return []
+    size = len(first[0].subset) or first[0].size
     return _one(
         "DDP519",
         first[0],
         f"The data are split twice: each rank's dataset is a part of its own already, and the sampler takes "
-        f"{len(taken[0])} of its {size} samples in an epoch. The others are on no rank.",
-        evidence=[f"{first[0].sampler} splits the same {size} places between {len(first)} ranks"],
+        f"{-(-size // len(first))} of its {size} samples in an epoch. The others are on no rank.",
+        evidence=[f"{first[0].sampler} splits the places of the dataset between {len(first)} ranks"],
         fix="Split once: give the sampler the whole dataset; or keep the parts, and shuffle each with a RandomSampler.",
     )
 
@@ -152,19 +146,67 @@ def _positions(one: LoaderPass) -> set[int]:
     return {place.get(index, -1) for index in one.indices}
 
 
-def _are_own_parts(first: Sequence[LoaderPass]) -> bool:
+def _share_places(first: Sequence[LoaderPass]) -> bool:
+    """Whether each rank's sampler gives its share of the same places: torch's, or one that is seen to."""
+    if all(one.replicas == len(first) for one in first):
+        return True
+    taken = [_positions(one) for one in first]
+    sizes = {len(one.subset) or one.size for one in first}
+    if len(sizes) > 1 or not all(taken) or any(not one.exhausted for one in first):
+        return False
+    (size,) = sizes
+    every = set.union(*taken)
+    apart = sum(map(len, taken)) - len(every)
+    most = -(-size // len(first))
+    return max(map(len, taken)) <= most and apart <= len(first) and len(every) >= size - first[0].batch_size * 2
+
+
+def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+    """Whether the ranks' datasets have no sample in common, and are no random numbers that each has drawn itself."""
+    first = [of_rank[0] for of_rank in passes]
     if all(one.subset for one in first):
-        return not any(set(a.subset) & set(b.subset) for n, a in enumerate(first) for b in first[:n])
-    if any(one.subset or not one.digest for one in first) or len({str(one.digest) for one in first}) < len(first):
+        return _disjoint([one.subset for one in first])
+    if any(one.subset for one in first) or not all(_tell_apart(one) for one in first):
         return False
-    if not all(_tell_apart(one) for one in first):
-        return False
-    if any(set(a.rows) & set(b.rows) for n, a in enumerate(first) for b in first[:n]):
-        return False
+    names = set.intersection(*(set(one.samples) for one in first))
+    apart = bool(names) and all(_disjoint([one.samples[name] for one in first]) for name in names)
     ranks = len(first)
-    return all(
-        one.whole < 0 or 0 <= one.whole - ranks * (one.size - 1) <= 2 * ranks for one in first if one.whole
-    ) and all(one.whole for one in first)
+    are_parts = all(one.whole < 0 or 0 <= one.whole - ranks * (one.size - 1) <= 2 * ranks for one in first if one.whole)
+    of_whole = all(one.whole for one in first) and are_parts
+    drawn_alike = first[0].drawn and len({one.drawn for one in first}) == 1
+    return bool(of_whole or drawn_alike) and _disjoint([one.rows for one in first]) and (apart or _give_others(passes))
+
+
+def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+    """Whether the same place of the dataset is always another sample on another rank, and the same one on each."""
+    rows = [_by_place(of_rank, labels=False) for of_rank in passes]
+    labels = [_by_place(of_rank, labels=True) for of_rank in passes]
+    for number, mine in enumerate(rows):
+        for other, theirs in enumerate(rows[:number]):
+            common = mine.keys() & theirs.keys()
+            if len(common) < _FEWEST or any(mine[place] == theirs[place] for place in common):
+                return False
+            named = [(labels[number][place], labels[other].get(place)) for place in common & labels[number].keys()]
+            if len(set(named)) > 1 and all(a == b for a, b in named):
+                return False  # each rank has a way of its own to change the same samples
+    return True
+
+
+def _by_place(of_rank: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
+    """What a rank was given for each place; nothing where that changes, as by augmentation, or is seen too seldom."""
+    found: dict[int, int] = {}
+    again = 0
+    for one in of_rank:
+        given = one.labels if labels else one.rows
+        for place, value in zip(one.indices, given, strict=True) if len(given) == len(one.indices) else ():
+            again += place in found
+            if found.setdefault(place, value) != value:
+                return {}
+    return found if again >= _FEWEST else {}
+
+
+def _disjoint(parts: Sequence[Sequence[int]]) -> bool:
+    return not any(set(a) & set(b) for number, a in enumerate(parts) for b in parts[:number])
 
 
 def _one(

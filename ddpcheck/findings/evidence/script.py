@@ -53,6 +53,10 @@ class LoaderPass:
         labels: Likewise of their labels, if they have some: tensors of one whole number for each sample.
         classes: These labels themselves, where each sample has just one.
         whole: The rows of the array of which the dataset holds some; -1 where it holds names of files or texts.
+        samples: By what the dataset holds of its samples, fingerprints of the first of them.
+        drawn: A digest of what the global random generators had given before it, or its sampler, was constructed; 0
+            where that is not known.
+        replicas: Between how many ranks the sampler splits, where it is torch's.
         state: Digests of the plain attributes of the dataset, as this process has it when the pass begins.
         persistent: Whether workers stay from one pass to the next.
     """
@@ -89,6 +93,9 @@ class LoaderPass:
     labels: Sequence[int] = ()
     classes: Sequence[int] = ()
     whole: int = 0
+    samples: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    drawn: int = 0
+    replicas: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
     persistent: bool = False
 

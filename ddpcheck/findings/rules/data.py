@@ -159,7 +159,8 @@ schedule.step(evaluate(ddp, local_data))  # right: all_reduce the sum and the co
         detected=(
             "The samples of all shards, or the indices that all samplers give, are compared with the batch or the "
             "dataset. A remainder of less than one batch of each rank is not reported for a loader. A sampler that "
-            "splits by rank what is a part of each rank's own already is reported."
+            "splits by rank is reported where the datasets of the ranks hold other samples, or give others for the "
+            "same index, and are not drawn at random by each rank."
         ),
         ignore="If samples are held out on purpose.",
         example="""\

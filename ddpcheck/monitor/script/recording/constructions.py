@@ -20,6 +20,7 @@ from weakref import ref
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, variables_of
+from ddpcheck.monitor.script.recording import generator_history
 
 _CLASSES = {
     "torch.utils.data.dataset": ("Subset", "TensorDataset"),
@@ -31,15 +32,22 @@ _CLASSES = {
 }
 _SEEDS = {"torch.random": ("torch", "manual_seed"), "numpy.random": ("numpy", "seed")}
 _MOST = 4096  # objects; of the samplers of a search, say
+_MOST_HISTORIES = 64
 
-_made: dict[int, tuple[ref[Any], Location]] = {}
+_made: dict[int, tuple[ref[Any], Location, int]] = {}
 _seeded: dict[str, Location] = {}
 
 
 def made_at(thing: object) -> Location | None:
     """The line of the program that has constructed a loader, a sampler or a `Subset`, as far as that was seen."""
-    living, line = _made.get(id(thing), (lambda: None, None))
+    living, line, _ = _made.get(id(thing), (lambda: None, None, 0))
     return line if living() is thing else None
+
+
+def drawn_before(thing: object) -> int:
+    """A digest of what the global generators had given when it was constructed; 0 where that is not known."""
+    living, _, drawn = _made.get(id(thing), (lambda: None, None, 0))
+    return drawn if living() is thing else 0
 
 
 def seeded_at(generator: str) -> Location | None:
@@ -52,8 +60,13 @@ def follow(module: ModuleType) -> None:
     functions: Any = vars(module)
     if module.__name__ == "torch.random":
         vars(random)["seed"] = _noting_seed(random.seed, "python")
+        with contextlib.suppress(Exception):
+            generator_history.begin("python")
     if (seeds := _SEEDS.get(module.__name__)) is not None:
         functions[seeds[1]] = _noting_seed(functions[seeds[1]], seeds[0])
+        if seeds[0] != "torch":  # which is imported only now
+            with contextlib.suppress(Exception):
+                generator_history.begin(seeds[0])
     for name in _CLASSES.get(module.__name__, ()):
         if (kind := functions.get(name)) is not None and "__init__" in vars(kind):
             kind.__init__ = _noting(kind.__init__)
@@ -64,7 +77,7 @@ def _noting(construct: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
-                _made[id(self)] = ref(self), line
+                _made[id(self)] = ref(self), line, _history()
         construct(self, *arguments, **named)
 
     return __init__
@@ -76,9 +89,17 @@ def _noting_seed(original: Any, generator: str) -> Any:
         with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
                 _seeded[generator] = _line(_that_decides(frame))
-        return original(*arguments, **named)
+            generator_history.end(generator)
+        result = original(*arguments, **named)
+        with contextlib.suppress(Exception):
+            generator_history.begin(generator)
+        return result
 
     return seed
+
+
+def _history() -> int:
+    return generator_history.history() if len(_made) < _MOST_HISTORIES else 0
 
 
 def _line_of_construction(thing: object, frame: FrameType | None) -> Location | None:

@@ -15,7 +15,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
@@ -24,10 +31,10 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
-from ddpcheck.monitor.script.recording.constructions import made_at, seeded_at
+from ddpcheck.monitor.script.recording.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
-from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of, rows_of_whole, state_of
+from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass
@@ -192,6 +199,9 @@ class LoaderRecorder:
             made=made_at(sampler) or made_at(loader),
             split=made_at(loader.dataset) or made_at(beneath),
             whole=rows_of_whole(beneath) if not number else 0,
+            samples=samples_of(loader.dataset, size) if not number else {},
+            drawn=next(filter(None, map(drawn_before, (beneath, loader.dataset, sampler, loader))), 0),
+            replicas=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 0,
             state=state_of(loader.dataset) if number < _MOST_PASSES else {},
             persistent=bool(getattr(loader, "persistent_workers", False)),
         )

@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from ddpcheck.gather.state.module_description import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
@@ -14,6 +15,9 @@ from ddpcheck.recipe.pytree import tree_tensors
 _MOST_ROWS = 1 << 16  # of a pass
 _MOST_COLUMNS = 256  # numbers of a row, spread over it
 _MOST_PLAIN = 256  # items of an attribute of a dataset
+_MOST_ITEMS = 64  # samples of a dataset
+_MOST_PARTS = 16  # of an item
+_FEWEST_ITEMS, _DISTINCT = 8, 0.9  # by which samples are told apart
 
 
 class SampleRows:
@@ -54,7 +58,7 @@ def _together(tensors: list[torch.Tensor], size: int) -> list[int]:
     for tensor in tensors:
         flat = tensor.reshape(size, -1)
         step = max(1, flat.shape[1] // _MOST_COLUMNS)
-        total = total * 31 + row_fingerprints(flat[:, ::step][:, :_MOST_COLUMNS])
+        total = total * 31 + row_fingerprints(flat[:, ::step][:, :_MOST_COLUMNS].cpu())
     return total.tolist()
 
 
@@ -71,6 +75,51 @@ def digests_of(dataset: Any) -> dict[str, int]:
         elif isinstance(value, tuple) and value and all(isinstance(one, torch.Tensor) and one.dim() for one in value):
             found[name] = _number(tuple(fingerprint(one[:_MOST_PLAIN].cpu()) for one in value))
     return found
+
+
+def samples_of(dataset: Any, size: int, depth: int = 2) -> dict[str, tuple[int, ...]]:
+    """Fingerprints of the first items of what has one for each sample, and another for most: rows, names, indices.
+
+    Datasets beneath are looked into; a loader may be given a list, too.
+    """
+    held = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
+    found: dict[str, tuple[int, ...]] = {}
+    for name, value in held.items():
+        for number, one in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(one, Dataset):
+                below = samples_of(one, size, depth - 1) if depth else {}
+                found.update({f"{name}.{number}{key}": items for key, items in below.items()})
+            elif type(one) in (list, range, array, torch.Tensor) or (hasattr(one, "tobytes") and hasattr(one, "shape")):
+                items = _items(one) if size >= _FEWEST_ITEMS and _length(one) == size else ()
+                if len(set(items)) >= _DISTINCT * max(1, len(items)):
+                    found[f"{name}.{number}"] = items
+    return {name: items for name, items in found.items() if items}
+
+
+def _length(value: Any) -> int:
+    shape = getattr(value, "shape", None)
+    return int(shape[0]) if shape else 0 if shape is not None else len(value)
+
+
+def _items(values: Any) -> tuple[int, ...]:
+    first = values[:_MOST_ITEMS]
+    if isinstance(first, torch.Tensor):
+        dense = first.layout == torch.strided and not first.is_quantized and first.device.type != "meta"
+        return tuple(_together([first.detach()], len(first))) if dense else ()
+    items = tuple(map(_item, first))
+    return () if None in items else items  # type: ignore[return-value]
+
+
+def _item(value: Any) -> int | None:
+    """A fingerprint of one sample, or of a part of it; `None` for what is neither tensors nor plain."""
+    if isinstance(value, torch.Tensor):
+        return fingerprint(value.detach().cpu()) if value.layout == torch.strided else None
+    if hasattr(value, "tobytes"):
+        return _number(value.tobytes())
+    if isinstance(value, tuple | list | dict):
+        parts = [_item(one) for one in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]]
+        return None if None in parts else _number(tuple(parts))
+    return _number(value) if _is_plain(value) else None
 
 
 def state_of(dataset: Any) -> dict[str, int]:
