@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
+from ddpcheck.judge.script_draws import _cosine, judge_added_noise, judge_step_draws, line_of_selection
+from ddpcheck.monitor.script.recording.added_noise import added_to, kept_samples
 
 FORWARD, DRAW, SEED = (Location("train.py", line) for line in (30, 20, 3))
 Given = list[list[Inputs]]
@@ -77,3 +79,40 @@ def test_the_line_by_which_samples_are_drawn() -> None:
     assert line_of_selection(drawn(4, "choice")) == SEED
     assert line_of_selection(drawn(4, "choice", generator="", seeded=None)) == DRAW
     assert line_of_selection(drawn(4, "choice", own=True)) is None
+
+
+def added(*of_steps: Sequence[Sequence[float]], alike: bool = False) -> Given:
+    """What two ranks gave in steps, in each of which they had added something to the samples of a loader."""
+    inputs = given(alike=alike)
+    return [
+        [replace(one, added=tuple(of_ranks[rank])) for one, of_ranks in zip(of_rank, of_steps, strict=False)]
+        for rank, of_rank in enumerate(inputs)
+    ]
+
+
+A, B, C, D = (1.0, 0.1, 0.0, 0.0), (0.0, 1.0, 0.1, 0.0), (0.0, 0.0, 1.0, 0.1), (0.1, 0.0, 0.0, 1.0)
+
+
+def test_noise_that_every_rank_adds_to_samples_of_its_own() -> None:
+    (finding,) = judge_added_noise([[], []], added((A, A), (B, B), (C, C)))
+    assert (finding.code, finding.location) == ("DDP510", FORWARD)
+    own = [[StepDraw(1, "", "any", 0, 0, 0, location=DRAW)]] * 2
+    assert judge_added_noise(own, added((A, A), (B, B), (C, C)))[0].location == DRAW
+    assert not judge_added_noise([[], []], added((A, B), (B, C), (C, D)))  # noise of its own
+    assert not judge_added_noise([[], []], added((A, A), (A, A), (A, A)))  # made of the samples, or a constant
+    assert not judge_added_noise([[], []], added((A, A), (B, B), ((), ())))  # known in two steps only
+    assert not judge_added_noise([[], []], added((A, A), (B, B), (C, C), alike=True))  # DDP505
+
+
+def test_what_is_added_to_samples_is_known_past_scales_and_offsets() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(8, 32, generator=generator) for _ in range(2))
+    kept = kept_samples([x, torch.zeros(8), torch.arange(8)])
+    assert len(kept) == 1 and kept[0] is not x
+    assert not added_to(kept, [x.clone()]) and not added_to(kept, [2 * x - 1])
+    assert not added_to(kept, [x[:4]]) and not added_to([], [x])
+    plain, scaled = added_to(kept, [x + noise]), added_to(kept, [3 * x + 0.5 * noise + 1])
+    assert _cosine(plain, scaled) > 0.99
+    other = torch.randn(8, 32, generator=generator)
+    assert abs(_cosine(plain, added_to(kept, [x + other]))) < 0.5
+    assert abs(_cosine(added_to(kept, [x + noise[:1]]), added_to([other], [other + noise[:1]]))) < 0.5  # for all alike

@@ -5,6 +5,7 @@ Pure functions from `findings.evidence.draws` and `findings.evidence.script` to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.evidence.draws import StepDraw
@@ -15,6 +16,12 @@ from ddpcheck.findings.wording import counted, one_finding
 _FEWEST = 2  # intervals between optimizer steps in which the same line draws
 _KEYS = 624  # a count is known up to a multiple of it
 _BLOCK = 16  # numbers that `randn` draws once more at the end
+_FEWEST_ADDED = 3  # steps in which what is added to samples is known
+_ALIKE = 0.6  # the cosine of noise from which that of the samples has been taken away; of other noise it is near 0
+_FIX = (
+    "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
+    "each rank's own: torch.Generator().manual_seed(seed + rank)."
+)
 
 
 def judge_step_draws(
@@ -62,9 +69,44 @@ def judge_step_draws(
             *([f"they are drawn at {', '.join(places[:3])}"] if places else []),
             *seeded,
         ],
-        fix="Seed with seed + rank before the training loop, after the model has been constructed; or draw from a "
-        "generator of each rank's own: torch.Generator().manual_seed(seed + rank).",
+        fix=_FIX,
     )
+
+
+def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
+    """The same, by what is added to the samples of a loader: from whatever generator.
+
+    What is made of the samples alone is no more alike on two ranks in a step than in two steps.
+    """
+    for steps in _compared(inputs):
+        known = [[one.added for one in of_ranks] for of_ranks in steps if all(one.added for one in of_ranks)]
+        if len(inputs) < 2 or len(known) < _FEWEST_ADDED or not _all_differ(steps):
+            continue
+        alike = min(_cosine(mine, of_ranks[0]) for of_ranks in known for mine in of_ranks[1:])
+        pairs = [(a, b) for number, one in enumerate(known) for other in known[:number] for a in one for b in other]
+        if alike < _ALIKE or max(_cosine(*pair) for pair in pairs) > min(alike, _ALIKE):
+            continue
+        line = line_of_selection([[one for one in of_rank if not one.in_forward] for of_rank in draws])
+        line = line or steps[0][0].location
+        return one_finding(
+            "DDP510",
+            ("training step",),
+            "The training step adds random numbers to its samples, and every rank adds the same ones to other "
+            f"samples, in {counted(len(known), 'step')} that were looked at.",
+            location=line,
+            evidence=[
+                "what is added to the batches of the loader is the same on every rank, and another in each step",
+                *([f"forward is called at {steps[0][0].location}"] if line != steps[0][0].location else []),
+            ],
+            fix=_FIX,
+        )
+    return []
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    if len(a) != len(b):
+        return 0.0
+    return sum(x * y for x, y in zip(a, b, strict=True)) / max(math.hypot(*a) * math.hypot(*b), 1e-300)
 
 
 def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:

@@ -110,6 +110,7 @@ class Inputs:
         samples: A fingerprint of each sample, or one of all tensors where they do not agree on the number of samples.
         location: The line of the script that calls forward.
         parts: Of each tensor, a fingerprint and the number of its elements.
+        added: A sketch of what the script has added to samples of a loader; empty where that is nothing, or unknown.
     """
 
     wrapper: int
@@ -117,6 +118,7 @@ class Inputs:
     samples: tuple[int, ...]
     location: Location | None
     parts: tuple[tuple[int, int], ...] = ()
+    added: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ for epoch in range(epochs):
             "The states of the random generators are compared where each rank draws for its samples: in the data "
             "loader and in its workers, and in the forward pass of a recipe. Batches with other samples and the same "
             "numbers are reported. `ddpcheck run` also follows what a training step draws between two optimizer "
-            "steps, before backward: as many numbers as there are samples, or elements in what forward is given. "
+            "steps, before backward: as many numbers as there are samples, or elements in what forward is given; and "
+            "what a step adds to the batches of a loader, which is the same on every rank and another in each step. "
             "Dropout and other noise within forward is not reported there."
         ),
         ignore="If less variety is accepted, or if the same noise is meant on every rank.",

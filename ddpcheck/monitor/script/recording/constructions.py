@@ -33,9 +33,12 @@ _CLASSES = {
 _SEEDS = {"torch.random": ("torch", "manual_seed"), "numpy.random": ("numpy", "seed")}
 _MOST = 4096  # objects; of the samplers of a search, say
 _MOST_HISTORIES = 64
+_MOST_GENERATORS = 8
 
 _made: dict[int, tuple[ref[Any], Location, int]] = {}
 _seeded: dict[str, Location] = {}
+generators: list[tuple[Any, Location]] = []
+"""The first generators of numpy's that the program has made for itself, and where."""
 
 
 def made_at(thing: object) -> Location | None:
@@ -64,9 +67,10 @@ def follow(module: ModuleType) -> None:
             generator_history.begin("python")
     if (seeds := _SEEDS.get(module.__name__)) is not None:
         functions[seeds[1]] = _noting_seed(functions[seeds[1]], seeds[0])
-        if seeds[0] != "torch":  # which is imported only now
-            with contextlib.suppress(Exception):
-                generator_history.begin(seeds[0])
+    if module.__name__ == "numpy.random":  # torch's cannot be asked while it is imported
+        functions["default_rng"] = _noting_generator(functions["default_rng"])
+        with contextlib.suppress(Exception):
+            generator_history.begin("numpy")
     for name in _CLASSES.get(module.__name__, ()):
         if (kind := functions.get(name)) is not None and "__init__" in vars(kind):
             kind.__init__ = _noting(kind.__init__)
@@ -96,6 +100,19 @@ def _noting_seed(original: Any, generator: str) -> Any:
         return result
 
     return seed
+
+
+def _noting_generator(original: Any) -> Any:
+    @functools.wraps(original)
+    def default_rng(*arguments: Any, **named: Any) -> Any:
+        made = original(*arguments, **named)
+        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+            if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
+                generators.append((made, _line(_that_decides(frame))))
+                generator_history.made(made)
+        return made
+
+    return default_rng
 
 
 def _history() -> int:

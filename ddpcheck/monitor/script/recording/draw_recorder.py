@@ -16,7 +16,8 @@ from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.source_lines import is_user_file, user_location, variables_of
 from ddpcheck.gather.state.module_description import digest_of
 from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
-from ddpcheck.monitor.script.recording.constructions import seeded_at
+from ddpcheck.monitor.script.recording.constructions import generators, seeded_at
+from ddpcheck.monitor.script.recording.generator_history import state_of_own
 
 _MOST_INTERVALS = 6  # between optimizer steps, of which there may be two in a step of training
 _MOST_CALLS = 1 << 18  # of any function; then the interval is not followed to its end
@@ -52,6 +53,7 @@ class DrawRecorder:
         self._draws: list[StepDraw] = []  # of this interval
         self._used = 0  # of these, by a backward pass that has begun
         self._began: Mapping[str, _State] = {}
+        self._own: list[bytes] = []  # the states of generators of the program's own, when it began
         self._pending: tuple[Any, Mapping[str, _State]] | None = None
         self._profile = guarded(self._note_event)
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
@@ -70,6 +72,7 @@ class DrawRecorder:
         self._calls = self._used = 0
         self._draws = []
         self._began, self._pending = _states(others=True), None
+        self._own = [state_of_own(generator) for generator, _ in generators]
         sys.setprofile(self._profile)
 
     def _before_step(self, *_arguments: Any) -> None:
@@ -82,6 +85,9 @@ class DrawRecorder:
         for name in ("python", "numpy"):
             if name in began and name in now and began[name] != now[name]:
                 self._note(name, "any", began[name], now[name])
+        for before, (generator, line) in zip(self._own, generators, strict=False):
+            if state_of_own(generator) != before:
+                self._draws.append(StepDraw(self._steps(), "", "any", 0, 0, 0, location=line))
         for draw in self._draws:
             self._sink(draw)
 

@@ -1,5 +1,7 @@
 """What the global generators of random numbers have given so far: equal on two ranks that have drawn the same.
 
+One that the program makes for itself may give anything that its first state implies.
+
 This module is light: it never imports torch.
 """
 
@@ -31,12 +33,23 @@ def end(generator: str) -> None:
         _drawn[generator] = _given_by(generator)
 
 
+def made(generator: Any) -> None:
+    """The program has a generator of numpy's for itself."""
+    _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
+
+
+def state_of_own(generator: Any) -> bytes:
+    """A digest of the state of such a generator."""
+    return _digest(repr(generator.bit_generator.state).encode())
+
+
 def history() -> int:
     """A digest of all that the generators have given; 0 where that is not known any more."""
     if _seeds > _MOST_SEEDS:
         return 0
-    given = b"/".join(_given_by(name) for name in sorted({*_began, "torch"}))
-    return int.from_bytes(_digest(given)[1:], "big") + 1
+    given = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
+    given = {name: given[name] for name in sorted(given) if given[name]}  # numpy's is imported when it is first used
+    return int.from_bytes(_digest(repr(given).encode())[1:], "big") + 1
 
 
 def _given_by(generator: str) -> bytes:

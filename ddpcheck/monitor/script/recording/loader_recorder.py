@@ -31,6 +31,8 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.monitor.rank_report import is_probed
+from ddpcheck.monitor.script.recording.added_noise import kept_samples
 from ddpcheck.monitor.script.recording.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
@@ -86,6 +88,7 @@ class LoaderRecorder:
         self._datasets: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
+        self.samples: list[torch.Tensor] = []  # of the batch that was taken last, before a step that is sampled
         self.position = (-1, -1, 0)  # a loader, the number of the pass over it, and how many batches of it are taken
         _Iterator: Any = _BaseDataLoaderIter
         _Loader: Any = DataLoader
@@ -141,7 +144,7 @@ class LoaderRecorder:
 
     def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
         note_batch, end, states = guarded(_note_batch), guarded(self._end), guarded(_random_states)
-        note_rows = guarded(_note_rows)
+        note_rows, keep = guarded(_note_rows), guarded(kept_samples)
 
         @functools.wraps(original)
         @passes_on
@@ -160,6 +163,7 @@ class LoaderRecorder:
                 note_batch(one, batch, one.before)
             if one.entry.number < _MOST_PASSES:
                 note_rows(one, batch)
+            self.samples = keep(batch) or [] if is_probed(self._steps()) else []
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             self.position = one.entry.loader, one.entry.number, one.entry.batches
             self._taken(*self.position)
@@ -236,7 +240,7 @@ class LoaderRecorder:
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
         self._sink(ended)
         self._on_pass(ended, one.dataset)
-        one.batches, one.dataset = [], None
+        one.batches, one.dataset, self.samples = [], None, []
 
 
 def _note_workers(one: _Pass, loader: Any, iterator: Any) -> None:

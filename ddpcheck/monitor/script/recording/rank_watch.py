@@ -236,6 +236,7 @@ class _WatchedRank:
                 self._count,
                 note,
                 where,
+                lambda: self._loaders.samples,
                 began_alike=began_alike,
                 of_group=of_group,
             )

@@ -40,6 +40,7 @@ from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_probed
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.script.rank_log import RankFound, RankLog, ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.monitor.script.recording.added_noise import added_to
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
 from ddpcheck.monitor.script.recording.pace_recorder import PaceRecorder, Position
 from ddpcheck.monitor.step_probe import StepProbe
@@ -67,6 +68,7 @@ class ScriptWatch(Watch):
         number: int,
         note_changes: Callable[[ScriptWatch, Sequence[str]], None],
         position: Callable[[], Position],
+        samples: Callable[[], Sequence[torch.Tensor]],
         *,
         began_alike: bool,
         of_group: int = 1,
@@ -78,6 +80,7 @@ class ScriptWatch(Watch):
         self._by_line: dict[Location | None, int] = {}  # these, by their line
         self._unsynced = 0  # of them, under no_sync
         self._note_changes = note_changes
+        self._samples = samples
         self._pace = PaceRecorder(number, position, log.add)
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
@@ -238,7 +241,8 @@ class ScriptWatch(Watch):
             ):
                 tensors = itertools.islice(tree_tensors(given), _MOST_PARTS)
                 parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
-                self._log.add(Inputs(self.number, step, samples, self._forward_line, parts))
+                added = added_to(self._samples(), given)
+                self._log.add(Inputs(self.number, step, samples, self._forward_line, parts, added))
         self._log.count(self.number, step + 1, step + 1)
 
 

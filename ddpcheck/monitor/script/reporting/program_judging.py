@@ -31,7 +31,7 @@ from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
-from ddpcheck.judge.script_draws import judge_step_draws, line_of_selection
+from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_files import judge_files
 from ddpcheck.judge.script_gathers import judge_gathers
@@ -124,6 +124,7 @@ def _judge_data(ranks: Sequence[WatchedRank]) -> list[Finding]:
     draws, inputs = [_of(rank, StepDraw) for rank in ranks], [_of(rank, Inputs) for rank in ranks]
     orders = [tuple(tuple(one.indices) for one in rank.passes if one.trains) for rank in ranks]
     of_draws = judge_step_draws(draws, inputs, loads_others=len(set(orders)) == len(ranks))
+    of_draws = of_draws or judge_added_noise(draws, inputs)
     found += of_draws
     if not of_draws and not any(finding.code == "DDP505" for finding in found):
         wrappers = {(number, made.ranks) for rank in ranks for number, made in enumerate(rank.wrappers)}

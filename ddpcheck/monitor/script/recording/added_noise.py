@@ -1,0 +1,46 @@
+"""What a script adds to the samples of a loader before a model is given them, from whatever generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.recipe.pytree import tree_tensors
+
+_MOST_ELEMENTS = 1 << 24  # of a tensor of a batch
+_MOST_TENSORS = 4
+_FEWEST_COLUMNS = 4
+_ROUNDING = 1e-6  # relative, of the numbers that a model is given
+
+
+def kept_samples(batch: Any) -> list[torch.Tensor]:
+    """Copies of the tensors of a batch that may be samples: the script may write into these."""
+    found = [tensor for tensor in tree_tensors(batch) if _are_samples(tensor)]
+    return [tensor.detach().clone() for tensor in found[:_MOST_TENSORS]]
+
+
+def added_to(samples: Sequence[torch.Tensor], given: Any) -> list[float]:
+    """A sketch of what is added to the first of `samples` that has the shape of a tensor in `given`; `[]` for nothing.
+
+    That is without what is the same for all samples, and what a factor and an offset for each sample explain.
+    """
+    for tensor in tree_tensors(given):
+        for one in samples if _are_samples(tensor) and tensor.is_floating_point() else ():
+            if one.shape == tensor.shape:
+                x, y = (t.detach().cpu().double().flatten(1) for t in (one, tensor))
+                x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
+                factors = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(1e-300)
+                rest = y - factors * x
+                rest -= rest.mean(0)
+                return sketch(rest).tolist() if rest.norm() > _ROUNDING * y.norm() else []
+    return []
+
+
+def _are_samples(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_complex()
+    if not plain or tensor.dim() < 2 or tensor.device.type == "meta" or not 0 < tensor.numel() <= _MOST_ELEMENTS:
+        return False
+    return len(tensor) > 1 and tensor[0].numel() >= _FEWEST_COLUMNS
