@@ -14,12 +14,21 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.stacks import has_no_python_left
-from ddpcheck.monitor.script.rank_log import Entry, GroupDestroyed, ProgramEnded, RankLog, RankStarted, read_logs
+from ddpcheck.monitor.script.rank_log import (
+    Entry,
+    GroupDestroyed,
+    ProgramEnded,
+    RankLog,
+    RankRaised,
+    RankStarted,
+    read_logs,
+)
 from ddpcheck.monitor.script.reporting import hang_watch
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, Unended, lives
 from ddpcheck.monitor.script.reporting.script_report import report_on_script
 from ddpcheck.worlds.deadlock import gloo_wants_gil
+from ddpcheck.worlds.failures import described
 from tests.test_run import DDPCHECK, ROOT, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -146,6 +155,26 @@ def test_a_rank_that_works_on_after_the_signal_is_left_to_it(tmp_path: Path, mon
         finally:
             watch.stop()
             process.kill()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_a_rank_raised_is_told_while_torchrun_waits_for_another_one(
+    raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watch, "_GRACE", 0.2)
+    RankLog(tmp_path, RankStarted(0, 2, "gloo"))
+    log = RankLog(tmp_path, RankStarted(1, 2, "gloo"))
+    if raises:
+        log.add(RankRaised(described(ValueError("no such label: 7"), "", "")))
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for file in tmp_path.glob("0-1-*"):
+        file.rename(tmp_path / f"0-1-2-{ended.pid}{file.suffix}")
+    told: list[str] = []
+    watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
+    time.sleep(2.5)
+    watch.stop()
+    assert told == (["rank 1 raised ValueError: no such label: 7; torchrun waits for rank 0 to end"] if raises else [])
 
 
 @pytest.mark.slow

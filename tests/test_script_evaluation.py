@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.evaluation import (
     ResultExchanged,
     ShownNumber,
 )
-from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_targets import judge_targets
@@ -334,8 +334,12 @@ def use(own: int, targets: Sequence[int], *, step: int = 0) -> GatheredTargets:
 
 
 def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> None:
-    (found,) = judge_targets([[use(0, range(4))], [use(4, range(4))]])
-    assert (found.code, found.ranks) == ("DDP804", (1,))
+    uses = [[use(0, range(4))], [use(4, range(4))]]
+    (found,) = judge_targets(uses, [[], []])
+    assert (found.code, found.ranks, found.location) == ("DDP804", (1,), LINE)
+    of_loss = [[LossDifferentiated(0, 0, (), None, Location("train.py", 7))] for _ in uses]
+    (found,) = judge_targets(uses, of_loss)
+    assert found.location == Location("train.py", 7) and f"gathered at {LINE}" in found.evidence
     assert "those of rank 1 begin at 4" in found.message
 
 
@@ -350,7 +354,7 @@ def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> No
     ],
 )
 def test_targets_that_name_own_rows_are_right(uses: Any) -> None:
-    assert judge_targets(uses) == []
+    assert judge_targets(uses, [[], []]) == []
 
 
 @pytest.mark.parametrize("product", ["matmul", "einsum", "linear", "scaled"])

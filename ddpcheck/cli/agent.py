@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.cli.output import complain, named
+from ddpcheck.cli.output import complain, named, say
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG
 from ddpcheck.monitor.script.rank_log import rank_processes
 from ddpcheck.monitor.script.reporting.ending import Ending
@@ -27,7 +27,7 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    watch = HangWatch(folder, given.check_timeout, end_agent)
+    watch = HangWatch(folder, given.check_timeout, end_agent, tell=say)
     try:
         with _handlers_kept(), _without_broken_error_files():
             try:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.evidence.script import LossDifferentiated
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding
 
 
-def judge_targets(uses: Sequence[Sequence[GatheredTargets]]) -> list[Finding]:
-    """At most one finding; `uses` by rank, in order.
+def judge_targets(
+    uses: Sequence[Sequence[GatheredTargets]], losses: Sequence[Sequence[LossDifferentiated]]
+) -> list[Finding]:
+    """At most one finding, at the line of the loss; all by rank, in order.
 
     The rows of each rank are at a place of their own among the classes, and the targets are the same numbers on all
     ranks: so they are rows of one rank only, and the others take its samples for their positives. Where a rank puts its
@@ -31,7 +34,8 @@ def judge_targets(uses: Sequence[Sequence[GatheredTargets]]) -> list[Finding]:
                 continue
             wrong = [rank for rank, one in zip(group, of_ranks, strict=True) if not _names_own(one)]
             if wrong and len(wrong) < len(group):
-                return _finding(wrong, group, of_ranks)
+                made = {one.step: one.made for one in losses[group[0]] if one.made is not None}
+                return _finding(wrong, group, of_ranks, made.get(of_ranks[0].step))
     return []
 
 
@@ -40,7 +44,9 @@ def _names_own(one: GatheredTargets) -> bool:
     return any(one.own <= target < one.own + one.rows for target in one.targets)
 
 
-def _finding(wrong: Sequence[int], group: Sequence[int], of_ranks: Sequence[GatheredTargets]) -> list[Finding]:
+def _finding(
+    wrong: Sequence[int], group: Sequence[int], of_ranks: Sequence[GatheredTargets], line: Location | None
+) -> list[Finding]:
     one = of_ranks[group.index(wrong[0])]
     first, last = min(one.targets), max(one.targets)
     return one_finding(
@@ -49,9 +55,12 @@ def _finding(wrong: Sequence[int], group: Sequence[int], of_ranks: Sequence[Gath
         f"The targets on {format_ranks(wrong)} are {first} to {last}, rows of another rank among the {one.classes} "
         f"that all_gather has brought together: those of rank {wrong[0]} begin at {one.own}.",
         ranks=wrong,
-        location=one.location,
+        location=line or one.location,
         evidence=[
-            f"rank {rank}: its rows are {each.own} to {each.own + each.rows - 1}, its targets {first} to {last}"
-            for rank, each in list(zip(group, of_ranks, strict=True))[:4]
+            *([f"gathered at {one.location}"] if line and one.location else []),
+            *(
+                f"rank {rank}: its rows are {each.own} to {each.own + each.rows - 1}, its targets {first} to {last}"
+                for rank, each in list(zip(group, of_ranks, strict=True))[:4]
+            ),
         ],
     )

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcheck.findings.stacks import WORKERS, has_no_python_left, own_stack, region_of, waits_for_others
+from ddpcheck.findings.wording import format_ranks
 from ddpcheck.judge.collective_order import judge_collectives
 from ddpcheck.monitor.script.environment import STACK_SIGNAL
 from ddpcheck.monitor.script.held_file import is_held
-from ddpcheck.monitor.script.rank_log import comparable_logs, read_logs
+from ddpcheck.monitor.script.rank_log import RankRaised, comparable_logs, rank_processes, read_logs
+from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds
 
 _INTERVAL = 0.5  # seconds between two looks
@@ -61,13 +63,24 @@ class HangWatch:
         unended: What was seen when all that lived had run all of the script, and did not end.
     """
 
-    def __init__(self, folder: Path, timeout: float, end: Callable[[], object]) -> None:
-        """Begin; `end` is called once the ranks that live have not got on for `timeout` seconds, and cannot."""
+    def __init__(
+        self, folder: Path, timeout: float, end: Callable[[], object], tell: Callable[[str], object] | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            folder: Of the logs.
+            timeout: Seconds.
+            end: Called once the ranks that live have not got on for so long, and cannot.
+            tell: Takes a sentence on a rank that has failed, where torchrun has to wait for the others.
+        """
         self.hang: Hang | None = None
         self.unended: Unended | None = None
         self._folder = folder
         self._timeout = timeout
         self._end = end
+        self._tell = tell
+        self._failed_since = 0.0
         self._over = threading.Event()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="ddpcheck-hang-watch", daemon=True)
@@ -87,6 +100,7 @@ class HangWatch:
         while not self._over.wait(_INTERVAL):
             try:
                 ranks, are_all_here = self._living()
+                self._tell_what_raised(ranks)
                 now, before = time.monotonic(), seen
                 seen = self._progress()
                 if not ranks or seen != before:
@@ -111,6 +125,23 @@ class HangWatch:
         ranks = [(rank, pid) for restart, rank, _, pid in names if restart == last]
         world_size = max((world_size for _, _, world_size, _ in names), default=1)
         return {rank: pid for rank, pid in ranks if lives(pid)}, len(ranks) >= world_size
+
+    def _tell_what_raised(self, living: dict[int, int]) -> None:
+        """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
+        if self._tell is None or not living or living.keys() == rank_processes(self._folder).keys():
+            self._failed_since = 0.0
+        elif not self._failed_since:
+            self._failed_since = time.monotonic()
+        elif time.monotonic() - self._failed_since >= _GRACE:
+            tell, self._tell = self._tell, None
+            gone = [log for log in read_logs(self._folder) if log.started.rank not in living]
+            for log in gone:
+                for entry in log.entries:
+                    if isinstance(entry, RankRaised):
+                        raised = failures.raised(log.started.rank, dict(entry.reply))
+                        where = f" at {raised.location}" if raised.location else ""
+                        tell(f"{raised.message}{where}; torchrun waits for {format_ranks(living)} to end")
+                        return
 
     def _cannot_get_on(self, ranks: dict[int, int], seconds: float, are_all_here: bool) -> bool:
         """Whether each of the ranks, which are idle, waits for others in vain, or cannot end; says so in `self`."""

@@ -142,7 +142,8 @@ def _judge_evaluation(ranks: Sequence[WatchedRank]) -> list[Finding]:
         [_of(rank, ResultExchanged) for rank in ranks],
         [_of(rank, MetricShown) for rank in ranks],
     )
-    return found + judge_targets([_of(rank, GatheredTargets) for rank in ranks])
+    losses = [_of(rank, LossDifferentiated) for rank in ranks]
+    return found + judge_targets([_of(rank, GatheredTargets) for rank in ranks], losses)
 
 
 def _training_groups(ranks: Sequence[WatchedRank]) -> list[list[WatchedRank]]:
