@@ -287,6 +287,24 @@ def local_steps() -> None:
                 parameter.data /= WORLD
 
 
+def steps_of_taken_gradients() -> None:
+    """Gradients from `torch.autograd.grad`, each rank's own; the parameters are averaged after some steps."""
+    model = DistributedDataParallel(net())
+    parameters = list(model.parameters())
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(own_batches(20)):
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(cross_entropy(model(x), y), parameters), strict=True
+        ):
+            parameter.grad = gradient
+        optimizer.step()
+        if number % 5 == 4:
+            with torch.no_grad():
+                for parameter in parameters:
+                    dist.all_reduce(parameter)
+                    parameter /= WORLD
+
+
 def rounds_of_new_optimizers() -> None:
     model = net()
     for _ in range(3):
@@ -452,6 +470,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
     *(a_ring_of_neighbours, attacks, clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook),
     *(
         local_steps,
+        steps_of_taken_gradients,
         rounds_of_new_optimizers,
         inner_loops,
         inner_loops_beside_a_wrapper,

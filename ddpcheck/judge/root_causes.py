@@ -72,6 +72,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Finding, 
     (("DDP223", "DDP301", "DDP501", "DDP507", "DDP508"), ("DDP306",), _always),
     (("DDP505", "DDP519"), ("DDP303", "DDP304", "DDP312", "DDP305"), _always),
     (("DDP502", "DDP509"), ("DDP301", "DDP302"), _always),
+    (("DDP502",), ("DDP508",), lambda _cause, found: "step" in found.subjects),  # averaged backward passes are fewer
     (("DDP501",), ("DDP208", "DDP515"), _always),  # what ranks have trained apart was the same when it was wrapped
     (("DDP515",), ("DDP208", *_GRADIENTS, "DDP306"), _always),
     (("DDP311",), ("DDP214", "DDP215", "DDP302", "DDP304", "DDP312"), _always),

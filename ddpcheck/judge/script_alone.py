@@ -8,10 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import join_names, one_finding, plural_verb
 from ddpcheck.judge.script_gradients import Steps, are_near, gradients_differ
+
+_FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
 
 
 def judge_alone(
@@ -70,6 +73,57 @@ def judge_alone(
             "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
         )
     return []
+
+
+def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
+    """DDP501: gradients from `torch.autograd.grad`, by which each rank moves the parameters of a wrapper for itself.
+
+    They were the same on all ranks when the first gradients were taken, and are not any more: nothing has averaged
+    the gradients, nor the parameters now and then.
+
+    Args:
+        taken: Of one wrapper, by rank.
+    """
+    at = list(zip(*taken, strict=False))
+    lengths = {len(of_rank) for of_rank in taken}
+    if len(at) < _FEWEST_TAKEN or lengths != {len(at)} or any(len({one.count for one in each}) > 1 for each in at):
+        return []
+    if any(one.reductions or one.put_off for each in at for one in each):
+        return []  # of backward passes that the wrapper averages, or is to
+    marks = zip(
+        *(tuple(itertools.chain.from_iterable(one.marks for one in of_rank)) for of_rank in taken), strict=False
+    )
+    together = [len(set(each)) == 1 for each in marks]
+    names = [name for name in at[0][0].parameters if len({one.parameters.get(name) for one in at[0]}) == 1]
+    apart = [name for name in names if len({one.parameters.get(name) for one in at[-1]}) > 1]
+    moved = [[name for name in apart if len({one.parameters.get(name) for one in each}) > 1] for each in at]
+    if any(later and not before for before, later in itertools.pairwise(together)) or not apart:
+        return []
+    if any(before and not later for before, later in itertools.pairwise(moved)):
+        return []
+    own = [each for each in at if any(_differ([one.gradients.get(name, ()) for one in each]) for name in apart)]
+    given = [each for each in at if each[0].gradients]
+    if 2 * len(own) <= len(given):
+        return []
+    first = at[0][0]
+    return one_finding(
+        "DDP501",
+        ("torch.autograd.grad",),
+        "Gradients of the wrapped module are taken with torch.autograd.grad, and DDP averages those of backward() "
+        f"only: every rank moves {join_names(apart)} by its own.",
+        location=first.location,
+        evidence=[
+            "the values were the same on all ranks when the first gradients were taken, and are not any more",
+            f"the gradients differ between ranks in {len(own)} of {len(given)} calls that were compared",
+            "the wrapper has averaged no backward pass",
+        ],
+        fix="Call loss.backward(), whose gradients DDP averages into .grad; or all_reduce each gradient that "
+        "torch.autograd.grad gives, and divide it by the world size, before it is used.",
+    )
+
+
+def _differ(sketches: Sequence[Sequence[float]]) -> bool:
+    return all(sketches) and not are_near(sketches)
 
 
 def are_local(steps: Sequence[Steps]) -> bool:

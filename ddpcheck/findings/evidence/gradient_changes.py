@@ -1,13 +1,15 @@
 """Evidence on gradients between the backward passes of one optimizer step, and on whose they are.
 
-Judged in `judge.script_gradients`; gathered in `monitor.script.recording.clip_recorder` and `.leftover_recorder`.
+Judged in `judge.script_optimizers` and `judge.script_alone`; gathered in `monitor.script.recording.clip_recorder` and
+`.taken_recorder`.
 
 This module is light: it never imports torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ddpcheck.findings.report import Location
 
@@ -31,3 +33,28 @@ class GradientsChanged:
     factor: float
     location: Location | None
     put_off: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsTaken:
+    """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees.
+
+    Attributes:
+        wrapper: The number of the wrapper.
+        count: How often it had been called for these before.
+        location: The line of the call.
+        reductions: How many averaged backward passes of the wrapper had ended.
+        put_off: Whether the wrapper holds gradients of a backward pass that was not averaged.
+        gradients: A sketch of each that it has given; empty at the end of the script.
+        parameters: Fingerprints of parameters of the wrapper.
+        marks: Fingerprints of a small one at each call since the last entry.
+    """
+
+    wrapper: int
+    count: int
+    location: Location | None
+    reductions: int = 0
+    put_off: bool = False
+    gradients: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    marks: Sequence[int] = ()

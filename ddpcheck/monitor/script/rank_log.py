@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
-from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -215,6 +215,7 @@ Entry = (
     | MetricShown
     | GatheredTargets
     | GradientsLeft
+    | GradientsTaken
     | PaceRun
     | RankFound
     | GroupUsed

@@ -63,6 +63,7 @@ from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.started_processes import on_end
+from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
 from ddpcheck.worlds.failures import described
 
@@ -125,6 +126,7 @@ class _WatchedRank:
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
+        self._taken = TakenRecorder(log.add, self._watches)
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
@@ -254,6 +256,8 @@ class _WatchedRank:
                 self._optimizers.note_sum(tensor, Location.parse(call.location))
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
             return
+        if tensor.is_leaf:  # parameters that are averaged: no gradient has to come through it
+            return
 
         def on_gradient(gradient: torch.Tensor) -> None:
             factor = float(gradient) if gradient.numel() == 1 else None
@@ -281,6 +285,7 @@ class _WatchedRank:
             self._draws.close()
             self._loaders.close()
             self._optimizers.close()
+            self._taken.close()
             self._close(failing=failing or getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
             self._process = -1

@@ -82,6 +82,7 @@ class ScriptWatch(Watch):
         self._note_changes = note_changes
         self._samples = samples
         self._pace = PaceRecorder(number, position, log.add)
+        self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
         self._incomplete = False  # the last reduction, which waits for gradients that have not come
         self._forward_line: Location | None = None
         self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
@@ -145,11 +146,12 @@ class ScriptWatch(Watch):
 
     def any_backward_begins(self) -> None:
         """A backward pass of the script begins, of whatever."""
+        self._through_forward = False
         self._bypass.backward_begins(self.step)
 
     def any_backward_ended(self) -> None:
         """It has ended."""
-        self._bypass.backward_ended(self.step, put_off=self.has_unreduced or self.joins)
+        self._bypass.backward_ended(self.step, put_off=self._through_forward or self.has_unreduced or self.joins)
 
     def optimizer_steps(self) -> None:
         """An optimizer with parameters of the wrapper is about to step."""
@@ -216,6 +218,7 @@ class ScriptWatch(Watch):
 
     def backward_begins(self) -> None:
         super().backward_begins()
+        self._through_forward = True
         wrapper = self._tracker.wrapper
         if wrapper is not None and not wrapper._join_config.enable:
             line = self._forward_line

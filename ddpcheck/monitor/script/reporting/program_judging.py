@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
-from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
+from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -29,7 +29,7 @@ from ddpcheck.findings.evidence.script import (
 )
 from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone
+from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone, judge_taken
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
 from ddpcheck.judge.script_draws import judge_added_noise, judge_step_draws, line_of_selection
 from ddpcheck.judge.script_evaluation import judge_evaluations
@@ -181,6 +181,7 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
             found += judge_optimizer_options([first])
+    found += _judge_taken(ranks)
     found += judge_gathers([_of(rank, GatheredConstant) for rank in ranks])
     whole = [{one.step for one in _of(rank, OwnPartPutBack)} for rank in ranks]
     found += judge_losses(losses, whole) or judge_accumulated(losses)
@@ -198,6 +199,15 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
         if of_rank:
             return found + of_rank
     return found
+
+
+def _judge_taken(ranks: Sequence[WatchedRank]) -> list[Finding]:
+    taken = [_of(rank, GradientsTaken) for rank in ranks]
+    for number in sorted({one.wrapper for of_rank in taken for one in of_rank}):
+        of_one = [[one for one in of_rank if one.wrapper == number] for of_rank in taken]
+        if found := judge_taken([of_rank for of_rank in of_one if of_rank]):
+            return found
+    return []
 
 
 def _judge_pace(ranks: Sequence[WatchedRank]) -> list[Finding]:
