@@ -122,6 +122,31 @@ def test_workers_that_keep_the_first_epoch() -> None:
     assert not found(two(EVEN, persistent=False), two(ODD, persistent=False))
 
 
+def test_an_epoch_that_is_resumed_in_another_order() -> None:
+    def one(order: Sequence[int], number: int, batches: int, skipped: int = 0, **more: Any) -> LoaderPass:
+        given = tuple(order[: 4 * batches])
+        more = {"indices": given, "batches": batches, "skipped": skipped, "exhausted": batches == 8, "size": 64, **more}
+        return epoch((), number, **more)
+
+    first, second, other = EVEN, EVEN[::-1], (*EVEN[7:], *EVEN[:7])
+
+    def both(*passes: LoaderPass) -> list[tuple[str, Location | None]]:
+        return found(passes, passes)
+
+    whole, broken = one(first, 0, 8), one(second, 1, 5)
+    assert both(whole, broken, one(other, 2, 8, 4)) == [("DDP506", MADE)]
+    assert both(whole, broken, one(other, 0, 8, 4, loader=1)) == [("DDP506", MADE)]  # in another loop
+    assert not both(whole, broken, one(second, 2, 8, 4))
+    again, then = one(first, 2, 8, 4), (one(second, 3, 8), one(other, 3, 8))
+    assert not both(whole, broken, again) and not both(whole, broken, again, then[0])  # of a checkpoint before that
+    assert both(whole, broken, again, then[1]) == [("DDP506", MADE)]  # as a sampler that is not told the epoch begins
+    assert not both(whole, broken, one(second, 2, 8, 6))  # further than any has come: the run before it is not known
+    assert not both(one(first, 0, 5, 2), one(second, 1, 5, 2))  # each epoch leaves out its first batches
+    assert not both(whole, one(second, 1, 5, indices=()), one(other, 2, 8, 4))  # that may have been the epoch
+    assert not both(whole, broken, one(other, 2, 8, 4, size=60))
+    assert not found([whole, broken, one(other, 2, 8, 4)], [whole, broken, one(second, 2, 8, 4)])
+
+
 def test_the_same_samples_with_other_labels() -> None:
     def labelled(rows: Sequence[int], *numbers: int) -> list[LoaderPass]:
         return [

@@ -98,6 +98,62 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
     )
 
 
+def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: a pass of which the script leaves out the first batches, to resume an epoch, in another order than that.
+
+    Args:
+        passes: Of all loaders, by rank, in the order in which they began.
+    """
+    resumed = [_resumed(of_rank) for of_rank in passes]
+    found = [one for one in resumed if one is not None]
+    if len(found) < len(passes) or len({one.skipped for one, _ in found}) != 1:
+        return []
+    one, left = found[0]
+    first = "the first batch" if one.skipped == 1 else f"the first {one.skipped} batches"
+    return _one(
+        "DDP506",
+        one,
+        f"An epoch is resumed in another order: the loop passes over {first}, and {left} of "
+        "these samples had not been trained on. Others are trained on again.",
+        line=one.made,
+        evidence=["the pass before began with other samples than those that are passed over"],
+        fix="Before the loop that resumes, call set_epoch of the sampler with the epoch that is resumed; or restore "
+        "the state of the generator from which the loader shuffles.",
+    )
+
+
+def _resumed(of_rank: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
+    """The pass that resumes an epoch, and how many samples it passes over that no earlier one has begun with."""
+    trained = [one for one in of_rank if one.trains and not one.replaces]
+    for kind in dict.fromkeys((one.dataset, one.size) for one in trained):
+        alike = [one for one in trained if (one.dataset, one.size) == kind]
+        for place, one in enumerate(alike):
+            if (left := _left_by_resuming(alike[:place], one, alike[place + 1 : place + 2])) > 0:
+                return one, left
+    return None
+
+
+def _left_by_resuming(earlier: Sequence[LoaderPass], one: LoaderPass, after: Sequence[LoaderPass]) -> int:
+    """How many of the samples that a pass leaves out the one before has not begun with; 0 if it may go on with one."""
+    count = one.skipped * one.batch_size
+    passed = set(one.indices[:count])
+    if not earlier or not earlier[-1].skipped < one.skipped <= earlier[-1].batches or len(passed) < count:
+        return 0
+    if not all(o.indices for o in (*earlier, *after)):
+        return 0
+    begun = [place for place, o in enumerate(earlier) if set(o.indices[:count]) <= passed]
+    if begun:  # the pass before; or an earlier one, where what comes next has come after that, too
+        next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
+        if not next_of_it or not after or _begin_alike(next_of_it[0], after[0]):
+            return 0
+    return len(passed - set(earlier[-1].indices[:count]))
+
+
+def _begin_alike(one: LoaderPass, other: LoaderPass) -> bool:
+    size = min(len(one.indices), len(other.indices))
+    return set(one.indices[:size]) == set(other.indices[:size])
+
+
 def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP516: the same samples, which have other labels on other ranks."""
     labels = [_labels(of_rank) for of_rank in passes]

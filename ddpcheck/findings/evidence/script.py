@@ -32,6 +32,7 @@ class LoaderPass:
         replaces: Whether the sampler says that it draws with replacement.
         has_epoch: Whether the sampler has `set_epoch`.
         batches: How many batches the script took.
+        skipped: Of them, those that it took before the first forward pass of a wrapper, but for the last of these.
         exhausted: Whether it took all of them.
         trains: Whether an optimizer stepped meanwhile.
         order: A digest of all indices in their order; 0 where the sampler gives none.
@@ -74,6 +75,7 @@ class LoaderPass:
     replaces: bool = False
     has_epoch: bool = False
     batches: int = 0
+    skipped: int = 0
     exhausted: bool = False
     trains: bool = False
     order: int = 0

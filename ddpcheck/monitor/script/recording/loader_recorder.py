@@ -40,7 +40,8 @@ from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass
-_MOST_PASSES = 3  # whose indices are kept; of later ones the digest of their order
+_MOST_PASSES = 3  # whose samples are looked at
+_MOST_ORDERS = 8  # whose indices are kept; of later ones the digest of their order
 _MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
 _MOST_ROWS = 16  # of a batch
 _MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
@@ -58,6 +59,8 @@ class _Pass:
     dataset: Any = None
     before: Sequence[int] | None = None  # digests of the random states
     rows: SampleRows = field(default_factory=SampleRows)
+    until: int = -1  # steps of all optimizers when another pass began after its last batch
+    forwards: int = -1  # of all wrappers, when it began; -1 when there has been another
     drawn: bool = True  # what is drawn for a batch is drawn by the dataset, as far as is known
 
 
@@ -69,10 +72,12 @@ class LoaderRecorder:
         sink: Callable[[LoaderPass | DerivedTable], object],
         steps: Callable[[], int],
         wrappers: Callable[[], int],
+        forwards: Callable[[], int],
         taken: Callable[[int, int, int], object],
         on_pass: Callable[[LoaderPass, Any], object] = lambda _entry, _dataset: None,
     ) -> None:
-        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been.
+        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been, and
+        `forwards` how many forward passes these have made.
 
         `taken` is given loader, pass and number of each batch that the script takes. `on_pass` is told when a pass
         begins and when it ends, and what it is over.
@@ -81,6 +86,7 @@ class LoaderRecorder:
         self._on_pass = on_pass
         self._steps = steps
         self._wrappers = wrappers
+        self._forwards = forwards
         self._taken = taken
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
@@ -164,6 +170,10 @@ class LoaderRecorder:
             if one.entry.number < _MOST_PASSES:
                 note_rows(one, batch)
             self.samples = keep(batch) or [] if is_probed(self._steps()) else []
+            one.until = -1
+            if one.forwards >= 0:
+                one.forwards = one.forwards if self._forwards() == one.forwards else -1
+                one.entry = replace(one.entry, skipped=one.entry.batches if one.forwards >= 0 else one.entry.skipped)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             self.position = one.entry.loader, one.entry.number, one.entry.batches
             self._taken(*self.position)
@@ -181,6 +191,8 @@ class LoaderRecorder:
         number, counts[1] = counts[1], counts[1] + 1
         if (before := self._open.pop(counts[0], None)) is not None:
             self._end(before, exhausted=False)
+        for other in self._open.values():
+            other.until = self._steps() if other.until < 0 else other.until
         sampler = _innermost_sampler(loader)
         subset = loader.dataset.indices if type(loader.dataset) is Subset and not number else ()
         entry = LoaderPass(
@@ -213,7 +225,9 @@ class LoaderRecorder:
             for table in tables_of(beneath, location):
                 self._sink(table)
         drawn = not (drawing_code(loader.collate_fn) and not drawing_code(beneath))
-        self._open[counts[0]] = one = _Pass(entry, self._steps(), map_style, dataset=loader.dataset, drawn=drawn)
+        self._open[counts[0]] = one = _Pass(
+            entry, self._steps(), map_style, dataset=loader.dataset, forwards=self._forwards(), drawn=drawn
+        )
         self._sink(entry)
         self._on_pass(entry, loader.dataset)
         return one
@@ -234,7 +248,7 @@ class LoaderRecorder:
             indices[index] = _base_index(one.dataset, indices[index])
         order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
         # a batch of validation now and then, of an iterator that stays open, is not trained on
-        steps = self._steps() - one.steps
+        steps = (self._steps() if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
         entry = replace(one.entry, rows=one.rows.rows, labels=one.rows.labels, classes=one.rows.classes)
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
@@ -259,7 +273,7 @@ def _note_index(one: _Pass, index: Any) -> None:
         return
     numbers = array("q", map(int, batch))
     one.order.update(numbers.tobytes())
-    if one.kept < _MOST_INDICES and one.entry.number < _MOST_PASSES:
+    if one.kept < _MOST_INDICES and one.entry.number < _MOST_ORDERS:
         one.kept += len(numbers)
         one.batches.append(numbers)
 

@@ -122,7 +122,12 @@ class _WatchedRank:
         evaluations = EvaluationRecorder(log.add)
         targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
         self._loaders = LoaderRecorder(
-            log.add, lambda: self._optimizers.steps, lambda: self._count, log.count_batch, evaluations.note_pass
+            log.add,
+            lambda: self._optimizers.steps,
+            lambda: self._count,
+            lambda: sum(watch.forwards for watch in list(self._watches)),
+            log.count_batch,
+            evaluations.note_pass,
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)
         LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
