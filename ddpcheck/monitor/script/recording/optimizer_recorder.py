@@ -41,7 +41,7 @@ from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
 _MOST_STEPS = 1024  # of all optimizers, likewise
-_FEWEST_ZEROINGS = 3  # steps, one after the other, between which it is called as often
+_FEWEST_ZEROINGS = 2  # steps, one after the other, between which it is called as often
 
 
 @dataclass(slots=True)
