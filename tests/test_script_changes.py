@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
@@ -13,6 +18,7 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
+from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
@@ -79,3 +85,58 @@ def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
     own = [replace(one, schedule=ScheduleState(WRAPS, 3, LOADS)) for one in apart]  # of another length on each rank
     (finding,) = judge_optimizer_options([alike, own])
     assert (finding.code, finding.location) == ("DDP507", WRAPS)
+
+
+WRITTEN = ModuleChanged(0, "written", "mul_", ("head.weight", "head.bias"), THAWS, forwards=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "ranks"),
+    [
+        ([[WRITTEN], []], THAWS, (0,)),
+        ([[WRITTEN, replace(LOADED, forwards=3)], []], LOADS, (0,)),  # which writes each of them
+        ([[WRITTEN, replace(WRITTEN, location=RESETS)], [WRITTEN]], RESETS, (0,)),
+        ([[WRITTEN], [WRITTEN]], THAWS, ()),  # by values of each rank's own
+        ([[replace(WRITTEN, names=("head.bias",))]] * 2, Location("model.py", 3), ()),
+        ([[WRITTEN, replace(WRITTEN, location=RESETS)]] * 2, Location("model.py", 3), ()),  # which of them?
+        ([[replace(WRITTEN, forwards=0)], []], Location("model.py", 3), ()),
+    ],
+)
+def test_the_line_at_which_parameters_are_written(
+    changes: list[list[ModuleChanged]], where: Location, ranks: tuple[int, ...]
+) -> None:
+    found = at_the_change(finding("DDP306"), changes, WRAPS)
+    assert (found.location, found.ranks) == (where, ranks)
+
+
+def test_the_writes_of_wrapped_parameters_are_followed() -> None:
+    before = dict(vars(nn.Parameter))
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    found: list[ModuleChanged] = []
+    watch: Any = SimpleNamespace(number=0, parameters=dict(layer.named_parameters()), forwards=1, step=1)
+    try:
+        recorder = WriteRecorder(found.append, [watch])
+        recorder.wrapped(watch)
+        copy.deepcopy(layer)
+        other.weight.data.copy_(layer.weight.data)
+        other.weight.data.zero_()
+        recorder.stepping = True
+        layer.weight.data.zero_()
+        recorder.stepping = False
+        recorder.write()
+        assert not found
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.mul_(0.5)
+            layer.weight[0] = 1.0
+            layer.bias += 1.0
+        layer.weight.data.clamp_(-1.0, 1.0)
+        layer.bias.data = torch.zeros(2)
+        nn.init.ones_(layer.weight)
+        recorder.write()
+    finally:
+        for name in set(vars(nn.Parameter)) - set(before):
+            delattr(nn.Parameter, name)
+    assert [one.how for one in found] == ["mul_", "__setitem__", "__iadd__", "clamp_", ".data", "fill_"]
+    assert found[0].names == ("weight", "bias")
+    assert len({one.location for one in found}) == len(found)

@@ -12,7 +12,8 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks
 
-_ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may
+_OF_VALUES = ("values", "written")
+_ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
 
 Changes = Sequence[Sequence[ModuleChanged]]
 """Of one wrapper, by rank."""
@@ -21,7 +22,7 @@ Changes = Sequence[Sequence[ModuleChanged]]
 def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
     """A finding at the line that has made the change, if it is one on a change; `made`: the line that wraps."""
     if finding.code == "DDP503":
-        return _at_first(finding, [one for of_rank in changes for one in of_rank if one.what != "values"])
+        return _at_first(finding, [one for of_rank in changes for one in of_rank if one.what not in _OF_VALUES])
     if finding.code in ("DDP208", "DDP515"):
         found = _at_values(finding, changes, after_forward=False)
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
@@ -40,20 +41,40 @@ def _at_first(finding: Finding, candidates: Iterable[ModuleChanged]) -> Finding:
 def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
     """At a line that sets values: one that not every rank has come to, else one that all have."""
     ranks: dict[tuple[str, Location | None], list[int]] = {}
+    names: dict[tuple[str, Location | None], set[str]] = {}
     for rank, of_rank in enumerate(changes):
         for one in of_rank:
-            fits = one.what == "values" and bool(one.forwards) == after_forward
+            fits = one.what in _OF_VALUES and bool(one.forwards) == after_forward
             if fits and not set(finding.subjects).isdisjoint(one.names):
                 ranks.setdefault((one.how, one.location), []).append(rank)
+                names.setdefault((one.how, one.location), set()).update(one.names)
     some = {key: on for key, on in ranks.items() if len(on) < len(changes)}
-    if after_forward and not some:  # what all ranks call later is no reason to differ
-        return finding
-    for (how, where), on in sorted((some or ranks).items(), key=lambda item: _ORDER.index(item[0][0])):
+    if after_forward and not some:  # what all ranks call later is no reason to differ, if they do not write by hand
+        written = [key for key in ranks if key[0] not in _ORDER and names[key] >= set(finding.subjects)]
+        if len(written) != 1:
+            return finding
+        ranks = {written[0]: ranks[written[0]]}
+    for (how, where), on in sorted((some or ranks).items(), key=lambda item: _order(item[0][0])):
         only = f"only on {format_ranks(on)}" if len(on) < len(changes) else "on every rank"
+        by_hand = how not in _ORDER
+        done = (
+            f"they are written there ({how}), outside of the optimizer's step" if by_hand else f"{how} is called there"
+        )
         return replace(
             finding,
             location=where,
             ranks=tuple(on) if len(on) < len(changes) else finding.ranks,
-            evidence=(*finding.evidence, f"{how} is called there after wrapping, {only}"),
+            evidence=(*finding.evidence, f"{done}{'' if by_hand else ' after wrapping'}, {only}"),
+            fix=_BY_HAND if by_hand else finding.fix,
         )
     return finding
+
+
+_BY_HAND = (
+    "Write the same values on every rank: decide and draw them alike, or write them on rank 0 and dist.broadcast each "
+    "parameter from it."
+)
+
+
+def _order(how: str) -> int:
+    return _ORDER.index(how) if how in _ORDER else len(_ORDER)

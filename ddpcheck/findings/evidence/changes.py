@@ -1,6 +1,7 @@
 """Evidence on what a script changes: wrapped modules, and learning rates; with the lines.
 
-Judged in `judge.script_changes` and `judge.script_optimizers`; gathered in `monitor.script.recording.line_recorder`.
+Judged in `judge.script_changes` and `judge.script_optimizers`; gathered in `monitor.script.recording.line_recorder`
+and `.write_recorder`.
 
 This module is light: it never imports torch.
 """
@@ -18,8 +19,8 @@ class ModuleChanged:
 
     Attributes:
         wrapper: The number of the wrapper.
-        what: "values" (loaded, or set by a function that was applied), "requires_grad", or "parameters" (others are
-            registered now).
+        what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
+            an optimizer's step), "requires_grad", or "parameters" (others are registered now).
         how: The name of what was called, or assigned.
         names: Of the parameters; empty where they are not known.
         location: The line of the script.

@@ -37,6 +37,7 @@ from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, follow
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
+from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
 
 _MOST_MARKS = _MOST_SUMS = 4096
 _MOST_LOOKED_AT = 16  # steps of an optimizer, between which zero_grad is looked at
@@ -80,6 +81,7 @@ class OptimizerRecorder:
         every: int,
         collectives: Callable[[], int],
         lines: LineRecorder,
+        writes: WriteRecorder,
     ) -> None:
         """Begin.
 
@@ -89,6 +91,7 @@ class OptimizerRecorder:
             every: Steps from one entry to the next.
             collectives: Says how many of all ranks there have been.
             lines: Where optimizers and schedules are made.
+            writes: Where parameters are written; they are told when an optimizer does that.
         """
         self.steps = 0
         self._sink = sink
@@ -96,6 +99,7 @@ class OptimizerRecorder:
         self._every = every
         self._collectives = collectives
         self._lines = lines
+        self._writes = writes
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
         self._schedule_numbers = itertools.count()
@@ -138,6 +142,8 @@ class OptimizerRecorder:
 
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         self.steps += 1
+        self._writes.stepping = True
+        self._writes.write()
         self._clips.steps(self.steps)
         known = self._known.get(optimizer)
         if known is None:
@@ -168,6 +174,7 @@ class OptimizerRecorder:
         known.steps += 1
 
     def _after_step(self, optimizer: Any, *_arguments: Any) -> None:
+        self._writes.stepping = False
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
             self._leftovers.has_stepped(optimizer)

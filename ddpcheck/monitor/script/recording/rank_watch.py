@@ -65,6 +65,7 @@ from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.started_processes import on_end
 from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
+from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
@@ -118,7 +119,9 @@ class _WatchedRank:
         self._record_end()
         log = self._log
         self._lines = lines = LineRecorder(log.add, self._watches)
-        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, lambda: log.collectives, lines)
+        self._writes = writes = WriteRecorder(log.add, self._watches)
+        collectives = functools.partial(getattr, log, "collectives")
+        self._optimizers = OptimizerRecorder(log.add, self._watches, options.every, collectives, lines, writes)
         evaluations = EvaluationRecorder(log.add)
         targets = TargetRecorder(log.add, lambda: self._optimizers.steps)
         self._loaders = LoaderRecorder(
@@ -248,6 +251,7 @@ class _WatchedRank:
                 of_group=of_group,
             )
             self._watches.add(watch)
+            self._writes.wrapped(watch)
             self._count += 1
         except Exception as error:
             self._failed(error)
@@ -291,6 +295,7 @@ class _WatchedRank:
             self._loaders.close()
             self._optimizers.close()
             self._taken.close()
+            self._writes.write()
             self._close(failing=failing or getattr(sys, "last_value", None) is not None)
             self._log.add(ProgramEnded())
             self._process = -1
