@@ -124,6 +124,45 @@ def chunks() -> None:
             train(model, optimizer, x, y)
 
 
+def drawn_by_each_rank() -> None:
+    """Random data of each rank's own below a sampler, which may split them: there are as many more as are wanted."""
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    torch.manual_seed(RANK)
+    x = torch.randn(64, 16)
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+            train(model, optimizer, x, y)
+
+
+def noise_for_all_ranks() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    data, shared = TensorDataset(*samples()), torch.Generator().manual_seed(5)
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
+    for x, y in DataLoader(data, batch_size=8, sampler=sampler):
+        noise = torch.randn(WORLD * len(x), 16, generator=shared)
+        train(model, optimizer, x + 0.1 * noise[RANK::WORLD], y)
+
+
+def resumed_where_it_stopped() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    data = TensorDataset(*samples())
+    for first_epoch, first, last in ((0, 0, 4), (1, 4, 2), (0, 3, 8)):  # stopped, resumed, and from an older state
+        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data)
+        for epoch in range(first_epoch, 2):
+            sampler.set_epoch(epoch)
+            for number, (x, y) in enumerate(DataLoader(data, batch_size=8, sampler=sampler)):
+                if epoch == 1 and number >= last + first:
+                    break
+                if epoch > first_epoch or number >= first:
+                    train(model, optimizer, x, y)
+
+
 class Digits(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self) -> None:
         self.x, self.y = samples()
@@ -467,6 +506,7 @@ def files_after_a_message() -> None:
 
 LOOPS: tuple[Callable[[], None], ...] = (
     *(slices_of_a_global_batch, parts_of_a_global_draw, shards, chunks, held_out_by_a_sampler, rows_by_number),
+    *(drawn_by_each_rank, noise_for_all_ranks, resumed_where_it_stopped),
     *(a_ring_of_neighbours, attacks, clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook),
     *(
         local_steps,

@@ -19,7 +19,9 @@ from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
 from ddpcheck.monitor.script.recording.constructions import generators, seeded_at
 from ddpcheck.monitor.script.recording.generator_history import state_of_own
 
-_MOST_INTERVALS = 6  # between optimizer steps, of which there may be two in a step of training
+_MOST_INTERVALS = (
+    7  # from the first wrapper, and between optimizer steps, of which there may be two in a step of training
+)
 _MOST_CALLS = 1 << 18  # of any function; then the interval is not followed to its end
 _MOST_DRAWS = 32  # of an interval
 _NOISE = frozenset(
@@ -59,6 +61,11 @@ class DrawRecorder:
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
 
+    def begin(self) -> None:
+        """A wrapper is there: what comes before the first step may draw the order of all that follow."""
+        if not self._intervals:
+            self._follow()
+
     def close(self) -> None:
         """The script has ended."""
         if self._began and sys.getprofile() is self._profile:
@@ -66,6 +73,9 @@ class DrawRecorder:
         self._began = {}
 
     def _after_step(self, *_arguments: Any) -> None:
+        self._follow()
+
+    def _follow(self) -> None:
         if self._intervals >= _MOST_INTERVALS or self._began or sys.getprofile() is not None:
             return
         self._intervals += 1

@@ -253,6 +253,7 @@ class _WatchedRank:
             self._watches.add(watch)
             self._writes.wrapped(watch)
             self._count += 1
+            self._draws.begin()
         except Exception as error:
             self._failed(error)
 
