@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 EXPECT = {
     "code": "DDP306",
+    "ranks": [1],
     "subjects": ["0.weight", "0.bias", "2.weight", "2.bias"],
-    "cause": "written there",
+    "cause": "differ between ranks",
     "line": "parameter.clamp_(",
 }
 FIXED = "--fixed" in sys.argv

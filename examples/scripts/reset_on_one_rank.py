@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP306", "subjects": ["head.weight"]}
+EXPECT = {"code": "DDP306", "subjects": ["head.weight"], "ranks": [1], "line": "nn.init.constant_"}
 FIXED = "--fixed" in sys.argv
 
 
