@@ -45,6 +45,7 @@ class LossRecorder:
         self._sink = sink
         self._optimizers = optimizers
         self._counted = (-1, 0)  # a step, and its backward passes so far
+        self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         module: Any = torch.autograd
         original, begins = module.backward, guarded(self._begins)
@@ -86,9 +87,13 @@ class LossRecorder:
         step = self._optimizers.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)
-        if not is_probed(step) or before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
+        reductions = self._optimizers.reductions()
+        if (newest := max(reductions, default=0)) > self._wrapped[0]:  # whose first steps are looked at, too
+            self._wrapped = newest, step
+        probed = is_probed(step) or is_probed(step - self._wrapped[1])
+        if not probed or before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
             return None
-        where, reductions = user_location(), self._optimizers.reductions()
+        where = user_location()
         source = self._source()
         arrived: dict[int, ScaledTerm] = {}
         handles = []
