@@ -238,6 +238,9 @@ def test_predictions_and_labels_that_one_line_gathers_in_turn_are_two_things() -
     given = gathered_in_turn(predicted, labels, indices)
     own: dict[str, Any] = {"size": 9, "given": given, "references": {"labels": labels}}
     assert judged(indices, shown=[prints(5 / 9), []], **own) == []
+    other = [list(given[0]), list(given[1])]  # rank 1 has other weights: another prediction of samples that it repeats
+    other[1][2] = replace(other[1][2], rows=[3, 0, 1, 2])
+    assert judged(indices, shown=[prints(5 / 9), []], **own | {"given": other}) == []
     sums = [[replace(one, total=4.0, numbers=(2.0,) * 4) for one in of_rank] for of_rank in given]
     assert judged(indices, size=9, given=sums) == []  # labels whose sum is by chance the number of samples
     twice = sum(labels[x] == predicted[x] for of_rank in indices for x in of_rank) / 16

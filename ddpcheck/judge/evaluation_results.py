@@ -5,6 +5,7 @@ Read by the judges of `judge.script_evaluation`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,14 +89,14 @@ class Gathered:
         operation: The collective.
         location: Its line.
         rows: Those of each rank.
-        orders: All of them, in the orders in which a program joins what the collectives bring: call by call, and rank
-            by rank.
+        orders: The rank and the number of each of them, in the orders in which a program joins what the collectives
+            bring: call by call, and rank by rank.
     """
 
     operation: str
     location: Location | None
     rows: Sequence[Sequence[int]]
-    orders: Sequence[Sequence[int]]
+    orders: Sequence[Sequence[tuple[int, int]]]
 
 
 def _lines(of_ranks: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
@@ -168,8 +169,14 @@ def _in_turn(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExcha
         rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
         if any(len(of_rank) != one.samples for of_rank, one in zip(rows, of_ranks, strict=True)):
             return []
-        by_call = [row for of_call in zip(*chunks, strict=True) for one in of_call for row in one.rows]
-        by_rank = [row for of_rank in rows for row in of_rank]
+        numbers = [itertools.count() for _ in chunks]
+        by_call = [
+            (rank, next(numbers[rank]))
+            for of_call in zip(*chunks, strict=True)
+            for rank, one in enumerate(of_call)
+            for _ in one.rows
+        ]
+        by_rank = sorted(by_call)
         found.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank)))
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -277,15 +278,19 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
                 [labels.get(place) == row for place, row in zip(of_rank, rows, strict=False)]
                 for of_rank, rows in zip(places, given.rows, strict=True)
             ]
-            by_place = {p: e for p_of, e_of in zip(places, equal, strict=True) for p, e in zip(p_of, e_of, strict=True)}
+            by_place = dict(zip(chain(*places), chain(*equal), strict=True))
             if not by_place.keys() <= labels.keys() or (len(gathered) > 1 and all(by_place.values())):
                 continue  # not known, or the labels themselves
-            right = [sum(by_place.values()) / len(by_place), sum(map(sum, equal)) / sum(map(len, equal))]
-            for rows in given.orders:
-                count = min(len(rows), len(by_place))
-                if any(place not in labels for place in range(count)):
+            first = dict(reversed([*zip(chain(*places), chain(*equal), strict=True)]))
+            right = [sum(found.values()) / len(found) for found in (by_place, first)]
+            right.append(sum(map(sum, equal)) / sum(map(len, equal)))
+            for order in given.orders:
+                joined = [(places[rank][number], given.rows[rank][number]) for rank, number in order[: len(by_place)]]
+                if any(place not in labels for place in range(len(joined))):
                     continue
-                wrong = sum(labels[place] == rows[place] for place in range(count)) / count
+                if all(place == own for place, (own, _) in enumerate(joined)):
+                    continue  # as they should be
+                wrong = sum(labels[place] == row for place, (_, row) in enumerate(joined)) / len(joined)
                 if abs(wrong - right[0]) > _APART and (seen := first_shown(of_ranks, wrong, *right)) is not None:
                     return _misplaced(of_ranks, given, name, wrong, right[0], seen)
     return []
