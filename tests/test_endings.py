@@ -78,6 +78,18 @@ def keeps_best():
             break
     dist.barrier()
 
+def by_tokens():
+    while tokens < limit:
+        model(x).backward()
+    dist.barrier()
+
+def players():
+    for step in range(9):
+        D(x).backward()
+        if strong(x):
+            continue
+        G(z).backward()
+
 main()
 """
 MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
@@ -367,3 +379,18 @@ def test_a_forward_pass_that_waits_for_a_rank_behind_the_loop() -> None:
     """Without buffers no forward pass is in the log but the last, in which DDP asks for the order of its buckets."""
     finding = only(judge([backward(1), call("f", 6)], [backward(1), call("|", 16)]))
     assert (finding.code, finding.ranks) == ("DDP405", (1,)) and "after 1 pass and waits" in finding.message
+
+
+def test_a_loop_that_each_rank_ends_by_a_count_of_its_own() -> None:
+    passes = [call("b", 62)] * 3
+    finding = only(judge([*passes, call("|", 63)], [*passes, call("b", 62)]))
+    assert (finding.code, finding.location) == ("DDP405", Location("train.py", 61))
+    assert "while tokens < limit" in finding.evidence[0] and "what its condition reads" in finding.fix
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_who_takes_the_continue_is_the_odd_one_of_two(odd: int) -> None:
+    of_d, of_g = call("b", 67, payload="wrapper 2"), call("b", 70, payload="wrapper 1")
+    ranks = [[of_d, of_g, of_d, of_g], [of_d, of_g, of_d, of_d]]
+    finding = only(judge(*(ranks if odd else ranks[::-1])))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (odd,), Location("train.py", 69))

@@ -170,7 +170,7 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         f"{format_ranks(calling).capitalize()} {plural_verb('comes', 'come', calling)} to {described_call(call)}, "
         f"{test}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass{instead}: "
         f"{told(facts, missing)}.",
-        ranks=missing if len(missing) < len(calling) else calling,
+        ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # who jumps is the odd one of two
         location=Location(block.path, block.line),
         evidence=[
             f"all of them have come to it before: each rank decides at {block.head} by itself",

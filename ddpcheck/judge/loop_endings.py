@@ -314,13 +314,22 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         ranks=gone if len(gone) <= len(others) else others,
         location=where or Location(loop.path, loop.line),
         evidence=[
-            f"the loop goes over {loop.over}" if loop.over else "",
+            f"the loop goes {'on while' if loop.word == 'while' else 'over'} {loop.over}" if loop.over else "",
             *ways,
             *calls_there(left, stays),
         ],
-        fix=_FIX_OF_EXIT if exits and (by_exit or where) else _FIX_OF_LOADER,
+        fix=_FIX_OF_EXIT
+        if exits and (by_exit or where)
+        else _FIX_OF_CONDITION
+        if loop.word == "while"
+        else _FIX_OF_LOADER,
     )
 
+
+_FIX_OF_CONDITION = (
+    "Let all ranks leave the loop in the same pass: all_reduce what its condition reads (a count, a metric, the time "
+    "that is left), so that it is the same on every rank."
+)
 
 _FIX_OF_EXIT = (
     "Let all ranks leave the loop in the same pass: all_reduce what decides it (the metric, a flag, the time that is "
