@@ -9,7 +9,7 @@ import itertools
 import random
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,17 +31,18 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.state.module_description import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.monitor.module_hooks import guarded
-from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.added_noise import kept_samples
 from ddpcheck.monitor.script.recording.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
+from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_INDICES = 1 << 16  # of a pass
 _MOST_PASSES = 3  # whose samples are looked at
 _MOST_ORDERS = 8  # whose indices are kept; of later ones the digest of their order
+_MOST_KEPT = 64  # batches of which copies are kept until the next one
 _MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
 _MOST_ROWS = 16  # of a batch
 _MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
@@ -72,12 +73,12 @@ class LoaderRecorder:
         sink: Callable[[LoaderPass | DerivedTable], object],
         steps: Callable[[], int],
         wrappers: Callable[[], int],
-        forwards: Callable[[], int],
+        watches: Iterable[ScriptWatch],
         taken: Callable[[int, int, int], object],
         on_pass: Callable[[LoaderPass, Any], object] = lambda _entry, _dataset: None,
     ) -> None:
-        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been, and
-        `forwards` how many forward passes these have made.
+        """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been;
+        `watches` are those on the wrappers.
 
         `taken` is given loader, pass and number of each batch that the script takes. `on_pass` is told when a pass
         begins and when it ends, and what it is over.
@@ -86,7 +87,8 @@ class LoaderRecorder:
         self._on_pass = on_pass
         self._steps = steps
         self._wrappers = wrappers
-        self._forwards = forwards
+        self._watches = watches
+        self._kept = 0
         self._taken = taken
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
@@ -169,7 +171,7 @@ class LoaderRecorder:
                 note_batch(one, batch, one.before)
             if one.entry.number < _MOST_PASSES:
                 note_rows(one, batch)
-            self.samples = keep(batch) or [] if is_probed(self._steps()) else []
+            self.samples = keep(batch) or [] if self._is_sampled() else []
             one.until = -1
             if one.forwards >= 0:
                 one.forwards = one.forwards if self._forwards() == one.forwards else -1
@@ -180,6 +182,15 @@ class LoaderRecorder:
             return batch
 
         return __next__
+
+    def _forwards(self) -> int:
+        return sum(watch.forwards for watch in list(self._watches))
+
+    def _is_sampled(self) -> bool:
+        """Whether a step of a wrapper is under way that is looked at; one that rests may be in such a step for long."""
+        sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._watches))
+        self._kept += sampled
+        return sampled
 
     def _begin(self, loader: Any) -> _Pass:
         location = user_location()

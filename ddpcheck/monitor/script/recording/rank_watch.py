@@ -128,7 +128,7 @@ class _WatchedRank:
             log.add,
             lambda: self._optimizers.steps,
             lambda: self._count,
-            lambda: sum(watch.forwards for watch in list(self._watches)),
+            self._watches,
             log.count_batch,
             evaluations.note_pass,
         )

@@ -131,6 +131,11 @@ class ScriptWatch(Watch):
         return self._paths.get(id(module))
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether the step that is under way is looked at."""
+        return self._is_sampled(self.step)
+
+    @property
     def has_unreduced(self) -> bool:
         """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
         return bool(self._tracker.unreduced) or self._incomplete
