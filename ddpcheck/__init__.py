@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddpcheck import rank as rank
     from ddpcheck.anomalous import detect_anomalous_params
     from ddpcheck.consistency import check_consistency
     from ddpcheck.findings.errors import (
@@ -120,7 +121,12 @@ _HOMES = {
 }
 
 
+_MODULES = ("rank",)  # public ones, which `import ddpcheck` is enough for
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -129,7 +135,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})
 
 
 class _Package(ModuleType):

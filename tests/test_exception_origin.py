@@ -80,9 +80,22 @@ def endless() -> None:
         again(0)
 
 
+def a_name_that_the_package_has_not() -> None:
+    import ddpcheck
+
+    ddpcheck.nonsense  # noqa: B018
+
+
 @pytest.mark.parametrize(
     "function",
-    [boom, wrong_call_under_a_mode, wrong_call_with_silenced_numbers, backward_through_a_freed_graph, endless],
+    [
+        boom,
+        wrong_call_under_a_mode,
+        wrong_call_with_silenced_numbers,
+        backward_through_a_freed_graph,
+        endless,
+        a_name_that_the_package_has_not,
+    ],
 )
 def test_what_torch_says_to_the_target_is_the_targets_own(function) -> None:
     assert not is_ours(raised(function))

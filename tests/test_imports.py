@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -170,6 +171,18 @@ def test_every_module_says_what_it_is_for() -> None:
 def test_every_public_name_is_there_and_listed(name: str) -> None:
     assert getattr(ddpcheck, name).__name__ == name
     assert name in dir(ddpcheck)
+
+
+def test_calls_that_the_documentation_names_need_no_other_import() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    called = {
+        name for page in pages for name in re.findall(r"(?<![\w./-])ddpcheck\.([A-Za-z_][\w.]*)\(", page.read_text())
+    }
+    assert "rank.current" in called
+    code = "import operator, sys, ddpcheck; operator.attrgetter(*sys.argv[1:])(ddpcheck)"
+    command = [sys.executable, "-c", code, *sorted(called)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
