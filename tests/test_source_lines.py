@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -19,6 +20,7 @@ from ddpcheck.findings.source_lines import (
     relative_path,
     user_location,
     user_traceback,
+    variables_of,
 )
 
 torch = pytest.importorskip("torch")
@@ -180,3 +182,19 @@ def test_the_line_that_has_last_assigned_a_variable(tmp_path: Path) -> None:
     at = Location(str(file), 7)
     assert [getattr(last_assignment(at, name), "line", None) for name in "nmka"] == [6, 6, None, None]
     assert last_assignment(Location(str(file), 9), "k") == Location(str(file), 9)
+
+
+def test_to_ask_for_variables_in_a_profile_function_leaves_them_as_they_are() -> None:
+    def look(frame: FrameType, _event: str, _function: object) -> None:
+        variables_of(frame)
+
+    def added() -> int:
+        one, two = 1, 2
+        sys.setprofile(look)
+        try:
+            length = len((one, two))
+        finally:
+            sys.setprofile(None)
+        return one + two + length
+
+    assert added() == 5

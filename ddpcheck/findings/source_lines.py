@@ -120,11 +120,12 @@ _MOST_LINES = 16  # of a stack
 def variables_of(frame: FrameType) -> dict[str, object]:
     """The local variables of a frame, which are not kept alive by asking for them.
 
-    Before Python 3.13 (PEP 667), a frame of a function keeps the dictionary that it makes of them until it returns.
+    Before Python 3.13 (PEP 667), a frame of a function keeps the dictionary that it makes of them until it returns; and
+    after a call of a profile or trace function, takes its variables from there, so that it is left as it is then.
     """
     held = frame.f_locals
     variables = dict(held)
-    of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getprofile() is sys.gettrace() is None
     if of_function and type(held) is dict and sys.getrefcount(held) <= _ONLY_THE_FRAME:  # else the program holds it too
         held.clear()
     return variables

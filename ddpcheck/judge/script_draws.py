@@ -6,6 +6,7 @@ Pure functions from `findings.evidence.draws` and `findings.evidence.script` to 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.evidence.draws import StepDraw
@@ -121,6 +122,8 @@ def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
     choices = [one for one in shared_draws(draws) if one.count > 1 or one.generator == "cuda"]
     choices.sort(key=lambda one: ("choice", "any", "noise").index(one.kind))
     own = [one for of_rank in draws for one in of_rank if not one.generator]
+    steps = Counter(line for line, _ in {(one.location, one.step) for one in own})
+    own.sort(key=lambda one: (("choice", "any", "noise").index(one.kind), -steps[one.location]))  # drawn anew each time
     found = [one.seeded or one.location for one in choices] + [one.location for one in own]
     return next((line for line in found if line is not None), None)
 

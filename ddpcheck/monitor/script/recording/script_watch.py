@@ -218,6 +218,10 @@ class ScriptWatch(Watch):
         if (wrapper := self._tracker.wrapper) is not None and wrapper.training:
             self._pace.forward()
 
+    def _is_due(self, every: int, step: int) -> bool:
+        """Also in the first steps: of a short run, one step would say nothing of what changes."""
+        return super()._is_due(every, step) or (bool(every) and self._exchanges(step))
+
     def _is_sampled(self, step: int) -> bool:
         return is_probed(step) or self._is_due(self._options.check_consistency_every, step)
 
