@@ -103,7 +103,9 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(command: list[str], argumen
             "unrecognized arguments: --check-slect; did you mean --check-select? (see `ddpcheck run --help`)",
         ),
         (["run", "--check-select", "DDP7", "x.py"], "--check-select: no rule matches 'DDP7'; did you mean"),
-        (["run", "--check-baseline", "none.json", "x.py"], "cannot read none.json: No such file or directory"),
+        (["run"], "there is no script to run, as in `ddpcheck run "),
+        (["run", "--standalone"], "there is no script to run, as in `ddpcheck run "),
+        (["run", "--check-baseline", "none.json", cli.__file__], "cannot read none.json: No such file or directory"),
     ],
 )
 def test_what_was_probably_meant_is_told(capsys, arguments: list[str], sentence: str) -> None:

@@ -483,9 +483,9 @@ def test_a_run_that_ended_well_leaves_dumps_in_which_nothing_is_open(tmp_path: P
 
 def test_the_folder_for_dumps_has_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank_0").touch()
-    assert cli.main(["run", "--check-flight-recorder", str(tmp_path), "train.py"]) == 2
+    assert cli.main(["run", "--check-flight-recorder", str(tmp_path), __file__]) == 2
     assert "is not empty" in capsys.readouterr().err
-    assert cli.main(["run", "--check-flight-recorder", str(tmp_path / "rank_0"), "train.py"]) == 2
+    assert cli.main(["run", "--check-flight-recorder", str(tmp_path / "rank_0"), __file__]) == 2
     assert "cannot write to" in capsys.readouterr().err
 
 

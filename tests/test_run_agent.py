@@ -79,7 +79,6 @@ if how == "interrupted":
 os._exit(int(sys.argv[2])) if how == "--check" else sys.exit(int(sys.argv[2]))
 """
 CASES: dict[str, tuple[Sequence[str], int]] = {
-    "missing": (["missing.py"], 2),
     "syntax": (["syntax.py"], 1),
     "import": (["script.py", "import"], 1),
     "exit": (["script.py", "exit", "7"], 7),
@@ -93,8 +92,13 @@ CASES: dict[str, tuple[Sequence[str], int]] = {
     "no program": (["--no-python", "no-such-program"], 1),
 }
 
+BEFORE = {
+    **dict.fromkeys(("plain", "interrupted", "no program"), NO_GROUP),
+    "killed": "the script was ended by signal 9 before a rank joined a process group",
+}
 
-@pytest.mark.parametrize("case", share(CASES, ["missing"]))
+
+@pytest.mark.parametrize("case", share(CASES, ["syntax"]))
 def test_a_script_that_joins_no_process_group_has_its_own_exit_code(case: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "syntax.py").write_text("def f(:\n")
@@ -109,15 +113,45 @@ def test_a_script_that_joins_no_process_group_has_its_own_exit_code(case: str, t
         check=False,
     )
     assert ended.returncode == code, ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith(f"ddpcheck: {NO_GROUP}"), ended.stderr
+    last = BEFORE.get(case, f"the script ended with exit code {code} before a rank joined a process group")
+    assert ended.stderr.splitlines()[-1].startswith(f"ddpcheck: {last}"), ended.stderr
     assert "bug in ddpcheck" not in ended.stderr
     assert ended.stdout == ("at work\n" if "script" in " ".join(words) else "")
+
+
+@pytest.mark.parametrize("words", ["nothere.py", "--run-path nothere.py", "--standalone nothere.py --epochs 3"])
+def test_a_file_that_is_not_there_is_told_before_a_rank_is_started(words: str, capsys: Any) -> None:
+    assert main(["run", *words.split()]) == 2
+    assert capsys.readouterr().err == "ddpcheck: error: no such file: nothere.py\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not '0'"),
+        ("--nproc-per-node -1", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not '-1'"),
+        ("--nproc-per-node foo", "--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not 'foo'"),
+        ("--nnodes 2:1", "--nnodes is a number of machines from 1 on, or MIN:MAX, not '2:1'"),
+        ("--nnodes 1:2:3", "--nnodes is a number of machines from 1 on, or MIN:MAX, not '1:2:3'"),
+        ("--max-restarts=-2", "--max-restarts is a number from 0 on, not -2"),
+        ("--redirects=9", "torchrun refuses an option: 9 does not match"),
+        ("--local-ranks-filter=x", "torchrun refuses an option: --local_ranks_filter must be"),
+    ],
+)
+def test_a_wrong_option_of_torchrun_is_wrong_usage(
+    option: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PYTHONPATH", "_DDPCHECK_RUN", "OMP_NUM_THREADS"):  # which a run sets
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    assert main(["run", *option.split(), __file__]) == 2
+    assert capsys.readouterr().err.startswith(f"ddpcheck: error: {sentence}")
 
 
 @pytest.mark.parametrize("ending", [Ending(), Ending(2), Ending(130, interrupted=True), Ending(1, {0: 1, 1: -9})])
 def test_there_is_a_report_without_ranks(ending: Ending) -> None:
     report = report_on_script("train.py", ending, [], select=[], ignore=[])
-    assert report.findings == () and report.checks[-1].detail.startswith(NO_GROUP)
+    said = "the script ended with exit code 1 before" if ending.exit_codes else NO_GROUP
+    assert report.findings == () and report.checks[-1].detail.startswith(said)
     assert len(report.checks) == 1 + bool(ending.exit_code)
 
 
@@ -195,5 +229,5 @@ def test_an_error_of_ours_leaves_the_exit_code_of_the_script(
     monkeypatch.setattr("ddpcheck.cli.run.report_on_script", fails)
     for name in ("PYTHONPATH", "_DDPCHECK_RUN"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    assert main(["run", "train.py"]) == code
+    assert main(["run", __file__]) == code
     assert "RuntimeError: of ours; this is a bug in ddpcheck" in capsys.readouterr().err

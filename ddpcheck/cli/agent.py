@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.cli.output import complain, named, say
-from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG
+from ddpcheck.cli.torchrun_options import is_refused_option
+from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, UsageError
 from ddpcheck.monitor.script.rank_log import rank_processes
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
 
 
 def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
-    """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell."""
+    """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell.
+
+    Raises:
+        UsageError: torchrun refuses an option.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -49,6 +54,8 @@ def run_agent(run: Any, given: argparse.Namespace, folder: Path) -> Ending:
         print(f"ddpcheck run: {error}", file=sys.stderr)
         return Ending(128 + int(error.sigval), interrupted=True)
     except Exception as error:
+        if is_refused_option(error):
+            raise UsageError(f"torchrun refuses an option: {error}") from error
         if given.debug:
             traceback.print_exception(error)
         complain(f"the agent of torchrun has stopped: {named(error)}")

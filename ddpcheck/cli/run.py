@@ -17,6 +17,7 @@ from ddpcheck.cli.examples import examples_of
 from ddpcheck.cli.output import ReportOutput, complain, complain_of, say
 from ddpcheck.cli.parsing import HelpFormatter, Parser, near_option
 from ddpcheck.cli.saved import load_report
+from ddpcheck.cli.torchrun_options import examine_options
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity
@@ -38,13 +39,16 @@ def run_script(arguments: argparse.Namespace) -> int:
     add_check_options(parser)
     parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
     options, script = split_at_script(parser, arguments.rest)
-    given, unknown = parser.parse_known_args([*options, *script[:1]])
+    given, unknown = parser.parse_known_args([*options, *(script[:1] or [""])])
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(parser, unknown)}")
+    if not script:
+        parser.error("there is no script to run, as in `ddpcheck run --standalone --nproc-per-node 2 train.py`")
     given.training_script_args = script[1:]
     given.command_line = arguments.command_line
     given.debug = arguments.debug = arguments.debug or given.debug
     examine(given)
+    examine_options(given)
     accepted = Accepted.of(given)
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))

@@ -63,7 +63,7 @@ def report_on_script(
     findings += judge_ending(ranks, ending, findings)
     chosen = sort_out(findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     wrappers = watched_wrappers(ranks)
-    checks = [_entered(ranks, wrappers)]
+    checks = [_entered(ranks, wrappers) if ranks else _none_entered(ending)]
     if ending.hang is not None:
         detail = f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
         checks.insert(0, CheckResult("script", "error", detail=detail))
@@ -120,10 +120,18 @@ def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
     return [] if others or not to_the_end.issuperset(aborted) else aborted
 
 
+def _none_entered(ending: Ending) -> CheckResult:
+    """The check line where no rank was watched: how the script ended before."""
+    joined = "joined a process group where ddpcheck could see it"
+    if not ending.exit_codes:  # it ended with 0, was interrupted, or its agent has stopped
+        return CheckResult("ranks", "skipped", detail=f"no rank {joined}")
+    by_signal = ending.exit_code not in ending.exit_codes.values()
+    how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
+    return CheckResult("ranks", "skipped", detail=f"the script {how} before a rank {joined}")
+
+
 def _entered(ranks: Sequence[WatchedRank], wrappers: Sequence[WatchedWrapper]) -> CheckResult:
     """The check line on the ranks themselves: which were watched, and to the end."""
-    if not ranks:
-        return CheckResult("ranks", "skipped", detail="no rank joined a process group where ddpcheck could see it")
     for rank in ranks:
         if failed := [entry for entry in rank.entries if isinstance(entry, WatchingFailed)]:
             last = failed[0].error.strip().splitlines()[-1]
