@@ -90,6 +90,14 @@ def players():
             continue
         G(z).backward()
 
+def generated():
+    for x in batches():
+        loss = model(x)
+        if bad(loss):
+            continue
+        loss.backward()
+    dist.barrier()
+
 main()
 """
 MAIN = len(PROGRAM.splitlines())  # the line that calls what the test is about
@@ -155,7 +163,7 @@ def test_a_loader_that_is_gone_through_again_explains_nothing() -> None:
 def test_a_rank_that_has_left_the_loop_by_its_break() -> None:
     finding = only(judge([backward(n) for n in (1, 2, 3)], [backward(1), backward(2), call("|", 16)]))
     assert (finding.code, finding.ranks, finding.location) == ("DDP405", (1,), Location("train.py", 11))
-    assert "after 2 passes and waits in barrier" in finding.message
+    assert "after 2 backward passes and waits in barrier" in finding.message
 
 
 def test_an_exception_that_is_caught_ends_a_loop() -> None:
@@ -378,7 +386,7 @@ def test_an_exception_that_waits_for_a_collective_in_finally() -> None:
 def test_a_forward_pass_that_waits_for_a_rank_behind_the_loop() -> None:
     """Without buffers no forward pass is in the log but the last, in which DDP asks for the order of its buckets."""
     finding = only(judge([backward(1), call("f", 6)], [backward(1), call("|", 16)]))
-    assert (finding.code, finding.ranks) == ("DDP405", (1,)) and "after 1 pass and waits" in finding.message
+    assert (finding.code, finding.ranks) == ("DDP405", (1,)) and "after 1 backward pass and waits" in finding.message
 
 
 def test_a_loop_that_each_rank_ends_by_a_count_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""DDP405, 508 and 502: ranks that wait for each other since one has made fewer passes of a loop than the others.
+"""DDP405 and 508: ranks that wait for each other since one has made fewer passes of a loop than the others.
 
 Pure functions from `judge.ending_facts` to findings.
 """
@@ -13,9 +13,8 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import ENDLESS, Block
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb
-from ddpcheck.judge.collective_order import DDP_FORWARD
+from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.judge.ending_facts import (
-    Backward,
     EndingFacts,
     Position,
     and_told,
@@ -51,7 +50,7 @@ def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> lis
             ranks=short if len(short) <= len(longer) else longer,
             location=first.location,
             evidence=[
-                *(f"rank {rank}: {_shard(one)}" for rank, one in passes.items()),
+                *(f"rank {rank}: {shard_in_words(one)}" for rank, one in passes.items()),
                 *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
             ],
             fix=_FIX_OF_LOADER,
@@ -87,7 +86,8 @@ def _batches(number: int) -> str:
     return f"{number} batch{'' if number == 1 else 'es'}"
 
 
-def _shard(one: LoaderPass) -> str:
+def shard_in_words(one: LoaderPass) -> str:
+    """How many batches a rank has taken, of how many samples."""
     size = len(one.indices) if one.exhausted and one.indices else -1
     words = f"{_batches(one.batches)}{'' if one.exhausted else ' so far'}"
     if one.expected >= 0 and not one.exhausted:
@@ -97,152 +97,6 @@ def _shard(one: LoaderPass) -> str:
     elif one.size >= 0:
         words += f", of a dataset of {counted(one.size, 'sample')}"
     return f"{words}, {one.batch_size} to a batch" if one.batch_size > 1 else words
-
-
-# A pass that a rank leaves out
-
-
-def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
-    """DDP508: a rank left out a backward pass, or a batch, and has made fewer in the end; 502: one under `no_sync`.
-
-    Before loops, for a rank that has left out a pass comes to the end of its loop earlier than the others.
-    """
-    of_ranks = {rank.rank: backwards_of(rank) for rank in facts.ranks}
-    every = [b.call for theirs in of_ranks.values() for b in theirs]
-    if len({call.group for call in every}) != 1:
-        return []
-    for wrapper in sorted({call.payload for call in every}):
-        own = {rank: [b for b in theirs if b.call.payload == wrapper] for rank, theirs in of_ranks.items()}
-        if found := _skipped_of_wrapper(facts, {rank: theirs for rank, theirs in own.items() if theirs}):
-            return found
-    return []
-
-
-def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
-    if len(backwards) < 2:
-        return []
-    most = max(map(len, backwards.values()))
-    for number, of_ranks in enumerate(zip(*backwards.values(), strict=False)):
-        if len({(b.forward, b.batch, b.unsynced) for b in of_ranks}) == 1 or len({b.line for b in of_ranks}) > 1:
-            continue
-        at = dict(zip(backwards, of_ranks, strict=True))
-        for kind in ("unsynced", "forward", "batch"):
-            values = {rank: getattr(b, kind) for rank, b in at.items()}
-            least = min(values.values())
-            ahead = [rank for rank, value in values.items() if value > least]
-            if ahead and all(len(backwards[rank]) < most for rank in ahead):
-                behind = next(b for rank, b in at.items() if rank not in ahead)
-                if kind == "batch" and not _went_through(backwards, ahead, at, behind):
-                    continue
-                return _dropped(facts, ahead, at, behind) or _skipped(facts, kind, ahead, at, behind, number)
-        return []
-    return []
-
-
-def _went_through(
-    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward
-) -> bool:
-    """Whether ranks have trained on batches of the pass in which another one still is, and not looked at some alone."""
-    return all(
-        at[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
-        for rank in ahead
-    )
-
-
-def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward) -> list[Finding]:
-    """DDP405: a rank has gone on to the next pass over a loader before it had all batches of this one."""
-    key = (behind.loader, behind.batch[0])
-    gone = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
-    gone = {rank: gone[rank] for rank in ahead if rank in gone and at[rank].batch[0] > key[1]}
-    if behind.loader < 0 or not gone or any(one.exhausted for one in gone.values()):
-        return []
-    others = [rank for rank in at if rank not in gone]
-    first = next(iter(gone.values()))
-    around = facts.blocks.get(str(first.location), ())
-    loops = [loop for loop in around if loop.head == str(first.location)]
-    exits = [*(loops[0].exits if loops else ()), *((one.line, one.word) for one in around if one.kind == "try")]
-    where = Location(loops[0].path, exits[0][0]) if loops and len(exits) == 1 else None
-    how = f" by the `{exits[0][1]}` at {where}" if where is not None else ""
-    return one_finding(
-        "DDP405",
-        (first.dataset or "batches",),
-        f"{format_ranks(gone).capitalize()} left the loop at {first.location}{how} in batch {first.batches}, and "
-        f"{format_ranks(others)} {plural_verb('goes', 'go', others)} on in it: {told(facts, list(gone))}, "
-        f"{told(facts, others)}.",
-        ranks=list(gone),
-        location=where or first.location,
-        evidence=[
-            *(f"the `{word}` at {loops[0].path}:{line} may end it" for line, word in exits if loops and not how),
-            *(f"rank {rank}: then {one.call.place}" for rank, one in at.items()),
-            *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
-        ],
-        fix=_FIX_OF_EXIT,
-    )
-
-
-def _skipped(
-    facts: EndingFacts, kind: str, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward, number: int
-) -> list[Finding]:
-    others = [rank for rank in at if rank not in ahead]
-    who, rest = format_ranks(ahead).capitalize(), format_ranks(others)
-    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
-    line = behind.line if kind == "batch" else behind.call.location
-    block, why = _left_out_at(facts, behind, kind)
-    where = None if block is None else Location(block.path, block.line)
-    evidence = [
-        *(f"rank {rank}, backward pass {number + 1}: of {one.call.place}" for rank, one in at.items()),
-        *why,
-        "from there on, each of its backward passes is averaged with another one of the others",
-        *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
-    ]
-    if kind == "unsynced":
-        return one_finding(
-            "DDP502",
-            ("no_sync",),
-            f"{who} {plural_verb('runs', 'run', ahead)} {batch} under no_sync, and {rest} "
-            f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its "
-            f"gradients, {format_ranks(ahead)} {plural_verb('does', 'do', ahead)} not.",
-            ranks=ahead,
-            location=Location.parse(behind.line or line),
-            evidence=evidence,
-            fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
-        )
-    what = "the backward pass" if kind == "forward" else "the forward pass"
-    by = f" by the `{block.word}` at {block.head}" if block is not None else ""
-    skipped = f"{what} of {batch}" if behind.loader >= 0 else (what if kind == "batch" else f"{what} of {batch}")
-    return one_finding(
-        "DDP508",
-        ("backward",),
-        f"{who} {plural_verb('skips', 'skip', ahead)} {skipped}{f' at {line}' if line else ''}{by}, and {rest} "
-        f"{plural_verb('makes', 'make', others)} it; in the end {told(facts, ahead)}, {told(facts, others)}.",
-        ranks=ahead,
-        location=where or Location.parse(line),
-        evidence=evidence,
-    )
-
-
-def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block | None, list[str]]:
-    """What leaves out a pass of a loop, where there is one such block, and all of them in words."""
-    lines = lines_of(done.call) if kind == "forward" else (done.line, *lines_of(done.call)[1:])
-    frames = []
-    for line in lines:
-        frames.append(line)
-        if facts.loops((line,)):
-            break
-    inner = facts.loops(frames[-1:])[-1:] if frames else []
-    of_forward = facts.around((done.line,), "branch", "rest") if kind == "forward" else []
-    found = [
-        block
-        for block in facts.around(frames, "branch", "rest", "try")
-        if block not in of_forward and (not inner or block.path != inner[0].path or block.first > inner[0].first)
-    ]
-    jumps = [block for block in found if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
-    likely = jumps or found
-    return likely[0] if len(likely) == 1 else None, [_may_leave_out(block) for block in found]
-
-
-def _may_leave_out(block: Block) -> str:
-    return f"the `{block.word}` at {block.head} may leave it out"
 
 
 # A loop that a rank left earlier
@@ -262,7 +116,7 @@ def explain_by_loop(facts: EndingFacts, one: Position, other: Position) -> list[
             if loop not in facts.loops(left.lines) and facts.has_been_in(left.of, loop)
         ]
         if loops and not own_branches(facts, left, stays):
-            with_exits = [loop for loop in loops if _exits(facts, loop, left, stays)]
+            with_exits = [loop for loop in loops if exits_of(facts, loop, left, stays)]
             return _left(facts, (with_exits or loops[-1:])[0], left, stays)
     return []
 
@@ -278,7 +132,16 @@ def _made(rank: RankAtEnd, call: Call) -> int:
     )
 
 
-def _exits(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
+def _times_made(rank: RankAtEnd, call: Call) -> str:
+    """How often a rank has come to the lines of a call, in words that say what is counted."""
+    times = _made(rank, call)
+    if call.operation not in (DDP_BACKWARD, DDP_FORWARD):
+        return f"{counted(times, 'call')} of {named(call)}"
+    of_forward = call.operation == DDP_FORWARD and any(one.operation == DDP_FORWARD for one in rank.calls)
+    return f"{times} {'forward' if of_forward else 'backward'} pass{'' if times == 1 else 'es'}"
+
+
+def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
     """The lines by which a rank may have left a loop before its end, each with its word."""
     gone = [] if left.of.ended else facts.around(left.lines, "try")
     tries = [] if left.of.ended else [one for one in facts.around(stays.lines, "try") if one not in gone]
@@ -296,7 +159,7 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
     others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
     times = _made(left.of, stays.call)
     of_loop = [one for one in left.of.passes if str(one.location) == loop.head]
-    exits = _exits(facts, loop, left, stays)
+    exits = exits_of(facts, loop, left, stays)
     innermost = facts.loops(stays.lines)[-1:] == [loop]  # and so each pass of it makes the call once
     known = loop.times if loop.times is not None and innermost and not left.of.earlier else 0.0
     by_exit = loop.times == ENDLESS or times < known or any(not one.exhausted for one in of_loop[-1:])
@@ -304,7 +167,7 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         return _fewer(facts, loop, gone, times, stays)
     where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
     how = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
-    after = f" after {times} pass{'' if times == 1 else 'es'}" if not left.of.earlier else ""
+    after = f" after {_times_made(left.of, stays.call)}" if not left.of.earlier else ""
     ways = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not how else []
     return one_finding(
         "DDP405",
@@ -318,7 +181,7 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
             *ways,
             *calls_there(left, stays),
         ],
-        fix=_FIX_OF_EXIT
+        fix=FIX_OF_EXIT
         if exits and (by_exit or where)
         else _FIX_OF_CONDITION
         if loop.word == "while"
@@ -331,7 +194,7 @@ _FIX_OF_CONDITION = (
     "that is left), so that it is the same on every rank."
 )
 
-_FIX_OF_EXIT = (
+FIX_OF_EXIT = (
     "Let all ranks leave the loop in the same pass: all_reduce what decides it (the metric, a flag, the time that is "
     "left) before the test, so that each rank decides alike. If the loop ends with the data of a rank, give every rank "
     "the same number of batches."
@@ -355,7 +218,12 @@ def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, sta
         ranks=gone,
         location=where or Location.parse(stays.lines[0]),
         evidence=[
-            *map(_may_leave_out, inside),
+            *map(may_leave_out, inside),
             *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
         ],
     )
+
+
+def may_leave_out(block: Block) -> str:
+    """A block that may leave out a pass of a loop."""
+    return f"the `{block.word}` at {block.head} may leave it out"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP405", "ranks": [1], "line": "for x in batches", "cause": "after 23 passes"}
+EXPECT = {"code": "DDP405", "ranks": [1], "line": "for x in batches", "cause": "after 23 backward passes"}
 FIXED = "--fixed" in sys.argv
 
 

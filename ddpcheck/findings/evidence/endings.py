@@ -5,7 +5,7 @@ Judged in `judge.endings`; gathered in `monitor.script`. This module is light: i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -27,6 +27,7 @@ class RankAtEnd:
         passes: Over data loaders.
         exit_at: The line that has called `sys.exit`; "" where none has.
         for_worker: Whether it waits for a worker of its data loader.
+        forwards: By the number of its line, how many forward passes a wrapper has made there, where it is called last.
     """
 
     rank: int
@@ -39,3 +40,4 @@ class RankAtEnd:
     passes: Sequence[LoaderPass] = field(default_factory=tuple)
     exit_at: str = ""
     for_worker: bool = False
+    forwards: Mapping[int, int] = field(default_factory=dict)

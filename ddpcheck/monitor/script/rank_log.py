@@ -48,6 +48,7 @@ from ddpcheck.monitor.script.held_file import HeldFile, mapped_file
 
 _MOST_WRAPPERS = 256
 _COUNTS = struct.Struct("<qq")  # of a wrapper: backward passes that have begun, steps that have ended
+_FORWARDS = struct.Struct("<qq")  # and the number of the line of its last forward pass, how many it has made there
 _LOST = _MOST_WRAPPERS * _COUNTS.size  # where the number of the error is that has ended the log
 _MOST_LOADERS = 256
 _TAKEN = struct.Struct("<qq")  # of a loader: the number of its pass, batches that were taken in it
@@ -241,6 +242,7 @@ class RankLog:
         name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
         self.path = folder / f"{name}.log"
         self._steps = mapped_file(self.path.with_suffix(".steps"), _LOST + _COUNTS.size)
+        self._forwards = mapped_file(self.path.with_suffix(".forwards"), _MOST_WRAPPERS * _FORWARDS.size)
         self._batches = mapped_file(self.path.with_suffix(".batches"), _MOST_LOADERS * _TAKEN.size)
         self._calls = CallRing(self.path.with_suffix(".calls"))
         self._groups: set[str] = set()
@@ -298,6 +300,11 @@ class RankLog:
         if wrapper < _MOST_WRAPPERS:
             _COUNTS.pack_into(self._steps, wrapper * _COUNTS.size, begun, ended)
 
+    def count_forward(self, wrapper: int, line: int, made: int) -> None:
+        """Write that a wrapper has made a forward pass at a line, and how many there."""
+        if wrapper < _MOST_WRAPPERS and os.getpid() == self._process:
+            _FORWARDS.pack_into(self._forwards, wrapper * _FORWARDS.size, line, made)
+
 
 @dataclass(frozen=True, slots=True)
 class WatchedRank:
@@ -311,6 +318,7 @@ class WatchedRank:
         calls: The last collectives.
         stack: What `faulthandler` has written last; may be empty.
         batches: By loader, the number of its last pass and how many batches were taken in it.
+        forwards: By the number of the line of a wrapper's last forward pass, how many it has made there.
     """
 
     started: RankStarted
@@ -320,6 +328,7 @@ class WatchedRank:
     calls: Sequence[Call] = ()
     stack: str = ""
     batches: Sequence[tuple[int, int]] = ()
+    forwards: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def wrappers(self) -> list[WrapperMade]:
@@ -401,4 +410,8 @@ def _read(path: Path) -> WatchedRank | None:
     stack = path.with_suffix(".stack")
     text = stack.read_text("utf-8", "replace") if stack.exists() else ""
     counts = list(_COUNTS.iter_unpack(steps[:_LOST]))
-    return WatchedRank(entries[0], entries[1:], counts, first, calls, text, batches)
+    made = path.with_suffix(".forwards")
+    forwards = [pair for pair in _FORWARDS.iter_unpack(made.read_bytes()) if pair[1]] if made.exists() else []
+    lines = [line for line, _ in forwards]
+    alone = {line: number for line, number in forwards if lines.count(line) == 1}
+    return WatchedRank(entries[0], entries[1:], counts, first, calls, text, batches, alone)

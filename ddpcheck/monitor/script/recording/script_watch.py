@@ -213,7 +213,8 @@ class ScriptWatch(Watch):
         super().forward_returned(step, output, tensors, synced=synced)
         self.forwards += 1
         line = self._forward_line = user_location()
-        self._by_line[line] = self._by_line.get(line, 0) + 1
+        made = self._by_line[line] = self._by_line.get(line, 0) + 1
+        self._log.count_forward(self.number, line.line if line is not None else 0, made)
         self._unsynced += not synced
         if (wrapper := self._tracker.wrapper) is not None and wrapper.training:
             self._pace.forward()

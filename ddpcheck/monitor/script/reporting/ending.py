@@ -169,7 +169,8 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankAtEnd
         ended = rank.has_ended and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
-        at_end.append(RankAtEnd(number, log, earlier, doing, lines, waits, ended, passes, exit_at, for_worker))
+        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards)
+        at_end.append(RankAtEnd(number, log, earlier, *story))
     return at_end
 
 

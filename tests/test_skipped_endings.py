@@ -1,0 +1,58 @@
+"""A rank that leaves out the last pass of a loop, and one that has left the loop before, from evidence made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
+from tests.test_endings import MAIN, backward, call, judge, only
+
+
+def of_loader(batches: int, *, exhausted: bool) -> list[LoaderPass]:
+    return [LoaderPass(0, 0, Location("train.py", 3), "Samples", batches=batches, exhausted=exhausted)]
+
+
+@pytest.mark.parametrize(
+    ("forwards", "line", "words"),
+    [
+        (3, 8, "the backward pass of batch 3"),
+        (2, 5, "the forward pass of batch 3"),
+        (0, 9, "the backward pass of batch 3"),
+    ],
+    ids=["after forward", "before forward", "unknown"],
+)
+def test_the_last_batch_that_a_rank_skips(forwards: int, line: int, words: str) -> None:
+    """Rank 1 has had all three batches, and stands behind the loop: it has not left it earlier."""
+    rank_1 = RankAtEnd(
+        1,
+        [backward(1, 1), backward(2, 2), call("|", 16)],
+        doing="waits in barrier",
+        lines=("train.py:16", f"train.py:{MAIN}"),
+        passes=of_loader(3, exhausted=True),
+        forwards={6: forwards} if forwards else {},
+    )
+    rank_0 = [backward(n, n) for n in (1, 2, 3)]
+    finding = only(judge(rank_0, rank_1, passes={0: of_loader(3, exhausted=False)}))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", line))
+    assert f"Rank 1 skips {words}" in finding.message and "Join" not in finding.what_to_do
+    assert "rank 1: 3 batches" in finding.evidence
+
+
+@pytest.mark.parametrize(("batches", "exhausted"), [(3, False), (2, False), (2, True)])
+def test_a_loop_over_a_loader_that_a_rank_has_left(batches: int, exhausted: bool) -> None:
+    """By its `break`, in the batch that the other one is in or before, or at the end of a shorter shard."""
+    rank_1 = [backward(1, 1), backward(2, 2), call("|", 16)]
+    both = {0: of_loader(3, exhausted=False), 1: of_loader(batches, exhausted=exhausted)}
+    finding = only(judge([backward(n, n) for n in (1, 2, 3)], rank_1, passes=both))
+    assert finding.code == "DDP405"
+
+
+@pytest.mark.parametrize(("forwards", "code"), [(3, "DDP508"), (2, "DDP405")])
+def test_the_last_pass_of_a_loop_without_a_loader(forwards: int, code: str) -> None:
+    passes = [backward(n, line=77, at=74) for n in (1, 2, 3)]
+    rank_1 = RankAtEnd(1, [*passes[:2], call("|", 78)], doing="waits", lines=("train.py:78",), forwards={74: forwards})
+    finding = only(judge(passes, rank_1))
+    assert (finding.code, finding.ranks) == (code, (1,))
+    assert finding.location == Location("train.py", 76 if code == "DDP508" else 73)
