@@ -12,7 +12,9 @@ from ddpcheck.findings.evidence.gathers import GatheredConstant
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_gathers import judge_gathers
 from ddpcheck.monitor.script.recording.gather_recorder import (
+    GatherRecorder,
     _constants,
+    _Gathered,
     _holds,
     _nodes,
     _own_rows,
@@ -64,6 +66,24 @@ def test_the_own_rows_among_the_constants_of_a_loss(
     assert constants(torch.cat([features, others])) == 0  # put back
     assert constants(torch.randn(8, 3)) == 0  # a queue
     assert constants(torch.cat([features.detach(), others, others])) == 0  # a queue that begins with these
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
+    torch.manual_seed(0)
+    found: list[object] = []
+    recorder = object.__new__(GatherRecorder)  # which follows nothing
+    first, second = _features(), _features()
+    gathered = [
+        _Gathered("all_gather", LINE, (8, 3), rows, one.grad_fn)
+        for one in (first, second)
+        if (rows := _own_rows(one)) is not None
+    ][:views]
+    recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
+    recorder._step, recorder._steps, recorder._sink = 3, lambda: 3, found.append
+    bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
+    recorder._look((first @ bank.T).logsumexp(1).mean())
+    assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
 
 
 def test_rows_that_are_all_alike_are_no_mark() -> None:

@@ -95,7 +95,10 @@ class GatherRecorder:
         if any(_puts_back(node, parts, ends) for node in _nodes(losses.grad_fn, ends)):
             self._sink(OwnPartPutBack(self._step))
         for one in gathered:
-            if any(_holds(constant, one.rows) for constant in _constants(losses.grad_fn, one.shape, ends)):
+            alike = sum(other.shape == one.shape for other in gathered)  # views, say, which may have been joined
+            shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
+            constants = (constant for shape in shapes for constant in _constants(losses.grad_fn, shape, ends))
+            if any(_holds(constant, one.rows) for constant in constants):
                 self._sink(GatheredConstant(self._step, one.operation, one.location, one.shape[0]))
                 return
 
