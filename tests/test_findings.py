@@ -147,9 +147,9 @@ def test_fail_on_decides_which_findings_fail() -> None:
 
 def test_raise_for_findings_names_each_one_with_its_evidence() -> None:
     Report("t", findings=(ZERO,)).raise_for_findings()
-    with pytest.raises(FindingsError, match=r"(?s)DDP101 head.weight: It is never read"):
+    with pytest.raises(FindingsError, match=r"^ddpcheck on t: DDP101 unused-parameter head.weight: It is never read"):
         Report("t", findings=(UNUSED, ZERO)).raise_for_findings()
-    with pytest.raises(AssertionError, match="gone"):
+    with pytest.raises(AssertionError, match=r"^ddpcheck on t: The rank is gone"):
         Report("t", error=ReportError("The rank is gone.", 3)).raise_for_findings()
 
 

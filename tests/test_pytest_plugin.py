@@ -144,7 +144,10 @@ sys.modules["ddpcheck.report.checking.check"] = types.SimpleNamespace(check=chec
 """
 
 
-def test_a_check_fails_the_test_with_the_report(inner, pytester: pytest.Pytester) -> None:
+def test_a_check_fails_the_test_with_the_report(
+    inner, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "1")  # where pytest cuts off no line
     pytester.makeconftest(STUB)
     done = inner(
         """
@@ -163,8 +166,17 @@ def test_a_check_fails_the_test_with_the_report(inner, pytester: pytest.Pytester
     assert page.name.endswith(".py.test_error.html") and "[red]x" in page.read_text(encoding="utf-8")
     done.assert_outcomes(passed=2, failed=1)
     done.stdout.fnmatch_lines(
-        ["ddpcheck report on error 4", "DDP101 unused-parameter  error", "*red]x*", "1 finding *", "as a page: pages/*"]
+        [
+            "DDP101 unused-parameter *red]x: No.",
+            "",
+            "ddpcheck report on error 4",
+            "DDP101 unused-parameter  error",
+            "*red]x*",
+            "1 finding *",
+            "as a page: pages/*",
+        ]
     )
+    done.stdout.fnmatch_lines(["FAILED *::test_error - *DDP101 unused-parameter *red]x: No."])
 
 
 @pytest.mark.slow

@@ -77,9 +77,19 @@ gradients against each reference, worst parameter
 
 note: Ranks share one GPU.
 
-2 findings (1 error, 1 warning); more on each: ddpcheck explain DDP101
+2 findings (1 error, 1 warning); more on each: ddpcheck explain DDP101 DDP304
 """
     )
+
+
+def test_the_last_line_has_the_codes_in_the_order_of_the_findings() -> None:
+    def last_line(*codes: str) -> str:
+        found = (*(dataclasses.replace(UNUSED, code=code) for code in codes), COUPLED)
+        return as_text(dataclasses.replace(REPORT, findings=found)).splitlines()[-1]
+
+    assert last_line("DDP501", "DDP501").endswith("explain DDP501 DDP304")
+    assert last_line("DDP501", "DDP310", "DDP405").endswith("explain DDP310 DDP405 DDP501 DDP304")
+    assert last_line("DDP501", "DDP310", "DDP405", "DDP101").endswith("explain DDP101 DDP310 DDP405 DDP501 ...")
 
 
 def test_a_clean_report_ends_with_a_clean_verdict() -> None:

@@ -68,6 +68,13 @@ class Finding:
         rule = RULES.get(self.code)
         return self.fix or (rule.fix if rule is not None else "")
 
+    @property
+    def headline(self) -> str:
+        """Its code, name and subjects, and what it says, on one line."""
+        more = f" and {len(self.subjects) - 3} more" if len(self.subjects) > 3 else ""
+        named = (self.code, getattr(RULES.get(self.code), "name", ""), ", ".join(self.subjects[:3]) + more)
+        return " ".join(f"{' '.join(filter(None, named))}: {self.message}".split())
+
 
 @dataclass(frozen=True, slots=True)
 class AcceptedFinding:
@@ -309,11 +316,11 @@ class Report(Document):
         """
         lines = [] if self.error is None else [self.error.message]
         for finding in self.at_or_above(fail_on):
-            lines.append(f"{finding.code} {', '.join(finding.subjects)}: {finding.message}")
+            lines.append(finding.headline)
             lines.extend(f"  {fact}" for fact in finding.evidence)
         if lines:
-            text = "\n".join([f"ddpcheck on {self.target}: {self.status}", *lines])
-            raise FindingsError(text, self.at_or_above(fail_on))
+            text = "\n".join(lines)
+            raise FindingsError(f"ddpcheck on {self.target}: {text}", self.at_or_above(fail_on))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `to_json` writes it."""

@@ -22,6 +22,7 @@ from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, indented,
 MOST_FINDINGS = 50
 MOST_SUBJECTS = 8
 MOST_EVIDENCE = 16
+_MOST_EXPLAINED = 4  # codes in the last line
 
 _OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
 
@@ -141,7 +142,8 @@ class TerminalRenderer(TextRenderer):
             before = f" ({counted(len(report.findings), 'finding')} until then)" if report.findings else ""
             return styled(("stopped: ", "bold red"), f"{report.error.message}{before}")
         if report.findings:
-            advice = " ".join(sorted({finding.code for finding in report.findings})[:1])
+            codes = [*dict.fromkeys(finding.code for finding in sorted(report.findings, key=Finding.sort_key))]
+            advice = " ".join([*codes[:_MOST_EXPLAINED], *(["..."] if len(codes) > _MOST_EXPLAINED else [])])
             worst = min(report.findings, key=lambda finding: finding.severity.rank).severity
             count = counted(len(report.findings), "finding")
             found = report.summary.replace(count, f"{count} ({kinds})", 1)

@@ -87,12 +87,16 @@ def _suggestion(text: str) -> str:
         words = text.lower()
         close = [rule for rule in names.values() if len(words) >= 4 and words in rule.name][:3]
     if not close:
-        codes = difflib.get_close_matches(text.upper(), RULES, n=len(RULES))  # many are equally close
-        close = [RULES[code] for code in sorted(codes, key=lambda code: (-_common(code, text.upper()), code))[:3]]
+        close = [rule for code, rule in RULES.items() if _is_one_edit(code, text.upper())][:3]
     if not close:
         return "see `ddpcheck rules`"
     return "did you mean " + " or ".join(f"{rule.code} ({rule.name})" for rule in close) + "?"
 
 
-def _common(one: str, other: str) -> int:
-    return sum(a == b for a, b in zip(one, other, strict=False))
+def _is_one_edit(one: str, other: str) -> bool:
+    """Whether a letter more, less or another, or two that have changed places, is all in which they differ."""
+    shorter, longer = sorted((one, other), key=len)
+    if len(shorter) < len(longer):
+        return any(longer[:at] + longer[at + 1 :] == shorter for at in range(len(longer)))
+    apart = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    return len(apart) == 1 or (len(apart) == 2 and apart[0] == apart[1][::-1])
