@@ -122,6 +122,7 @@ class RankFailure:
         exit_code: Of the process, where it ended: negative for a signal, as in `subprocess`.
         output: The last lines that the rank printed.
         bug: The sentence that asks to report it, where it is a bug of ddpcheck that the rank has met; else empty.
+        noticed: In which worker or thread it was raised and which line waited for that, in words; "" where it was none.
     """
 
     rank: int
@@ -138,6 +139,7 @@ class RankFailure:
     exit_code: int | None = None
     output: str = ""
     bug: str = ""
+    noticed: str = ""
 
 
 class RankError(DdpcheckError):

@@ -115,6 +115,7 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
     else:
         text = f"{format_ranks(same).capitalize()} {agreeing(phrase(first), same)}"
     evidence = facts.evidence
+    others = [failure for failure in facts.error.failures if failure.rank not in same]
     return one_finding(
         "DDP404" if died else "DDP401",
         (first.place or "run",),
@@ -122,8 +123,12 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
         severity=Severity.ERROR,
         ranks=unless_all(same, facts.world_size),
         location=Location.parse(first.location),
-        evidence=[*(evidence if len(evidence) > 1 else []), *_stack_lines([first] if died else [])],
-        fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if died else "",
+        evidence=[
+            *([first.noticed] if first.noticed else []),
+            *(evidence if len(evidence) > 1 else []),
+            *_stack_lines([first] if died else []),
+        ],
+        fix=_FIX_OF_DEATH.get(first.exit_code or 0, "") if died else "" if others else "Fix the exception shown.",
     )
 
 

@@ -21,6 +21,7 @@ from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
 from ddpcheck.findings.stacks import collective_of, format_stack, location_of, own_stack, place_of, region_of
 from ddpcheck.findings.wording import agreeing, format_ranks, phrase
+from ddpcheck.findings.wrapped_exceptions import original_of
 from ddpcheck.worlds import wire
 
 _FELL = re.compile(
@@ -43,6 +44,10 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         text = repr(error.code) if isinstance(error, SystemExit) else str(error)
     except Exception:
         text = "(its message cannot be shown: __str__ raised)"
+    where, noticed = exception_location(error), ""
+    if (original := original_of(error)) is not None:
+        noticed = f"raised {original.where}{f', for which {where} waited' if where else ''}"
+        name, text, where = original.type, original.text, original.location or where
     bug = as_bug(error, place) if is_ours(error) and not _FELL.search(f"{name} {text}") else None
     return {
         "when": when,
@@ -55,7 +60,8 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "collective": collective,
         "bug": "" if bug is None else str(bug),
         "traceback": _format(error) if bug is None else f"{bug.detail}\n",
-        "location": str(exception_location(error) or ""),
+        "location": str(where or ""),
+        "noticed": noticed,
         "exception": _pickled(error),
     }
 
@@ -87,7 +93,7 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         message = f"rank {rank} raised {reply['type']}" + (f": {text}" if text else "")
     if reply["bug"]:
         message = f"rank {rank} met a bug: {_first_line(reply['bug'])}"
-    as_told = ("kind", "when", "type", "traceback", "place", "collective", "location", "exit_code", "bug")
+    as_told = ("kind", "when", "type", "traceback", "place", "collective", "location", "exit_code", "bug", "noticed")
     return RankFailure(
         rank,
         message=message,

@@ -31,6 +31,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
+from ddpcheck.findings.wrapped_exceptions import original_of
 from ddpcheck.gather.collectives.collective_log import (
     COLLECTIVES,
     logged,
@@ -309,8 +310,11 @@ def _while_handling(call: Call) -> Call:
     if call.place or not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
         return call
     with contextlib.suppress(Exception):  # an exception whose __str__ raises
-        text = str(error).strip().splitlines() or [""]
-        return replace(call, place=place_of_handling(type(error).__qualname__, exception_location(error), text[0]))
+        kind, text, where = type(error).__qualname__, str(error), exception_location(error)
+        if (original := original_of(error)) is not None:
+            kind, text, where = original.type, original.text, original.location or where
+        lines = text.strip().splitlines() or [""]
+        return replace(call, place=place_of_handling(kind, where, lines[0]))
     return call
 
 

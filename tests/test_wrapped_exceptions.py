@@ -1,0 +1,100 @@
+"""An exception that torch has carried from a worker or a thread is told as it was raised there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ddpcheck.findings.errors import RankError, RankFailure
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.judge.rank_failure import judge_failure
+from ddpcheck.worlds.failures import described, raised
+
+wrapping = pytest.importorskip("torch._utils")
+HERE = relative_path(__file__)
+
+
+class NeedsTwo(Exception):
+    """One that cannot be made of a message alone."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def reads() -> None:
+    {}["label"]
+
+
+def converts() -> None:
+    try:
+        reads()
+    except KeyError as error:
+        raise ValueError("no label:\nTraceback (most recent call last):\nof the user") from error
+
+
+def needs_two() -> None:
+    raise NeedsTwo("one", "other")
+
+
+def in_two_places() -> None:
+    carry(reads, "in replica 1 on device 1")
+
+
+def carry(function: Callable[[], object], where: str = "in DataLoader worker process 0") -> None:
+    try:
+        function()
+    except Exception:
+        wrapper = wrapping.ExceptionWrapper(where=where)
+    wrapper.reraise()
+
+
+def failure_of(function: Callable[[], object], rank: int = 1) -> RankFailure:
+    with pytest.raises(Exception) as caught:
+        function()
+    return raised(rank, described(caught.value, "", ""))
+
+
+def judged(*failures: RankFailure) -> Finding:
+    (finding,) = judge_failure(RankError("", failures), [[], []], 2)
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("function", "said", "culprit", "where"),
+    [
+        (reads, "KeyError: 'label'", reads, "in DataLoader worker process 0"),
+        (converts, "ValueError: no label:", converts, "in DataLoader worker process 0"),
+        (needs_two, "NeedsTwo: one and other", needs_two, "in DataLoader worker process 0"),
+        (in_two_places, "KeyError: 'label'", reads, "in DataLoader worker process 0"),
+    ],
+)
+def test_what_a_worker_has_raised(
+    function: Callable[[], object], said: str, culprit: Callable[[], object], where: str
+) -> None:
+    finding = judged(failure_of(lambda: carry(function)))
+    assert finding.code == "DDP401" and said.rstrip(".") in finding.message and "Caught" not in finding.message
+    assert finding.location is not None and finding.location.path == HERE
+    code = culprit.__code__
+    assert code.co_firstlineno < finding.location.line <= max(line for *_, line in code.co_lines() if line)
+    assert f"raised {where}, for which {HERE}:" in finding.evidence[0]
+
+
+def test_an_exception_of_the_rank_itself_that_looks_like_one() -> None:
+    text = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nKeyError: 1"
+
+    def raises() -> None:
+        raise RuntimeError(text)
+
+    failure = failure_of(raises)
+    assert "RuntimeError: Caught KeyError" in failure.message and not failure.noticed
+
+
+def test_advice_speaks_of_other_ranks_only_where_they_are_listed() -> None:
+    one, other = failure_of(reads, 0), failure_of(reads, 1)
+    finding = judged(one, other)
+    assert finding.message.startswith("Every rank raised KeyError") and finding.what_to_do == "Fix the exception shown."
+    assert finding.location == Location(HERE, reads.__code__.co_firstlineno + 1)
+    waits = RankFailure(1, "stuck", "rank 1 waits in barrier", one.when + 1, collective="barrier")
+    assert "the ranks listed after it" in judged(one, waits).what_to_do
