@@ -32,7 +32,7 @@ class LoaderPass:
         replaces: Whether the sampler says that it draws with replacement.
         has_epoch: Whether the sampler has `set_epoch`.
         batches: How many batches the script took.
-        skipped: Of them, those that it took before the first forward pass of a wrapper, but for the last of these.
+        skipped: Of them, those that it took before a wrapper or an optimizer was used, but for the last of these.
         exhausted: Whether it took all of them.
         trains: Whether an optimizer stepped meanwhile.
         order: A digest of all indices in their order; 0 where the sampler gives none.

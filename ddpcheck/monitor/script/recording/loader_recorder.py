@@ -61,7 +61,7 @@ class _Pass:
     before: Sequence[int] | None = None  # digests of the random states
     rows: SampleRows = field(default_factory=SampleRows)
     until: int = -1  # steps of all optimizers when another pass began after its last batch
-    forwards: int = -1  # of all wrappers, when it began; -1 when there has been another
+    used: int = -1  # how often a wrapper or an optimizer was, when it began; -1 when one has been since
     drawn: bool = True  # what is drawn for a batch is drawn by the dataset, as far as is known
 
 
@@ -173,9 +173,9 @@ class LoaderRecorder:
                 note_rows(one, batch)
             self.samples = keep(batch) or [] if self._is_sampled() else []
             one.until = -1
-            if one.forwards >= 0:
-                one.forwards = one.forwards if self._forwards() == one.forwards else -1
-                one.entry = replace(one.entry, skipped=one.entry.batches if one.forwards >= 0 else one.entry.skipped)
+            if one.used >= 0:
+                one.used = one.used if self._used() == one.used else -1
+                one.entry = replace(one.entry, skipped=one.entry.batches if one.used >= 0 else one.entry.skipped)
             one.entry = replace(one.entry, batches=one.entry.batches + 1)
             self.position = one.entry.loader, one.entry.number, one.entry.batches
             self._taken(*self.position)
@@ -183,8 +183,9 @@ class LoaderRecorder:
 
         return __next__
 
-    def _forwards(self) -> int:
-        return sum(watch.forwards for watch in list(self._watches))
+    def _used(self) -> int:
+        """How often a wrapper or an optimizer has been used."""
+        return self._steps() + sum(watch.forwards for watch in list(self._watches))
 
     def _is_sampled(self) -> bool:
         """Whether a step of a wrapper is under way that is looked at; one that rests may be in such a step for long."""
@@ -237,7 +238,7 @@ class LoaderRecorder:
                 self._sink(table)
         drawn = not (drawing_code(loader.collate_fn) and not drawing_code(beneath))
         self._open[counts[0]] = one = _Pass(
-            entry, self._steps(), map_style, dataset=loader.dataset, forwards=self._forwards(), drawn=drawn
+            entry, self._steps(), map_style, dataset=loader.dataset, used=self._used(), drawn=drawn
         )
         self._sink(entry)
         self._on_pass(entry, loader.dataset)
