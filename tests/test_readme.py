@@ -32,3 +32,10 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 160
     assert "make report " in text and "make test " in text
+
+
+def test_the_readme_says_what_a_clean_run_covers_and_what_fails() -> None:
+    part = README.read_text(encoding="utf-8").partition("`ddpcheck run`\n")[2].partition("\n### ")[0]
+    before, _, after = part.partition("```sh")
+    assert "GPU" in before and "--check-fail-on warning" in after
+    assert "docs/run.md#what-it-looks-at" in after and "docs/run.md#what-it-does-not-see" in after
