@@ -43,6 +43,20 @@ def test_no_sync_around_every_forward() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "names"),
+    [((CALLED, event("enter no_sync")), True), ((), False), ((CALLED,), False), ((CALLED, ENTER, LEAVE), False)],
+    ids=["no_sync", "by the flag", "never entered", "left before"],
+)
+def test_a_micro_batch_after_the_reduction(before: tuple[LoopEvent, ...], names: bool) -> None:
+    """The advice speaks of no_sync where that is what has put the average off, and names its line."""
+    finding = only(judge_loop(steps(*SYNCED, *before, LOCAL, BACKWARD, LEAVE, event("step", 9)), unequal=True))
+    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 9))
+    told = f"{' '.join(finding.evidence)} {finding.what_to_do}"
+    assert ("train.py:3" in finding.evidence[0] and "train.py:3" in finding.what_to_do) is names
+    assert ("require_backward_grad_sync" in told) is not names
+
+
+@pytest.mark.parametrize(
     "events",
     [(CALLED, FORWARD, BACKWARD, *SYNCED), (FORWARD, CALLED, ENTER, BACKWARD, LEAVE, *SYNCED)],
     ids=["not entered", "around backward alone"],

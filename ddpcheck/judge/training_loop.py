@@ -140,9 +140,11 @@ def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> list[Find
     found = [(item, *place) for item in evidence if (place := _unreduced_at_step(item.events)) is not None]
     if not found:
         return []
-    item, reduced, passes, step = found[0]
+    item, reduced, passes, step, called = found[0]
     several = f"{passes} backward passes" if passes > 1 else "A backward pass"
     kind = "ones" if passes > 1 else "one"
+    where = Location.parse(step.location) or Location.parse(item.events[item.events.index(step) - 1].location)
+    at_step = f" at {step.location}" if step.location else ""
     return one_finding(
         "DDP502",
         ("no_sync",),
@@ -151,20 +153,38 @@ def _judge_last_unsynchronised(evidence: Sequence[DdpStepEvidence]) -> list[Find
         if reduced
         else "No gradient of the step is averaged: DDP was not to synchronise after any of its forward passes.",
         ranks=_ranks([item for item, *_ in found], evidence),
-        location=Location.parse(step.location) or Location.parse(item.events[item.events.index(step) - 1].location),
-        evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"],
+        location=where,
+        evidence=["whether a backward pass is averaged was decided in its forward, by require_backward_grad_sync"]
+        if called is None
+        else [f"the last forward before the step{at_step} ran under the no_sync() at {called}"],
         fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
-        "require_backward_grad_sync set to True before it.",
+        "require_backward_grad_sync set to True before it."
+        if called is None
+        else "Have the forward of the last micro-batch before a step run outside of no_sync(): what decides on it at "
+        f"{called} has to agree with what decides on the step{at_step}.",
     )
 
 
-def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEvent] | None:
-    """The first step on gradients not averaged: whether others of it were, how many passes were not, and the step."""
+def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEvent, str | None] | None:
+    """The first step on gradients not averaged.
+
+    Whether others of it were, how many passes were not, the step, and the line of the `no_sync()` under which the last
+    of these ran, where it was one.
+    """
     ready = reduced = waiting = False
-    passes = 0
+    passes, called = 0, ""
+    inside: str | None = None
+    under: str | None = None
     for event in events:
-        if event.kind == "forward":
+        if event.kind == "no_sync":
+            called = event.location
+        elif event.kind == "enter no_sync":
+            inside = event.location or called or None
+        elif event.kind == "leave no_sync":
+            inside = None
+        elif event.kind == "forward":
             ready, waiting = ready or event.synchronises, waiting or not event.synchronises
+            under = None if event.synchronises else inside
         elif event.kind == "backward":
             if ready:
                 ready, reduced, passes = False, True, 0
@@ -173,7 +193,7 @@ def _unreduced_at_step(events: Sequence[LoopEvent]) -> tuple[bool, int, LoopEven
             waiting = False
         elif event.kind == "step":
             if passes:
-                return reduced, passes, event
+                return reduced, passes, event, under
             ready = reduced = waiting = False
     return None
 
