@@ -173,22 +173,6 @@ def test_an_exception_that_is_caught_ends_a_loop() -> None:
     assert "by the `except` at train.py:35" in finding.message
 
 
-@pytest.mark.parametrize(
-    ("numbers", "batches", "line", "words"),
-    [
-        ((1, 2, 4), (1, 2, 4), 8, "backward pass of batch 3"),
-        ((1, 2, 3), (1, 2, 4), 5, "forward pass of batch 3"),
-    ],
-    ids=["after forward", "before forward"],
-)
-def test_a_batch_that_a_rank_skips(numbers: Sequence[int], batches: Sequence[int], line: int, words: str) -> None:
-    rank_0 = [backward(n, n) for n in (1, 2, 3, 4)]
-    rank_1 = [*map(backward, numbers, batches), call("|", 16)]
-    finding = only(judge(rank_0, rank_1))
-    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", line))
-    assert words in finding.message and f"by the `continue` at train.py:{line}" in finding.message
-
-
 def test_a_loop_that_runs_so_often_and_has_made_fewer_passes() -> None:
     calls = [call("b", 28) for _ in range(9)]
     finding = only(judge(calls, [*calls[:8], call("|", 29)]))

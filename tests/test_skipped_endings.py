@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 from tests.test_endings import MAIN, backward, call, judge, only
+
+
+@pytest.mark.parametrize(
+    ("numbers", "batches", "line", "words"),
+    [
+        ((1, 2, 4), (1, 2, 4), 8, "backward pass of batch 3"),
+        ((1, 2, 3), (1, 2, 4), 5, "forward pass of batch 3"),
+    ],
+    ids=["after forward", "before forward"],
+)
+def test_a_batch_that_a_rank_skips(numbers: Sequence[int], batches: Sequence[int], line: int, words: str) -> None:
+    rank_0 = [backward(n, n) for n in (1, 2, 3, 4)]
+    rank_1 = [*map(backward, numbers, batches), call("|", 16)]
+    finding = only(judge(rank_0, rank_1))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), Location("train.py", line))
+    assert words in finding.message and f"by the `continue` at train.py:{line}" in finding.message
 
 
 def of_loader(batches: int, *, exhausted: bool) -> list[LoaderPass]:
