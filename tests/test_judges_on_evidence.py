@@ -52,6 +52,7 @@ _TEST_OF_SCRIPT = {
     "script_losses.judge_accumulated": "test_script_steps",
     "script_optimizers.judge_schedule": "test_script_changes",
     "script_optimizers.judge_changed": "test_script_steps",
+    "script_alone.judge_taken": "test_script_taken",
     "script_states.judge_uses": "test_script_states",
     "script_states._finding_of_use": "test_script_states",
 }
@@ -68,9 +69,11 @@ NO_FAULT_NEEDS = {
     # what only `ddpcheck run` gathers has scripts in examples/scripts, and no recorded evidence
     **{name: _TEST_OF_SCRIPT.get(name, _test_of(name)) for name in judges() if name.startswith("script_")},
     **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "ending_facts"))},
+    "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
     **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
     **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
     "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
+    "training_loop._judge_never_synchronised": "test_training_loop::test_no_sync_around_every_forward",
     "call_sites.judge_call_sites": _BY_LINES,
     "call_sites._finding": _BY_LINES,
     "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
@@ -176,7 +179,7 @@ def test_a_fault_is_missed_without_any_one_of_the_judges() -> None:
 @pytest.mark.slow
 def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = {"DDP111", "DDP112", "DDP309", "DDP406", "DDP518"}  # in test_parity.py
-    by_hand |= {"DDP501"}  # in test_script_changes.py
+    by_hand |= {"DDP501", "DDP502"}  # in test_script_changes.py, test_script_taken.py
     rows = root_causes._CONSEQUENCES
     merging = [case for case in CASES if "root_causes.split_consequences" in finding_in(case)]
     idle = []
