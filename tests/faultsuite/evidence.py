@@ -28,9 +28,16 @@ from ddpcheck.findings.errors import DdpcheckError, RankFailure
 from tests.faultsuite.cases import ROOT
 
 _CLASS = "is"
+_OF_SCRIPTS = (
+    "ddpcheck.monitor.judging",
+    "ddpcheck.monitor.rank_report",
+    "ddpcheck.monitor.script.rank_log",
+    "ddpcheck.monitor.script.reporting.ending",
+)
 _FORMS = (_CLASS, "list", "set", "frozenset", "dict", "path")
 _FINGERPRINT = 10**6  # no other number in evidence is as large; the first fingerprint in a file is written as this
 _WIDTH = 160
+_NUMBERS = re.compile(r"\[[-+.e0-9, ]*\]")
 
 
 class EvidenceError(DdpcheckError):
@@ -39,13 +46,17 @@ class EvidenceError(DdpcheckError):
 
 @functools.cache
 def _classes() -> dict[str, type]:
-    """The dataclasses, enums and errors of `ddpcheck.findings`, by name."""
+    """The dataclasses, enums and errors of `ddpcheck.findings` and of what ranks of a script leave, by name."""
     found: dict[str, type] = {}
-    for module in pkgutil.walk_packages(findings.__path__, f"{findings.__name__}."):
-        for name, item in vars(importlib.import_module(module.name)).items():
+    modules = [module.name for module in pkgutil.walk_packages(findings.__path__, f"{findings.__name__}.")]
+    for name in (*modules, *_OF_SCRIPTS):
+        module = importlib.import_module(name)
+        for name, item in vars(module).items():
             if isinstance(item, type) and (dataclasses.is_dataclass(item) or issubclass(item, Enum | DdpcheckError)):
                 if found.setdefault(name, item) is not item:
-                    raise EvidenceError(f"two classes of ddpcheck.findings are called {name}")
+                    raise EvidenceError(
+                        f"two classes of {item.__module__} and {found[name].__module__} are called {name}"
+                    )
     return found
 
 
@@ -73,8 +84,10 @@ class Encoder:
         used: The dataclasses that there were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_folders: bool = False) -> None:
+        """Begin; `with_folders`: the folders of this machine are marked, so that `here` can put those of another in."""
         self.used: set[str] = set()
+        self._plain = functools.partial(plain, with_folders=with_folders)
         self._fingerprints: dict[int, int] = {}
 
     def encode(self, value: Any) -> Any:
@@ -90,9 +103,9 @@ class Encoder:
         if isinstance(value, int):
             return value if abs(value) < _FINGERPRINT else self._number(value)
         if isinstance(value, str):
-            return plain(value)
+            return self._plain(value)
         if isinstance(value, Path):
-            return {"path": plain(str(value))}
+            return {"path": self._plain(str(value))}
         if isinstance(value, tuple):
             return [self.encode(item) for item in value]
         if isinstance(value, list):
@@ -113,7 +126,7 @@ class Encoder:
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
         if all(isinstance(key, str) and key not in _FORMS for key in value):
-            return {plain(key): self.encode(item) for key, item in value.items()}
+            return {self._plain(key): self.encode(item) for key, item in value.items()}
         return {"dict": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
 
     def _told(self, value: Any) -> Iterator[tuple[str, Any]]:
@@ -130,7 +143,10 @@ class Encoder:
     def _error(self, error: BaseException) -> dict[str, Any]:
         kind = type(error)
         if kind.__name__ not in _classes() and getattr(builtins, kind.__name__, None) is not kind:
-            return {_CLASS: "Exception", "args": [plain(str(error))]}  # no judge knows it; its name is in `RankFailure`
+            return {
+                _CLASS: "Exception",
+                "args": [self._plain(str(error))],
+            }  # no judge knows it; its name is in `RankFailure`
         told = {name: value for name, value in vars(error).items() if name not in _FORMS and value not in ("", {}, ())}
         return {_CLASS: kind.__name__, "args": self.encode(error.args), **self._mapping(told)}
 
@@ -213,20 +229,28 @@ def _folders() -> list[tuple[str, str]]:
     return sorted(((f"{folder}{os.sep}", word) for folder, word in known.items()), key=lambda item: -len(item[0]))
 
 
+_MARK = "<{}>"
 _PASSING = (
-    (re.compile(rf"{re.escape(tempfile.gettempdir())}/ddpcheck-\w+"), "WORLD"),
+    (re.compile(rf"{re.escape(tempfile.gettempdir())}/ddpcheck-[\w-]+"), "WORLD"),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "0x0"),
     (re.compile(r"(\[?(?:127\.0\.0\.1|::1|localhost)\]?):\d+"), r"\1:0"),
     (re.compile(r"\[([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ "), r"[\g<1> "),
 )
 
 
-def plain(text: str) -> str:
+def plain(text: str, *, with_folders: bool = False) -> str:
     """Text without paths, addresses, ports and times of this machine."""
     for folder, word in _folders():
-        text = text.replace(folder, word)
+        text = text.replace(folder, _MARK.format(word or "root/") if with_folders else word)
     for pattern, word in _PASSING:
         text = pattern.sub(word, text)
+    return text
+
+
+def here(text: str) -> str:
+    """Text with the folders of this machine, where they were marked."""
+    for folder, word in _folders():
+        text = text.replace(_MARK.format(word or "root/"), folder)
     return text
 
 
@@ -234,9 +258,9 @@ def plain(text: str) -> str:
 
 
 def dumped(data: Any, indent: int = 0) -> str:
-    """JSON with what fits into a line in a line, and with a line for each item of the rest."""
+    """JSON with what fits into a line in a line, and with a line for each item of the rest but lists of numbers."""
     line = json.dumps(data, ensure_ascii=False)
-    if len(line) + indent <= _WIDTH or not isinstance(data, list | dict):
+    if len(line) + indent <= _WIDTH or not isinstance(data, list | dict) or _NUMBERS.fullmatch(line):
         return line
     inner = " " * (indent + 1)
     if isinstance(data, list):

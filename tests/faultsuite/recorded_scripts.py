@@ -1,0 +1,174 @@
+"""What ranks of scripts have left under `ddpcheck run`: kept as JSON, and reported on again without ranks and torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpcheck.findings.report import Report
+from ddpcheck.monitor.script.rank_log import WatchedRank
+from ddpcheck.monitor.script.reporting.ending import Ending
+from ddpcheck.monitor.script.reporting.script_report import report_on_script
+from ddpcheck.render import renderer_for
+from tests.faultsuite.cases import ROOT
+from tests.faultsuite.evidence import Encoder, EvidenceError, decode, here
+from tests.faultsuite.scripts_page import assert_expected
+
+FOLDER = ROOT / "tests" / "streams"
+COMMAND = "python -m tests.faultsuite.record_scripts"
+_AS = "as"
+_SHARED = 160  # characters
+_DIGITS = 8  # of a number: what is compared as a number is rounded more than that
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A script with its arguments.
+
+    Attributes:
+        script: Its path from the root of the project.
+        arguments: Its own.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """The name of the script."""
+        return Path(self.script).stem
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether it is one of examples/scripts, and not its twin."""
+        return self.script.startswith("examples/") and not self.arguments
+
+    @property
+    def path(self) -> Path:
+        """Where its record is."""
+        return FOLDER / f"{'-'.join((self.stem, *(one.lstrip('-') for one in self.arguments)))}.json"
+
+    def __str__(self) -> str:
+        return self.path.stem
+
+
+def runs() -> list[Run]:
+    """Each script of examples/scripts and its twin, and loops that are healthy."""
+    scripts = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples" / "scripts").glob("*.py"))]
+    faults = [Run(script, arguments) for script in scripts for arguments in ((), ("--fixed",))]
+    return [*faults, Run("tests/healthy_loops.py"), Run("tests/healthy_evaluations.py")]
+
+
+def written(run: Run, ending: Ending, ranks: Sequence[WatchedRank]) -> str:
+    """What is kept of a run, as JSON."""
+    left = Encoder(with_folders=True).encode({"ending": ending, "ranks": [_rounded(rank) for rank in ranks]})
+    data = _shared(left)
+    first = f'{{"source": "{_digest(run)}", "left": {_line(data["left"])}, "shared": ['
+    return "\n".join((first, ",\n".join(map(_line, data["shared"])), "]}", ""))
+
+
+def _line(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+def _shared(data: Any) -> dict[str, Any]:
+    """`data` with what is long and in it several times written once: a number stands where it was."""
+    times: Counter[str] = Counter()
+    numbers: dict[str, int] = {}
+    shared: list[Any] = []
+
+    def count(value: Any) -> None:
+        if isinstance(value, dict | list) and len(text := json.dumps(value)) >= _SHARED:
+            times[text] += 1
+            if times[text] == 1:
+                for item in value.values() if isinstance(value, dict) else value:
+                    count(item)
+
+    def short(value: Any) -> Any:
+        if not isinstance(value, dict | list) or len(text := json.dumps(value)) < _SHARED:
+            return value
+        if text in numbers:
+            return {_AS: numbers[text]}
+        made = {k: short(v) for k, v in value.items()} if isinstance(value, dict) else [short(item) for item in value]
+        if times[text] == 1:
+            return made
+        numbers[text] = len(shared)
+        shared.append(made)
+        return {_AS: numbers[text]}
+
+    count(data)
+    return {"left": short(data), "shared": shared}
+
+
+def _whole(value: Any, shared: Sequence[Any]) -> Any:
+    """The inverse."""
+    if isinstance(value, list):
+        return [_whole(item, shared) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_AS}:
+        return _whole(shared[value[_AS]], shared)
+    return {key: _whole(item, shared) for key, item in value.items()}
+
+
+def _rounded(value: Any) -> Any:
+    """The same with numbers rounded, and arrays as tuples."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else value
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, array):
+        return tuple(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_rounded, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: _rounded(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
+    return value
+
+
+def _digest(run: Run) -> str:
+    return hashlib.blake2b((ROOT / run.script).read_bytes(), digest_size=8).hexdigest()
+
+
+@functools.lru_cache(maxsize=4)
+def left_by(run: Run) -> tuple[Ending, list[WatchedRank]]:
+    """How a run has ended, and what its ranks have left.
+
+    Raises:
+        EvidenceError: Nothing is recorded, or the script was another then.
+    """
+    try:
+        data = json.loads(here(run.path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise EvidenceError(f"nothing is recorded of {run}; run {COMMAND} {run}") from None
+    if data["source"] != _digest(run):
+        raise EvidenceError(f"{run.script} has changed since {run} was recorded; run {COMMAND} {run}")
+    left = decode(_whole(data["left"], data["shared"]))
+    return left["ending"], left["ranks"]
+
+
+def report_on(run: Run) -> Report:
+    """The report on a run, from what was recorded of it."""
+    ending, ranks = left_by(run)
+    return report_on_script(run.script, ending, ranks, select=(), ignore=())
+
+
+def assert_as_expected(run: Run, report: Report) -> None:
+    """Assert that the fault of a script is the one finding of its report, and that another is clean."""
+    if not run.has_fault:
+        assert report.status == "clean", [(one.code, one.message) for one in report.findings] or report.checks
+        return
+    ending, _ = left_by(run)
+    exit_code = ending.exit_code or report.exit_code()
+    assert_expected(ROOT / run.script, exit_code, json.loads(renderer_for("json").render(report)))

@@ -1,0 +1,107 @@
+"""The judges of `ddpcheck run` on what the ranks of scripts have left: without ranks, without torch, in milliseconds.
+
+`python -m tests.faultsuite.record_scripts` records it. What is expected is what the scripts expect.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpcheck.findings.report import Report
+from ddpcheck.render import FORMATS, renderer_for
+from tests.faultsuite.breaking import finding_nothing, judges, seeing
+from tests.faultsuite.evidence import EvidenceError
+from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, report_on, runs
+from tests.faultsuite.scripts_page import SCRIPTS, expected_of
+from tests.tiers import first_of_each, share
+
+
+def path_of(run: Run) -> Path:
+    return SCRIPTS / f"{run.stem}.py"
+
+
+RUNS = runs()
+FAULTS = [run for run in RUNS if run.has_fault]
+ONE_OF_EACH_CODE = first_of_each(FAULTS, lambda run: [expected_of(path_of(run))["code"]])
+OF_SCRIPTS = ("script_", "endings", "loop_endings", "branch_endings", "ending_facts", "wrapper_construction")
+
+BY_HAND = frozenset(
+    {
+        "branch_endings._decided_alone",
+        "branch_endings.explain_by_branch",
+        "branch_endings.explain_by_exception",
+        "endings._different",
+        "endings.explain_by_exit",
+        "endings.explain_by_work",
+        "loop_endings._fewer",
+        "script_draws.judge_step_draws",
+        "script_files._judge_devices",
+        "script_losses.judge_summed_again",
+        "script_optimizers._out_of_step",
+        "script_optimizers._skipped",
+        "script_optimizers.judge_stale",
+        "script_rows.judge_labels",
+        "script_states._finding_of_use",
+        "script_states.judge_uses",
+    }
+)
+"""Judges without which the fault of each script is found all the same; test_judges_on_evidence.py names their tests."""
+
+
+def of(run: Run) -> Report:
+    try:
+        return report_on(run)
+    except EvidenceError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_fault_of_a_script_is_its_one_finding_and_a_healthy_one_is_clean(run: Run) -> None:
+    assert_as_expected(run, of(run))
+
+
+@pytest.mark.parametrize("run", share(FAULTS, ONE_OF_EACH_CODE), ids=str)
+def test_a_report_on_a_script_can_be_shown(run: Run) -> None:
+    report = of(run)
+    for name in FORMATS.keys() - {"perfetto"}:
+        assert expected_of(path_of(run))["code"] in renderer_for(name).render(report)
+
+
+def test_there_are_records_of_the_scripts_that_there_are_and_of_no_others() -> None:
+    assert sorted(FOLDER.glob("*.json")) == sorted(run.path for run in RUNS)
+
+
+def test_no_record_names_a_folder_of_the_machine_that_made_it() -> None:
+    named = [path.name for path in FOLDER.glob("*.json") if re.search(r'[ "(]/[^" ]*\.py\b', path.read_text())]
+    assert named == []
+
+
+@functools.cache
+def finding_in(run: Run) -> frozenset[str]:
+    """The judges that find something in what the ranks of a run have left."""
+    with seeing(judges()) as found:
+        of(run)
+    return frozenset(found)
+
+
+def is_missed(run: Run) -> bool:
+    try:
+        assert_as_expected(run, report_on(run))
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_a_fault_of_a_script_is_missed_without_any_one_of_the_judges() -> None:
+    found = {run: finding_in(run) for run in FAULTS}
+    idle = set()
+    for name, judge in judges().items():
+        with finding_nothing(judge):
+            if name.startswith(OF_SCRIPTS) and not any(name in found[run] and is_missed(run) for run in FAULTS):
+                idle.add(name)
+    assert idle <= BY_HAND, "each needs a script in examples/scripts, or a test on evidence made by hand"
