@@ -148,7 +148,7 @@ def test_the_fault_of_a_script_is_found(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS[::6])
+@pytest.mark.parametrize("script", SCRIPTS[::12])
 def test_its_fixed_twin_is_clean(tmp_path: Path, script: str) -> None:
     code, report = report_on(tmp_path, script, "--fixed")
     assert (code, report["findings"]) == (0, [])
