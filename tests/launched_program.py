@@ -139,7 +139,10 @@ class Program:
                 self.write(name, "returned", repr(world.run(fn, *args)))
         except Exception as error:
             failures = [(one.rank, one.kind, one.type) for one in getattr(error, "failures", ())]
-            self.write(name, type(error).__name__, str(error), time.monotonic() - started, failures)
+            said = (type(error).__name__, str(error), time.monotonic() - started, failures)
+            if any(kind == "died" for _, kind, _ in failures):
+                time.sleep(0.5)  # torchrun tells the others to end in the meantime
+            self.write(name, *said)
         self.end(name)
 
     def end(self, name: str) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_par
 from ddpcheck.worlds.launchers import slurm
 from ddpcheck.worlds.launchers.dist_info import get_dist_info
 from ddpcheck.worlds.launchers.init_dist import RankDevices, choose_backend, choose_gpus, init_dist, local_ranks
+from tests.launchers.slurm import free_ports
 from tests.tiers import share
 
 torch = pytest.importorskip("torch")
@@ -366,8 +366,8 @@ def test_the_process_group_is_set_up_once_for_each_launcher(
 
 @pytest.fixture
 def ddp_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    (port,) = free_ports(1)
+    return port
 
 
 @pytest.mark.ddp

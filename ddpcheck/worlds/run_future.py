@@ -184,12 +184,14 @@ class RunFuture(Generic[Result]):
             processes.kill()
             return UsageError(processes.error)
         dumps = processes.dump_stacks()
+        # Before they are killed, one after the other: a rank leaves its collective when the first of them is gone.
+        slots = {rank.number: read_slots(self._world.directory, rank.number) for rank in processes.ranks}
         now = time.monotonic()
         replies = {rank.number: rank.failing for rank in processes.ranks if rank.answer is None}
         processes.kill()
         found = []
         for rank in processes.ranks:
-            place, collective = read_slots(self._world.directory, rank.number)
+            place, collective = slots[rank.number]
             output = failures.tail(processes.path(rank.number, "out"))
             # What a stuck rank says once others are being killed is about that: they are not all killed at once.
             if rank.answer is not None and rank.number not in dumps:

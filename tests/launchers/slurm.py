@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -26,6 +27,7 @@ from tests.launchers.nodes import CannotStartError, Node
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scontrol")
 PATIENCE = 30.0
+_PORTS = (10_000, 20_000)  # below those of jobs (`worlds.launchers.slurm`) and of connections
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 CONFIGURATION = """\
@@ -70,10 +72,14 @@ def why_not() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
+    """Ports that nobody listens at, and that the kernel gives to no connection of another process in the meantime."""
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
+        ports: list[int] = []
+        while len(ports) < count:
+            with contextlib.suppress(OSError):
+                listener = socket.create_server(("127.0.0.1", random.randrange(*_PORTS)))
+                ports.append(stack.enter_context(listener).getsockname()[1])
+        return ports
 
 
 @contextlib.contextmanager

@@ -107,9 +107,13 @@ class Run:
                     if outcome.result is None:
                         self._store.put(f"{self._name}/failed", b"failed")
                 self._await_all()
+                outcomes = {rank: pickle.loads(self._store.claimed(self._out(rank))) for rank in self._members}
+                died = [one.failure.message for one in outcomes.values() if one.failure and one.failure.kind == "died"]
+                if died:  # said before this rank is idle, for the launcher ends it now: that is no news of its own
+                    self._session.mark_broken("; ".join(died) + ".")
             if interrupt is not None:
                 raise interrupt
-            return {rank: pickle.loads(self._store.claimed(self._out(rank))) for rank in self._members}
+            return outcomes
         except StoreGoneError as error:
             lost = self._session.lost_store(error)
             if not any(rank in self._session.watch.gone for rank in self._members):
