@@ -215,8 +215,8 @@ def test_a_bug_on_ranks_is_not_told_as_the_targets(sabotaged) -> None:
 
 
 def test_a_bug_in_a_hook_that_the_target_calls_is_ours(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.findings.source_lines as l; l.Origins.note = None")
-    assert_bug(report, "ddpcheck/findings/source_lines.py:")
+    report = sabotaged("import ddpcheck.gather.state.origins as o; o.Origins.note = None")
+    assert_bug(report, "ddpcheck/gather/state/origins.py:")
 
 
 @pytest.mark.parametrize("judge", ["judge_reducer", "judge_single_process"])

@@ -16,7 +16,6 @@ from ddpcheck.findings.source_lines import (
     exception_location,
     is_user_file,
     last_assignment,
-    record_origins,
     relative_path,
     user_location,
     user_traceback,
@@ -24,6 +23,9 @@ from ddpcheck.findings.source_lines import (
 )
 
 torch = pytest.importorskip("torch")
+
+from ddpcheck.gather.state.origins import record_origins  # noqa: E402
+
 nn = torch.nn
 
 HERE = relative_path(__file__)

@@ -12,7 +12,10 @@ from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.judge.rank_failure import judge_failure
 from ddpcheck.worlds.failures import described, raised
 
-wrapping = pytest.importorskip("torch._utils")
+pytest.importorskip("torch")
+
+from torch import _utils as wrapping
+
 HERE = relative_path(__file__)
 
 

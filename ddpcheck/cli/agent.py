@@ -18,6 +18,7 @@ from typing import Any
 from ddpcheck.cli.output import complain, named, say
 from ddpcheck.cli.torchrun_options import is_refused_option
 from ddpcheck.findings.errors import EXIT_FINDINGS, EXIT_HANG, UsageError
+from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.monitor.script.rank_log import rank_processes
 from ddpcheck.monitor.script.reporting.ending import Ending
 from ddpcheck.monitor.script.reporting.hang_watch import HangWatch, end_agent
@@ -75,22 +76,14 @@ def _handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _without_broken_error_files() -> Iterator[None]:
+def _without_broken_error_files() -> Patch:
     """Have the agent do without an error file that a rank could not finish, since it was killed."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    read: Any = ProcessFailure.__post_init__
-
-    def __post_init__(failure: Any) -> None:
+    def before(failure: Any) -> None:
         try:
             failure._get_error_data(json.loads(Path(failure.error_file).read_bytes()))
         except Exception:  # whatever it holds
             failure.error_file = ""
-        read(failure)
 
-    ProcessFailure.__post_init__ = __post_init__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ProcessFailure.__post_init__ = read  # type: ignore[method-assign]
+    return patched(ProcessFailure, "__post_init__", before)

@@ -6,7 +6,6 @@ Torch is only touched inside `record_origins`, so that everyone can use the fram
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
 import linecache
@@ -17,7 +16,6 @@ import sysconfig
 import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -197,49 +195,6 @@ def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
     return shortened("".join(described.format()).rstrip(), LONGEST_TRACEBACK)
 
 
-@dataclass(slots=True)
-class Origins:
-    """Where parameters, buffers and modules were registered, by identity.
-
-    The objects are kept alive so that an identity cannot be used twice.
-    """
-
-    _lines: dict[int, Location] = field(default_factory=dict)
-    _places: dict[tuple[int, str], Location] = field(default_factory=dict)
-    _alive: list[object] = field(default_factory=list)
-
-    def note(self, holder: object, name: str, where: Location | None, thing: object = None) -> None:
-        """Remember that `thing` was put under `name` of `holder` at `where`, or something taken away; the last wins."""
-        if where is not None:
-            self._places[id(holder), name] = where
-            self._alive += [holder, thing]
-            if thing is not None:
-                self._lines[id(thing)] = where
-
-    def of_place(self, holder: object, name: str) -> Location | None:
-        """The line that has last put something under `name` of `holder`, or taken it away, as far as that was seen."""
-        return self._places.get((id(holder), name))
-
-    def of(self, thing: object) -> Location | None:
-        """The line that registered `thing`, as far as it was."""
-        return self._lines.get(id(thing))
-
-    def of_name(self, module: nn.Module, name: str) -> Location | None:
-        """The line that made the parameter, buffer or module `name` of `module`, else its nearest known parent.
-
-        Copies made by `copy.deepcopy` (the layers of `nn.TransformerEncoder`, say) are not registered one by one;
-        for them the line of the module that holds them is the best answer.
-        """
-        found: Location | None = None
-        current: object = module
-        for part in name.split("."):
-            current = getattr(current, part, None)
-            if current is None:
-                break
-            found = self._lines.get(id(current), found)
-        return found
-
-
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
     """The line that assigns the attribute or global variable in which an unregistered tensor is found.
 
@@ -362,37 +317,3 @@ def _assigned(tree: ast.AST, wanted: str, path: str, before: int, *, deep: bool 
             if wanted in map(ast.unparse, targets):
                 return Location(relative_path(path), node.lineno + before)
     return None
-
-
-@contextlib.contextmanager
-def record_origins() -> Iterator[Origins]:
-    """Record every registration of a parameter, buffer or module, and each that is deleted, while the block runs.
-
-    Uses torch's public registration hooks (`torch.nn.modules.module.register_module_parameter_registration_hook`
-    and its two sisters); there is none for deletion.
-    """
-    from torch import nn
-    from torch.nn.modules import module as hooks
-
-    origins = Origins()
-    delete = nn.Module.__delattr__
-
-    def on_registration(module: object, name: str, thing: object) -> None:
-        origins.note(module, name, user_location(sys._getframe(1)), thing)
-
-    def on_deletion(module: nn.Module, name: str) -> None:
-        origins.note(module, name, user_location(sys._getframe(1)))
-        delete(module, name)
-
-    handles = [
-        hooks.register_module_parameter_registration_hook(on_registration),
-        hooks.register_module_buffer_registration_hook(on_registration),
-        hooks.register_module_module_registration_hook(on_registration),
-    ]
-    nn.Module.__delattr__ = on_deletion  # type: ignore[method-assign]
-    try:
-        yield origins
-    finally:
-        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()

@@ -1,1 +1,1 @@
-"""Gathering evidence, on a rank or in a reference process. Everything here imports torch, and judges nothing."""
+"""Gathering evidence, on a rank or in a reference process. All but `patching` imports torch, and nothing judges."""

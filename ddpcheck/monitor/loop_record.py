@@ -11,6 +11,7 @@ from torch import nn
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
+from ddpcheck.gather.patching import Patch
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.judging import judge_events
 
@@ -19,7 +20,7 @@ BACKWARD, STEP = LoopEvent("backward"), LoopEvent("step")
 _EVENTS_KEPT = 64
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_original: list[Any] = []  # DDP's own `no_sync`, while another one is in its place
+_patches: list[Patch] = []  # of DDP's `no_sync`, while a wrapper is watched
 _records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
@@ -41,17 +42,16 @@ class LoopRecord:
 
     def attach(self, wrapper: nn.Module) -> None:
         """Record each `no_sync` of `wrapper`, its begin and its end."""
-        if not _original:
-            _original.append(_DDP.no_sync)
-            _DDP.no_sync = noted_no_sync(_DDP.no_sync, _note_of)
+        if not _patches:
+            _patches.append(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)))
         _records[wrapper] = ref(self)
 
     def detach(self, wrapper: nn.Module | None) -> None:
         """Record it no more; the wrapper may be gone."""
         if wrapper is not None:
             _records.pop(wrapper, None)
-        if _original and not _records:
-            _DDP.no_sync = _original.pop()
+        if _patches and not _records:
+            _patches.pop().undo()
 
     def note(self, kind: str) -> None:
         """Record an event of a kind, with the line of the user's code; begin and end of `no_sync` without."""

@@ -5,29 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.errors import FindingsError
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
+from ddpcheck.gather.patching import OwnErrors
 
 
 class UnpickledHook:
-    """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile.
+    """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile."""
 
-    Attributes:
-        on_error: Takes an error of ddpcheck's in the place of the loop that the hook is called from, where it is set.
-        all_off: Whether no hook does anything any more. None is removed: torch may be calling them one after the other.
-    """
-
-    on_error: ClassVar[Callable[[Exception], object] | None] = None
-    all_off: ClassVar[bool] = False
     _is_skipped: ClassVar[bool] = False
 
     def __init__(self, method: Any) -> None:
@@ -46,7 +37,7 @@ class UnpickledHook:
         return cls(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if UnpickledHook.all_off:
+        if OwnErrors.all_off:
             return
         if not UnpickledHook._is_skipped and "torch._dynamo.trace_rules" in sys.modules:
             UnpickledHook._is_skipped = True
@@ -59,30 +50,12 @@ class UnpickledHook:
         except FindingsError as error:  # the frames of ddpcheck are of no use to a reader
             raise error.with_traceback(None) from None
         except Exception as error:
-            if UnpickledHook.on_error is None:
+            if OwnErrors.taken_by is None:
                 raise
-            UnpickledHook.on_error(error)
+            OwnErrors.taken_by(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)
-
-
-def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
-    """`function` as a hook: it is off with all of them, and an error of it goes where theirs go."""
-
-    @functools.wraps(function)
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
-        if UnpickledHook.all_off:
-            return None
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if UnpickledHook.on_error is None:
-                raise
-            UnpickledHook.on_error(error)
-            return None
-
-    return call
 
 
 @functools.cache

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.modules import GradientHook
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path, user_location
+from ddpcheck.gather.patching import CALLER, patched
 
 _REGISTRARS: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_hook", "a tensor hook"),
@@ -30,20 +30,14 @@ _seen: dict[str, GradientHook] = {}
 def record_hooks() -> None:
     """From now on, remember where the user's code registers hooks on gradients; for the life of the process."""
     for owner, name, kind in _REGISTRARS:
-        setattr(owner, name, _recording(getattr(owner, name), kind))
+        patched(owner, name, functools.partial(_registers, kind))
 
 
-def _recording(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    @passes_on
-    def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        if is_user_file(caller.f_code.co_filename):  # not DDP's own, nor ddpcheck's
-            where = user_location(caller)
-            _seen.setdefault(str(where), GradientHook(f"{kind} ({_name_of(hook)})", where))
-        return original(self, hook, *args, **kwargs)
-
-    return register
+def _registers(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwargs: Any) -> None:
+    caller = sys._getframe(CALLER)
+    if is_user_file(caller.f_code.co_filename):  # not DDP's own, nor ddpcheck's
+        where = user_location(caller)
+        _seen.setdefault(str(where), GradientHook(f"{kind} ({_name_of(hook)})", where))
 
 
 def _name_of(hook: Any) -> str:

@@ -6,9 +6,8 @@ It is only paid for when something is missing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -24,6 +23,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location
 from ddpcheck.gather.autograd.autograd_graph import functions_before
 from ddpcheck.gather.autograd.operation_path import OperationPath
+from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.recipe.pytree import tree_tensors
 
 _Taint = dict[int, PathEnd | None]  # parameter index -> what cut its path, None while that is whole
@@ -249,23 +249,14 @@ class PathRecorder(TensorRecorder):
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
 
-@contextlib.contextmanager
-def _after(owner: Any, method: str, told: Callable[..., None]) -> Iterator[None]:
+def _after(owner: Any, method: str, told: Callable[..., None]) -> Patch:
     """While the block runs, tell `told` the result and the arguments of each call of a method of `owner`."""
-    original = getattr(owner, method)
 
-    @functools.wraps(original)
-    @passes_on
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def around(*args: Any, **kwargs: Any) -> Generator[None, Any, None]:
+        result = yield
         told(result, *args, **kwargs)
-        return result
 
-    setattr(owner, method, staticmethod(replacement) if method == "__new__" else replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, method, staticmethod(original) if method == "__new__" else original)
+    return patched(owner, method, around)
 
 
 _NO_GRAD = "torch.no_grad()"

@@ -23,6 +23,7 @@ from typing import Any
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import lines_of_program, user_location, variables_of
+from ddpcheck.gather.patching import Patch
 from ddpcheck.worlds import rank as this_rank
 
 _MATCHED_BY_PAYLOAD = (
@@ -126,12 +127,11 @@ def record_calls(sink: Callable[[Call], object]) -> None:
         from torch.distributed import _functional_collectives as functional
 
         for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
-            if (original := getattr(functional, name, None)) is not None:
-                setattr(functional, name, logged(name, original, functional=True))
+            if hasattr(functional, name):
+                Patch(functional, name, functools.partial(logged, name, functional=True))
     _record_operators(torch)
-    work: Any = distributed_c10d.Work
     with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
-        work.wait = _waiting(work.wait)
+        Patch(distributed_c10d.Work, "wait", _waiting)
 
 
 def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> contextlib.ExitStack:
@@ -145,8 +145,7 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
             made = make(name, original)
             for holder in (distributed_c10d, dist):
                 if getattr(holder, name, None) is original:
-                    stack.callback(setattr, holder, name, original)
-                    setattr(holder, name, made)
+                    stack.enter_context(Patch(holder, name, functools.partial(_given, made)))
     return stack
 
 
@@ -174,6 +173,10 @@ def note_collective(operation: str, payload: str, group: Any = None, *, place: s
         where = str(user_location(caller) or "")
         place = place or this_rank.own_slots()[0]
         _write(Call(operation, name, members, payload, place, where, callers=lines_of_program(caller)))
+
+
+def _given(made: Any, _original: Any) -> Any:
+    return made
 
 
 def _write(call: Call) -> None:

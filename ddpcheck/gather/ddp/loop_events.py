@@ -15,6 +15,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
+from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.module_description import fingerprint
 
 _DDP: Any = nn.parallel.DistributedDataParallel
@@ -76,27 +77,15 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
         if torch.is_grad_enabled():
             recorder.note("forward", synchronises=bool(getattr(wrapper, "require_backward_grad_sync", True)))
 
-    def zeroing(original: Any) -> Any:
-        @functools.wraps(original)
-        @passes_on
-        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder.zero_grad()
-            return original(self, *args, **kwargs)
+    def zeroes(*_args: Any, **_kwargs: Any) -> None:
+        recorder.zero_grad()
 
-        return zero_grad
-
-    handle = wrapper.register_forward_pre_hook(before_forward)
-    optimizers: Any = torch.optim.Optimizer
     with contextlib.ExitStack() as stack:
-        stack.callback(handle.remove)
+        stack.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         stack.enter_context(backward_through(recorder.backward))
-        for owner, name, patched in (
-            (_DDP, "no_sync", noted_no_sync(_DDP.no_sync, lambda _wrapper: recorder.note)),
-            (nn.Module, "zero_grad", zeroing(nn.Module.zero_grad)),
-            (optimizers, "zero_grad", zeroing(optimizers.zero_grad)),
-        ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, patched)
+        stack.enter_context(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, lambda _: recorder.note)))
+        stack.enter_context(patched(nn.Module, "zero_grad", zeroes))
+        stack.enter_context(patched(torch.optim.Optimizer, "zero_grad", zeroes))
         yield recorder
         recorder.events.append(LoopEvent("step"))
 
@@ -132,29 +121,27 @@ class _NotedContext(contextlib.ContextDecorator):
         return self._inner.__exit__(*error)
 
 
-@contextlib.contextmanager
-def backward_through(handler: Any) -> Iterator[None]:
+def backward_through(handler: Any) -> Patch:
     """Have every `torch.autograd.backward` go through `handler`, but those inside another one (of a checkpoint)."""
-    original = torch.autograd.backward
-    is_inside = False
 
-    @functools.wraps(original)
-    @passes_on
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_inside
-        if is_inside:
-            return original(*args, **kwargs)
-        is_inside = True
-        try:
-            return handler(original, args, kwargs)
-        finally:
-            is_inside = False
+    def make(original: Any) -> Any:
+        is_inside = False
 
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original
+        @functools.wraps(original)
+        @passes_on
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return original(*args, **kwargs)
+            is_inside = True
+            try:
+                return handler(original, args, kwargs)
+            finally:
+                is_inside = False
+
+        return backward
+
+    return Patch(torch.autograd, "backward", make)
 
 
 @contextlib.contextmanager

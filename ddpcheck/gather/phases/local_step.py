@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence,
 from ddpcheck.findings.evidence.steps import LocalStep, RandomDraws
 from ddpcheck.findings.exception_origin import is_ours
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import Origins, assignment_of, record_origins
+from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import lasting_tensors, unregistered_leaves
@@ -32,6 +32,7 @@ from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepDa
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.module_description import digest_of, fingerprint, fingerprints, layout_of
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state
+from ddpcheck.gather.state.origins import Origins, record_origins
 from ddpcheck.gather.steps.gradient_distance import norm
 from ddpcheck.gather.steps.training_step import (
     Loss,

@@ -16,9 +16,8 @@ from torch import nn
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.modules import BuiltModule, ModuleDescription, WrappedModule
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import assignment_of, record_origins, relative_path
+from ddpcheck.findings.source_lines import assignment_of, relative_path
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_state, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
@@ -34,11 +33,13 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
 )
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
 from ddpcheck.gather.state.external_state import ExternalState
 from ddpcheck.gather.state.module_description import describe, digest_of, fingerprint, fingerprints, module_entries
 from ddpcheck.gather.state.module_state import differs_in_structure, moved
+from ddpcheck.gather.state.origins import record_origins
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
@@ -228,24 +229,18 @@ def _hand_over(module: nn.Module) -> str:
 def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter]]]:
     """Compare the ranks' options before the DDP constructor communicates; yields them, and the parameters seen."""
     ddp: Any = nn.parallel.DistributedDataParallel
-    original = ddp.__init__
     options: dict[str, str] = {}
     seen: dict[str, SeenParameter] = {}
 
-    @functools.wraps(original)
-    @passes_on
-    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+    def constructed(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         options.clear()
-        options.update(constructor_options(original, self, *args, **kwargs))
+        options.update(constructor_options(ddp.__init__, wrapper, *args, **kwargs))
         compare_options(options)
-        original(self, *args, **kwargs)
-        seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in self.module.named_parameters()})
+        yield
+        seen.update({name: SeenParameter.of(p, fingerprint(p)) for name, p in wrapper.module.named_parameters()})
 
-    ddp.__init__ = constructor
-    try:
+    with patched(ddp, "__init__", constructed):
         yield options, seen
-    finally:
-        ddp.__init__ = original
 
 
 def count_calls(model: TrainingModel) -> None:

@@ -18,10 +18,10 @@ from torch import nn
 from ddpcheck.findings.evidence.modules import GradientHook, ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.parameters import ParameterChange
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import Origins
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
 from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_state import ModuleState
+from ddpcheck.gather.state.origins import Origins
 from ddpcheck.gather.steps.training_step import Gradients, Loss, compute_loss, step_seed
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank

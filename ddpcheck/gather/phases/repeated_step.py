@@ -21,6 +21,7 @@ from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hook
 from ddpcheck.gather.collectives.collective_log import replaced_by
 from ddpcheck.gather.collectives.fake_collectives import answer_alone
 from ddpcheck.gather.ddp.loop_events import backward_through
+from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.module_description import fingerprint
@@ -165,21 +166,15 @@ def draws(step: int) -> list[SharedDraw]:
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
     """The lines of the user's code that seed torch's global generator, after None."""
-    original = torch.manual_seed
     lines: list[Location | None] = [None]
 
-    @passes_on
-    def manual_seed(seed: int) -> torch.Generator:
-        caller = sys._getframe(1)
+    def seeds(*_args: Any, **_kwargs: Any) -> None:
+        caller = sys._getframe(CALLER)
         if is_user_file(caller.f_code.co_filename):
             lines.append(user_location(caller))
-        return original(seed)
 
-    torch.manual_seed = manual_seed
-    try:
+    with patched(torch, "manual_seed", seeds):
         yield lines
-    finally:
-        torch.manual_seed = original
 
 
 # What ranks send when all of them have the same shard

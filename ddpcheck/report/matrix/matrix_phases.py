@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.patching import Patch
 from ddpcheck.gather.phases import model_build
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state
 from ddpcheck.gather.state.external_state import Restore, put_back
@@ -53,36 +53,33 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
     return WrappedRow(**said, model=model, set_by_wrap=set_by_wrap)
 
 
-@contextlib.contextmanager
-def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
+def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Patch:
     """While active, every `DistributedDataParallel` gets these options in place of its caller's, whoever calls it.
 
     Those of `VARIED` that are not among them get torch's defaults; None leaves everything as it is. What the callers
     gave, among `VARIED`, is appended to `given`, one dict a wrapper.
     """
-    ddp: Any = nn.parallel.DistributedDataParallel
-    original = ddp.__init__
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    @passes_on
-    def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        except TypeError:  # the call itself will say what is wrong with it
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-        given.append({name: arguments[name] for name in VARIED if name in arguments})
-        if options is not None:
-            arguments = {name: value for name, value in arguments.items() if name not in VARIED}
-            arguments.update(options.arguments)
-        del arguments[next(iter(signature.parameters))]
-        return original(self, **arguments)  # type: ignore[no-any-return]
+    def make(original: Any) -> Any:
+        signature = inspect.signature(original)
 
-    ddp.__init__ = constructor
-    try:
-        yield
-    finally:
-        ddp.__init__ = original
+        @functools.wraps(original)
+        @passes_on
+        def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+            except TypeError:  # the call itself will say what is wrong with it
+                return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+            given.append({name: arguments[name] for name in VARIED if name in arguments})
+            if options is not None:
+                arguments = {name: value for name, value in arguments.items() if name not in VARIED}
+                arguments.update(options.arguments)
+            del arguments[next(iter(signature.parameters))]
+            return original(self, **arguments)  # type: ignore[no-any-return]
+
+        return constructor
+
+    return Patch(nn.parallel.DistributedDataParallel, "__init__", make)
 
 
 def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:

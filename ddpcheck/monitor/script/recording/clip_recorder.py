@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch.nn.utils import clip_grad
 
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged
 from ddpcheck.findings.evidence.script import GradientsClipped
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import patched
 from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; what clip_grad_norm_ calls, however it was imported
@@ -44,28 +42,21 @@ class ClipRecorder:
         self._last: tuple[str, Location | None] = ("", None)
         self._line: Location | None = None  # of the last backward pass
         self._norms: dict[int, float] = {}  # by number of a wrapper, as backward has left them
-        utilities: Any = nn.utils
-        clips: Any = clip_grad
-        if hasattr(clip_grad, _WITH_NORM):
-            clips._clip_grads_with_norm_ = self._followed(clips._clip_grads_with_norm_, "clip_grad_norm_")
-        else:
-            utilities.clip_grad_norm_ = self._followed(utilities.clip_grad_norm_, "clip_grad_norm_")
-        utilities.clip_grad_value_ = self._followed(utilities.clip_grad_value_, "clip_grad_value_")
+        known = hasattr(clip_grad, _WITH_NORM)
+        patched(clip_grad if known else nn.utils, _WITH_NORM if known else "clip_grad_norm_", self._clips_norm)
+        patched(nn.utils, "clip_grad_value_", self._clips_value)
 
-    def _followed(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        before, note = guarded(self._before_clip), guarded(self._clipped)
+    def _clips_norm(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+        norm = self._norm_before("clip_grad_norm_", arguments, named)
+        result = yield
+        self._clipped("clip_grad_norm_", result if norm is None else norm)
 
-        @functools.wraps(original)
-        @passes_on
-        def clip(*arguments: Any, **named: Any) -> Any:
-            norm = before(name, arguments, named)
-            result = original(*arguments, **named)
-            note(name, result if norm is None else norm)
-            return result
+    def _clips_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
+        norm = self._norm_before("clip_grad_value_", arguments, named)
+        yield
+        self._clipped("clip_grad_value_", norm)
 
-        return clip
-
-    def _before_clip(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _norm_before(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The norm before it, where there is none in its result; infinite for one that only asks for the norm."""
         if name == "clip_grad_value_":
             given = arguments[0] if arguments else named.get("parameters")

@@ -19,8 +19,8 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location, variables_of
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
+from ddpcheck.gather.patching import guarded
 from ddpcheck.gather.state.module_description import structure_of
-from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.script.recording.program_state import program_variables
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)

@@ -20,6 +20,7 @@ from weakref import ref
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, variables_of
+from ddpcheck.gather.patching import Patch
 from ddpcheck.monitor.script.recording import generator_history
 
 _CLASSES = {
@@ -60,20 +61,19 @@ def seeded_at(generator: str) -> Location | None:
 
 def follow(module: ModuleType) -> None:
     """Note what is constructed or seeded by a module that has just been imported; with torch's, Python's own too."""
-    functions: Any = vars(module)
     if module.__name__ == "torch.random":
-        vars(random)["seed"] = _noting_seed(random.seed, "python")
+        Patch(random, "seed", functools.partial(_noting_seed, generator="python"))
         with contextlib.suppress(Exception):
             generator_history.begin("python")
     if (seeds := _SEEDS.get(module.__name__)) is not None:
-        functions[seeds[1]] = _noting_seed(functions[seeds[1]], seeds[0])
+        Patch(module, seeds[1], functools.partial(_noting_seed, generator=seeds[0]))
     if module.__name__ == "numpy.random":  # torch's cannot be asked while it is imported
-        functions["default_rng"] = _noting_generator(functions["default_rng"])
+        Patch(module, "default_rng", _noting_generator)
         with contextlib.suppress(Exception):
             generator_history.begin("numpy")
     for name in _CLASSES.get(module.__name__, ()):
-        if (kind := functions.get(name)) is not None and "__init__" in vars(kind):
-            kind.__init__ = _noting(kind.__init__)
+        if (kind := getattr(module, name, None)) is not None and "__init__" in vars(kind):
+            Patch(kind, "__init__", _noting)
 
 
 def _noting(construct: Callable[..., None]) -> Callable[..., None]:

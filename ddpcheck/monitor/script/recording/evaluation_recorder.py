@@ -19,10 +19,9 @@ import torch
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location, variables_of
-from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.gather.patching import patched
 from ddpcheck.monitor.script.recording.program_numbers import (
     labels_in,
     number_of,
@@ -69,28 +68,10 @@ class EvaluationRecorder:
         self._ended: tuple[int, int] | None = None  # the last evaluation
         self._references: set[int] = set()  # loaders whose datasets have been looked at
         self._record: Any = None  # the last one of `logging`
-        module: Any = torch.autograd
-        module.backward = self._then(module.backward, before=self._trains)
-        builtins.print = self._then(builtins.print, after=self._printed)
-        handler: Any = logging.Handler
-        handler.handle = self._then(handler.handle, after=self._logged)
-        torch.save = self._then(torch.save, after=self._saved)
-
-    @staticmethod
-    def _then(original: Any, *, before: Any = None, after: Any = None) -> Any:
-        first, last = before and guarded(before), after and guarded(after)
-
-        @functools.wraps(original)
-        @passes_on
-        def call(*arguments: Any, **named: Any) -> Any:
-            if first is not None:
-                first(*arguments, **named)
-            result = original(*arguments, **named)
-            if last is not None:
-                last(*arguments, **named)
-            return result
-
-        return call
+        patched(torch.autograd, "backward", self._trains)
+        patched(builtins, "print", self._prints)
+        patched(logging.Handler, "handle", self._logs)
+        patched(torch, "save", self._saves)
 
     def _trains(self, *_arguments: Any, **_named: Any) -> None:
         self._backwards += 1
@@ -150,16 +131,16 @@ class EvaluationRecorder:
 
     # What the program shows
 
-    def _printed(self, *texts: Any, **_named: Any) -> None:
+    def _prints(self, *texts: Any, **_named: Any) -> None:
         if self._listens():
             self._show("printed", list(itertools.chain.from_iterable(map(_shown_in, texts))))
 
-    def _logged(self, _handler: Any, record: Any) -> None:
+    def _logs(self, _handler: Any, record: Any) -> None:
         if self._listens() and record is not self._record:
             self._record = record
             self._show("logged", _shown_in(record.getMessage()))
 
-    def _saved(self, held: Any, *_arguments: Any, **_named: Any) -> None:
+    def _saves(self, held: Any, *_arguments: Any, **_named: Any) -> None:
         if not self._listens():
             return
         leaves = itertools.islice((leaf for leaf in tree_leaves(held) if type(leaf) is float), _FEW)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import stat
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import FileUsed
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import is_installed, is_user_file, user_location
-from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.gather.patching import guarded, patched
 from ddpcheck.monitor.script.rank_log import RankLog
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
+_NOT_GIVEN = object()
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensors)\b")
 
@@ -31,27 +31,21 @@ class FileRecorder:
         """Begin."""
         self._log = log
         self._known: set[tuple[object, ...]] = set()
-        torch.save = self._followed(torch.save, 1, "f", writes=True)
-        torch.load = self._followed(torch.load, 0, "f", writes=False)
+        patched(torch, "save", self._saves)
+        patched(torch, "load", self._loads)
         note = guarded(self._note_opened)
         sys.addaudithook(lambda event, given: note(*given) if event == "open" else None)
 
-    def _followed(self, original: Any, place: int, name: str, *, writes: bool) -> Any:
-        note = guarded(self._note)
+    def _saves(self, _held: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        began = self._log.collectives, self._log.waited
+        yield
+        self._note(f, began, None, writes=True)
 
-        @functools.wraps(original)
-        @passes_on
-        def call(*arguments: Any, **named: Any) -> Any:
-            began, waited = self._log.collectives, self._log.waited
-            result = original(*arguments, **named)
-            file = named[name] if name in named else arguments[place]
-            mapped = len(arguments) > 1 or "map_location" in named
-            note(file, (began, waited), None if writes else result, writes=writes, mapped=mapped)
-            return result
+    def _loads(self, f: Any, map_location: Any = _NOT_GIVEN, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        began = self._log.collectives, self._log.waited
+        self._note(f, began, (yield), writes=False, mapped=map_location is not _NOT_GIVEN)
 
-        return call
-
-    def _note(self, file: Any, before: tuple[int, bool], loaded: Any, *, writes: bool, mapped: bool) -> None:
+    def _note(self, file: Any, before: tuple[int, bool], loaded: Any, *, writes: bool, mapped: bool = True) -> None:
         path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
         if not isinstance(path, str | os.PathLike) or not stat.S_ISREG(os.stat(path).st_mode):
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,8 @@ import torch.distributed as dist
 
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.gather.patching import patched
 from ddpcheck.monitor.rank_report import is_probed
 
 _MOST_NODES = 256
@@ -57,16 +55,7 @@ class GatherRecorder:
         self._gathered: list[_Gathered] = []
         self._parts: list[_Parts] = []
         self._step = -1  # in which that was
-        module: Any = torch.autograd
-        original, look = module.backward, guarded(self._look)
-
-        @functools.wraps(original)
-        @passes_on
-        def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
-            look(tensors)
-            original(tensors, *arguments, **named)
-
-        module.backward = backward
+        patched(torch.autograd, "backward", self._look)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
@@ -87,7 +76,7 @@ class GatherRecorder:
             where = Location.parse(call.location)
             self._gathered.append(_Gathered(call.operation, where, shape, rows, tensor.grad_fn))
 
-    def _look(self, losses: Any) -> None:
+    def _look(self, losses: Any, *_arguments: Any, **_named: Any) -> None:
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
         if not parts or self._step != self._steps() or not isinstance(losses, torch.Tensor):
             return

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     is_called_by_a_package,
@@ -25,11 +24,11 @@ from ddpcheck.findings.source_lines import (
     relative_path,
     user_location,
 )
-from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.gather.patching import CALLER, patched
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _MOST_CHANGES = 256
-_CALLER = 3  # frames from what is called before a method to its caller
 _APPLY: Any = nn.Module.apply.__code__
 _SCHEDULES = ("LRScheduler", "ReduceLROnPlateau")
 
@@ -44,15 +43,15 @@ class LineRecorder:
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[Any, ScheduleState] = WeakKeyDictionary()  # by optimizer
-        follow(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         schedules = (getattr(torch.optim.lr_scheduler, name, None) for name in _SCHEDULES)
         for schedule in dict.fromkeys(filter(None, schedules)):
-            follow(schedule, "__init__", self._schedule_made)
-            follow(schedule, "step", self._schedule_steps)
-        follow(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
-        follow(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
-        follow(nn.Module, "requires_grad_", self._thawed)
-        follow(nn.Parameter, "requires_grad_", self._thawed)
+            patched(schedule, "__init__", self._schedule_made)
+            patched(schedule, "step", self._schedule_steps)
+        patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
+        patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
+        patched(nn.Module, "requires_grad_", self._thawed)
+        patched(nn.Parameter, "requires_grad_", self._thawed)
         hook = UnpickledHook(self._registered)
         registration.register_module_parameter_registration_hook(hook)
         registration.register_module_module_registration_hook(hook)
@@ -103,7 +102,7 @@ class LineRecorder:
         self._schedules[optimizer] = replace(known, steps=known.steps + 1)
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
-        if sys._getframe(_CALLER).f_code is not _APPLY:  # which calls itself for each child
+        if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
             self._note_parameters("values", how, module)
 
     def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
@@ -132,19 +131,6 @@ class LineRecorder:
         if where is not None and key not in self._seen:
             self._seen.add(key)
             self._sink(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
-
-
-def follow(kind: Any, name: str, before: Callable[..., None]) -> None:
-    """Call `before` with the arguments of each call of a method, before it."""
-    original, note = getattr(kind, name), guarded(before)
-
-    @functools.wraps(original)
-    @passes_on
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        note(self, *arguments, **named)
-        return original(self, *arguments, **named)
-
-    setattr(kind, name, method)
 
 
 def _horizon(schedule: Any) -> int:

@@ -28,9 +28,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.module_description import digest_of
 from ddpcheck.gather.steps.training_step import row_fingerprints
-from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.script.recording.added_noise import kept_samples
 from ddpcheck.monitor.script.recording.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
@@ -98,11 +98,9 @@ class LoaderRecorder:
         self._opening: _Pass | None = None
         self.samples: list[torch.Tensor] = []  # of the batch that was taken last, before a step that is sampled
         self.position = (-1, -1, 0)  # a loader, the number of the pass over it, and how many batches of it are taken
-        _Iterator: Any = _BaseDataLoaderIter
-        _Loader: Any = DataLoader
-        _Loader.__iter__ = self._opened_by(_Loader.__iter__)
-        _Iterator._next_index = self._counted_by(_Iterator._next_index)  # private to torch; without it, no indices
-        _Iterator.__next__ = self._taken_by(_Iterator.__next__)
+        Patch(DataLoader, "__iter__", self._opened_by)
+        Patch(_BaseDataLoaderIter, "_next_index", self._counted_by)  # private to torch; without it, no indices
+        Patch(_BaseDataLoaderIter, "__next__", self._taken_by)
 
     @property
     def taken(self) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.gather.patching import guarded, patched
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.loss_source import LossSource, loss_source
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
@@ -47,37 +46,19 @@ class LossRecorder:
         self._counted = (-1, 0)  # a step, and its backward passes so far
         self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
-        module: Any = torch.autograd
-        original, begins = module.backward, guarded(self._begins)
-        before, after = guarded(optimizers.before_backward), guarded(optimizers.after_backward)
+        patched(torch.autograd, "backward", self._backward)
+        patched(torch.amp.GradScaler, "scale", self._scales)
 
-        @functools.wraps(original)
-        @passes_on
-        def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
-            ended = begins(tensors)
-            before(tensors)
-            original(tensors, *arguments, **named)
-            after()
-            if ended is not None:
-                ended()
+    def _backward(self, losses: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        ended = self._begins(losses)
+        self._optimizers.before_backward(losses)
+        yield
+        self._optimizers.after_backward()
+        if ended is not None:
+            ended()
 
-        module.backward = backward
-        self._follow_scalers()
-
-    def _follow_scalers(self) -> None:
-        scaler: Any = torch.amp.GradScaler
-        original, note = scaler.scale, guarded(self._scales)
-
-        @functools.wraps(original)
-        @passes_on
-        def scale(own: Any, outputs: Any) -> Any:
-            result = original(own, outputs)
-            note(own, result)
-            return result
-
-        scaler.scale = scale
-
-    def _scales(self, scaler: Any, result: Any) -> None:
+    def _scales(self, scaler: Any, _outputs: Any) -> Generator[None, Any, None]:
+        result = yield
         self._scaled = id(result), scaler if scaler.is_enabled() else None
 
     def _begins(self, losses: Any) -> Callable[[], object] | None:

@@ -26,6 +26,7 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
@@ -33,7 +34,7 @@ from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
 from ddpcheck.monitor.script.recording.leftover_recorder import LeftoverRecorder
-from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, follow
+from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
@@ -107,9 +108,9 @@ class OptimizerRecorder:
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
         _Optim, _Module, _Plateau = torch.optim.Optimizer, nn.Module, torch.optim.lr_scheduler.ReduceLROnPlateau
-        follow(_Optim, "zero_grad", self._before_zero_grad)
-        follow(_Module, "zero_grad", self._before_module_zero_grad)
-        follow(_Plateau, "step", self._before_plateau)
+        patched(_Optim, "zero_grad", self._before_zero_grad)
+        patched(_Module, "zero_grad", self._before_module_zero_grad)
+        patched(_Plateau, "step", self._before_plateau)
         self._leftovers = LeftoverRecorder(sink)
         self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
         self.states = StateRecorder(sink, watches, UseRecorder(sink, watches, lambda: self.steps, self._held))

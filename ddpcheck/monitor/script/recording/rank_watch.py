@@ -15,11 +15,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -40,8 +40,9 @@ from ddpcheck.gather.collectives.collective_log import (
     record_overwritten,
     replace_functions,
 )
+from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, accompanied, guarded, patched
 from ddpcheck.judge.ending_facts import place_of_handling
-from ddpcheck.monitor.module_hooks import UnpickledHook, guarded
+from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.script.environment import STACK_SIGNAL, RunOptions, options_of_run
 from ddpcheck.monitor.script.rank_log import (
@@ -108,7 +109,7 @@ class _WatchedRank:
         started = RankStarted(dist.get_rank(), dist.get_world_size(), dist.get_backend(), restart)
         self._log = RankLog(Path(options.folder), started)
         self._options = WatchOptions(check_consistency_every=options.every, check_parity_every=options.every)
-        UnpickledHook.on_error = self._failed
+        OwnErrors.taken_by = self._failed
         try:
             self._begin(options, replacements)
         except Exception as error:
@@ -142,23 +143,16 @@ class _WatchedRank:
         for recorder in (evaluations, targets, gathers):
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
-        _DDP.__init__ = self._then_watched(_DDP.__init__)
+        patched(_DDP, "__init__", self._constructed)
         atexit.register(self._ended)
 
-    def _then_watched(self, construct: Callable[..., None]) -> Callable[..., None]:
-        describe = guarded(self._constructions.begun)
-
-        @functools.wraps(construct)
-        @passes_on
-        def __init__(wrapper: nn.Module, *arguments: Any, **named: Any) -> None:
-            watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
-            if watched and (begun := describe((wrapper, *arguments), named, construct)) is not None:
-                self._log.add(begun)
-            construct(wrapper, *arguments, **named)
-            if os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck."):
-                self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
-
-        return __init__
+    def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
+        watched = os.getpid() == self._process and not type(wrapper).__module__.startswith("ddpcheck.")
+        if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
+            self._log.add(begun)
+        yield
+        if watched:
+            self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
     def _record_calls(self, replacements: dict[str, Callable[..., Any]]) -> None:
         record_calls(lambda call: self._log.add_call(_while_handling(call)))
@@ -167,60 +161,43 @@ class _WatchedRank:
             if name in COLLECTIVES and (original := getattr(function, "__wrapped__", None)) is not None:
                 replacements[name] = logged(name, getattr(original, "__wrapped__", original))
         if (stand_in := getattr(dist.destroy_process_group, "__wrapped__", None)) is not None:
-            replacements["destroy_process_group"] = self._destroying(stand_in)
+            replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
 
-    def _destroying(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        @passes_on
-        def destroy_process_group(group: Any = None) -> None:
-            of_all = os.getpid() == self._process and group in (None, dist.group.WORLD)
-            if of_all and "gloo" in dist.get_backend():
-                time.sleep(_LAST_WORK)
-            original(group)
-            if of_all:
-                self._log.add(GroupDestroyed())
-
-        return destroy_process_group
+    def _destroying(self, group: Any = None) -> Iterator[None]:
+        of_all = os.getpid() == self._process and group in (None, dist.group.WORLD)
+        if of_all and "gloo" in dist.get_backend():
+            time.sleep(_LAST_WORK)
+        yield
+        if of_all:
+            self._log.add(GroupDestroyed())
 
     def _record_waits(self) -> None:
         """Note each receive from one other rank, and each wait at a store, of the script's."""
 
-        def waits(original: Any) -> Any:
-            @functools.wraps(original)
-            @passes_on
-            def call(*arguments: Any, **named: Any) -> Any:
-                result = original(*arguments, **named)
-                self._log.waited = True
-                return result
+        def waits(*_arguments: Any, **_named: Any) -> Iterator[None]:
+            yield
+            self._log.waited = True
 
-            return call
-
-        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: waits(original))
+        replace_functions(("recv", "irecv", "recv_object_list"), lambda _, original: accompanied(original, waits))
         store: Any = vars(dist.distributed_c10d)["Store"]
         with contextlib.suppress(AttributeError, TypeError):  # a class made in C++
             for name in ("wait", "get"):
-                setattr(store, name, waits(getattr(store, name)))
+                patched(store, name, waits)
 
     def _record_end(self) -> None:
         """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
         self._log.hold_stacks(_write_stacks_to)
         os.register_at_fork(after_in_child=_keep_no_stack)
-        then = sys.excepthook
 
-        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._raised(error)
-            then(kind, error, trace)
+        def make(then: Callable[..., object]) -> Callable[..., object]:
+            def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+                self._raised(error)
+                then(kind, error, trace)
 
-        sys.excepthook = excepthook
-        leave, note = sys.exit, guarded(lambda frame: self._log.add(ExitCalled(lines_of_program(frame))))
+            return excepthook
 
-        @functools.wraps(leave)
-        @passes_on
-        def exit(*status: Any) -> NoReturn:
-            note(sys._getframe(1))
-            leave(*status)
-
-        sys.exit = exit
+        Patch(sys, "excepthook", make)
+        patched(sys, "exit", lambda *_status: self._log.add(ExitCalled(lines_of_program(sys._getframe(CALLER)))))
         on_end.append(self._process_ended)
 
     def _raised(self, error: BaseException) -> None:
@@ -282,7 +259,7 @@ class _WatchedRank:
     def _failed(self, error: Exception) -> None:
         self._log.add(WatchingFailed(whole_traceback(error)))
         self._process = -1  # no wrapper is watched any more
-        UnpickledHook.all_off = True
+        OwnErrors.all_off = True
 
     def _close(self, *, failing: bool) -> None:
         for watch in list(self._watches):

@@ -15,10 +15,10 @@ from torch import nn
 from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import lines_of_program, user_location
+from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
-from ddpcheck.monitor.script.recording.line_recorder import follow
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _MOST_MODULES = 64
@@ -56,7 +56,7 @@ class UseRecorder:
         self._steps = steps
         self._held = held
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
-        follow(nn.Module, "load_state_dict", self._loads)
+        patched(nn.Module, "load_state_dict", self._loads)
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
         """Listen to the calls of a module from now on."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,13 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import patched
 from ddpcheck.gather.state.module_description import fingerprint
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
-from ddpcheck.monitor.module_hooks import guarded
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
@@ -42,26 +40,19 @@ class TakenRecorder:
         self._sink = sink
         self._watches = watches
         self._known: WeakKeyDictionary[ScriptWatch, _Followed] = WeakKeyDictionary()
-        module: Any = torch.autograd
-        original, note = getattr(module, _ENGINE, None), guarded(self._taken)
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        @passes_on
-        def engine(*arguments: Any, **named: Any) -> Any:
-            result = original(*arguments, **named)
-            if named.get("accumulate_grad") is False:
-                note(arguments[4] if len(arguments) > 4 else (), result)
-            return result
-
-        setattr(module, _ENGINE, engine)
+        if hasattr(torch.autograd, _ENGINE):
+            patched(torch.autograd, _ENGINE, self._engine)
 
     def close(self) -> None:
         """The script has ended: what have the parameters become?"""
         for watch, one in list(self._known.items()):
             if one.calls and one.location is not None:
                 self._note(watch, one, {}, one.location)
+
+    def _engine(self, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+        result = yield
+        if named.get("accumulate_grad") is False:
+            self._taken(arguments[4] if len(arguments) > 4 else (), result)
 
     def _taken(self, inputs: Any, gradients: Any) -> None:
         if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
-from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.gather.patching import patched
 from ddpcheck.monitor.rank_report import is_probed
 
 _MOST_NODES = 64
@@ -34,16 +32,7 @@ class TargetRecorder:
         self._sink = sink
         self._steps = steps
         self._gathered: list[tuple[torch.Tensor, Call]] = []
-        module: Any = torch.autograd
-        original, note = module.backward, guarded(self._note)
-
-        @functools.wraps(original)
-        @passes_on
-        def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
-            note(tensors)
-            original(tensors, *arguments, **named)
-
-        module.backward = backward
+        patched(torch.autograd, "backward", self._note)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """A collective is about to be made."""
@@ -53,7 +42,7 @@ class TargetRecorder:
         if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
             self._gathered = [*self._gathered, (tensor.detach(), call)][-_MOST_GATHERED:]
 
-    def _note(self, loss: Any) -> None:
+    def _note(self, loss: Any, *_arguments: Any, **_named: Any) -> None:
         gathered, self._gathered = self._gathered, []
         if not gathered or not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             return

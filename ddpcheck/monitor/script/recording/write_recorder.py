@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
-from ddpcheck.monitor.module_hooks import guarded
+from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _MOST_LINES = 64  # of the script
@@ -47,8 +47,8 @@ class WriteRecorder:
         kind: Any = nn.Parameter
         for name in dir(torch.Tensor):
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
-                setattr(kind, name, self._followed(name, getattr(torch.Tensor, name)))
-        kind.data = self._followed_data()
+                Patch(kind, name, functools.partial(self._followed, name))
+        Patch(kind, "data", self._followed_data)
 
     def wrapped(self, watch: ScriptWatch) -> None:
         """A wrapper has been constructed."""
@@ -77,8 +77,7 @@ class WriteRecorder:
 
         return method
 
-    def _followed_data(self) -> Any:
-        original: Any = torch.Tensor.data
+    def _followed_data(self, original: Any) -> Any:
         note, wrapped = guarded(self._written), self._wrapped
 
         @passes_on

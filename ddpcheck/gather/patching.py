@@ -1,0 +1,118 @@
+"""Functions that stand in the place of torch's (or Python's): the one way in which ddpcheck puts them there.
+
+They hand each call on to the original, whose frames count as torch's in a traceback, and whose exceptions pass. What is
+told of a call is guarded: an error of ours never gets into the code that makes the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from ddpcheck.findings.exception_origin import passes_on
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+_INHERITED = object()
+
+CALLER = 3
+"""Frames from a plain function that is called with another one, by `patched`, to what calls that one."""
+
+
+class OwnErrors:
+    """Where errors of ddpcheck's go that come up in what torch or a script has called.
+
+    Attributes:
+        taken_by: Takes one, where it is set; else it is raised.
+        all_off: Whether nothing of ours does anything any more. No hook is removed: torch may be calling them one after
+            the other.
+    """
+
+    taken_by: ClassVar[Callable[[Exception], object] | None] = None
+    all_off: ClassVar[bool] = False
+
+
+def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
+    """`function` as a hook: it is off with all of them, and an error of it goes where theirs go."""
+
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
+        if OwnErrors.all_off:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if OwnErrors.taken_by is None:
+                raise
+            OwnErrors.taken_by(error)
+            return None
+
+    return call
+
+
+class Patch(AbstractContextManager[None]):
+    """An attribute that has been replaced: until the end of a `with`, until `undo`, or until the process ends."""
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Put `make(original)` in the place of the attribute `name` of a module or a class."""
+        self._owner, self._name = owner, name
+        self._original = vars(owner).get(name, _INHERITED)
+        made = make(getattr(owner, name))
+        setattr(owner, name, staticmethod(made) if isinstance(self._original, staticmethod) else made)
+
+    def undo(self) -> None:
+        """Put the original back."""
+        if self._original is _INHERITED:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._original)
+
+    def __enter__(self) -> None:
+        """It has been in place since it was made."""
+
+    def __exit__(self, *_error: object) -> None:
+        self.undo()
+
+
+def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
+    """Have each call of a function go with one of `around`, which gets the same arguments.
+
+    A plain function is called before the original, and a
+    generator function runs to its `yield` before it, and is sent the result; where the original raises, it is closed.
+    """
+    return Patch(owner, name, functools.partial(accompanied, around=around))
+
+
+def accompanied(original: Any, around: Callable[..., Any]) -> Any:
+    """`original` as `patched` replaces it."""
+    both = inspect.isgeneratorfunction(around)
+    begin, end = guarded(functools.partial(_begun, around) if both else around), guarded(_ended)
+
+    @functools.wraps(original)
+    @passes_on
+    def call(*args: Any, **kwargs: Any) -> Any:
+        running = begin(*args, **kwargs)
+        if not both or running is None:
+            return original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            end(running.close)
+            raise
+        end(running.send, result)
+        return result
+
+    return call
+
+
+def _begun(around: Callable[..., Generator[None, Any, None]], /, *args: Any, **kwargs: Any) -> Any:
+    running = around(*args, **kwargs)
+    next(running)
+    return running
+
+
+def _ended(tell: Callable[..., object], *result: Any) -> None:
+    with suppress(StopIteration):
+        tell(*result)
