@@ -63,15 +63,30 @@ def test_what_ranks_train_apart_differs_for_that_reason(code: str) -> None:
     assert [one.code for one in kept] == ["DDP501"] and len(consequences) == 1
 
 
+SCHEDULE = ScheduleState(WRAPS, 48, LOADS, turns=24, ends=(24, 24))
+ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
+
+
 @pytest.mark.parametrize(
-    ("steps", "horizon", "found"),
-    [(48, 24, True), (24, 24, False), (48, 48, False), (48, 0, False), (50, 24, True), (12, 24, False)],
+    ("schedule", "found"),
+    [
+        (SCHEDULE, True),
+        (replace(SCHEDULE, ends=(48, 24)), True),  # a cosine that goes up again
+        (replace(SCHEDULE, ends=(48, 48)), False),  # as long as the steps of all ranks
+        (replace(SCHEDULE, ends=(8, 1)), False),  # a warm-up
+        (replace(SCHEDULE, turns=48), False),  # after each of two backward passes
+        (replace(SCHEDULE, steps=24), False),
+        (replace(SCHEDULE, steps=6, turns=3, ends=(3, 3)), True),  # of epochs
+        (ENDLESS, True),
+        (replace(ENDLESS, by_world=False), False),
+        (replace(ENDLESS, numbers=(0.05, 48.0)), False),
+        (replace(ENDLESS, numbers=(0.05, 2.0)), False),
+    ],
 )
-def test_a_schedule_that_steps_once_for_each_rank(steps: int, horizon: int, found: bool) -> None:
-    schedule = ScheduleState(WRAPS, steps, LOADS, horizon=horizon)
-    taken = [OptimizerStep(0, 0, {}, THAWS)] * 2
-    findings = judge_schedule([taken], [OptimizerEnd(0, 24, 24, schedule=schedule)] * 2, 2)
+def test_a_schedule_that_steps_once_for_each_rank(schedule: ScheduleState, found: bool) -> None:
+    findings = judge_schedule([OptimizerEnd(0, 24, 24, schedule=schedule)] * 2, 2)
     assert [(one.code, one.location) for one in findings] == ([("DDP507", LOADS)] if found else [])
+    assert not judge_schedule([OptimizerEnd(0, 24, 24, schedule=schedule)] * 3, 3)
 
 
 def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:

@@ -32,7 +32,8 @@ from ddpcheck.judge.rank_configuration import judge_options
 from ddpcheck.judge.script_alone import are_local
 from ddpcheck.judge.script_gradients import Steps, all_gradients_agree, any_gradient_differs, are_close, differing
 
-_FEWEST_STEPS = 8  # of an optimizer
+_FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
+_FEWEST_TURNS = 3  # of one that comes to its end
 _ABOUT = 0.1
 
 
@@ -77,27 +78,30 @@ def _rate_line(of_ranks: Steps) -> Location | None:
     return of_ranks[0].rate
 
 
-def judge_schedule(steps: Sequence[Steps], ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
-    """DDP507: a schedule that makes as many steps in one of the optimizer as there are ranks, and so ends too early.
+def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
+    """DDP507: a schedule that makes as many steps at once as there are ranks, each time, and so ends too early.
 
-    Some count the steps of all ranks by right: then the schedule has as many to make. So it is a fault only where it
-    has gone past its end as many times over.
+    Some count the steps of all ranks by right: then the schedule has as many to make. So it is a fault only where the
+    rate has come to its end, or to its lowest, in that part of the training; or where the source says that the steps
+    are those of the ranks, and nothing of the schedule counts with them.
     """
     schedules = [end.schedule for end in ends if end.schedule is not None]
-    if world_size < 2 or not steps or len(schedules) < len(steps[0]):
+    if world_size < 2 or len(schedules) < max(1, len(ends)):
         return []
-    first, count = schedules[0], ends[0].count
-    ratio = first.steps / max(1, first.horizon)
-    often = all(abs(one.steps - world_size * end.count) <= world_size for one, end in zip(schedules, ends, strict=True))
-    if not first.horizon or count < _FEWEST_STEPS or not often or abs(ratio / world_size - 1) > _ABOUT:
+    first = schedules[0]
+    each = all(one.turns and abs(one.steps - world_size * one.turns) <= world_size for one in schedules)
+    ended = any(abs(world_size * end / first.steps - 1) <= _ABOUT for end in first.ends if first.steps)
+    of_all = any(number == world_size or abs(number / first.steps - 1) <= _ABOUT for number in first.numbers)
+    endless = first.by_world and not of_all and first.turns >= _FEWEST_STEPS
+    if not each or first.turns < _FEWEST_TURNS or not (ended or endless):
         return []
     return one_finding(
         "DDP507",
         ("learning rate",),
-        f"The learning rate schedule makes {world_size} steps, one for each rank, in each step of the optimizer: it "
-        f"has an end after {first.horizon} steps, and was there after 1/{world_size} of the training.",
+        f"The learning rate schedule makes {world_size} steps, one for each rank, where one is due: "
+        + (f"it is at its end after 1/{world_size} of the training." if ended else "it goes on as many times as fast."),
         location=first.made if first.by_package else first.location,
-        evidence=[f"{first.steps} steps of the schedule, {count} of the optimizer"],
+        evidence=[f"{first.steps} steps of the schedule in {first.turns} places, {ends[0].count} of the optimizer"],
         severity=Severity.WARNING,
         fix="Step the schedule once after each optimizer step. Where a framework makes one for each rank (accelerate "
         "without split_batches), give the schedule the number of steps of all ranks together.",

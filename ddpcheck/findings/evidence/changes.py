@@ -1,13 +1,14 @@
 """Evidence on what a script changes: wrapped modules, and learning rates; with the lines.
 
 Judged in `judge.script_changes` and `judge.script_optimizers`; gathered in `monitor.script.recording.line_recorder`
-and `.write_recorder`.
+, `.write_recorder` and `.schedule_recorder`.
 
 This module is light: it never imports torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.report import Location
@@ -44,13 +45,20 @@ class ScheduleState:
     Attributes:
         made: The line that has constructed it.
         steps: How often it has stepped.
-        location: The line that has stepped it last.
+        location: The line that has stepped it first.
         by_package: Whether an installed package has, and not the script itself.
-        horizon: After how many steps it is to come to its end; 0 where it does not say.
+        turns: How many of these steps were the first one after a backward pass.
+        ends: After which of them the rate has not changed any more, and after which it was the lowest.
+        by_world: Whether the loop around the steps has one for each rank by its source, and what constructs the
+            schedule takes nothing from the world size.
+        numbers: That it and its functions hold.
     """
 
     made: Location | None
     steps: int = 0
     location: Location | None = None
     by_package: bool = False
-    horizon: int = 0
+    turns: int = 0
+    ends: tuple[int, int] = (0, 0)
+    by_world: bool = False
+    numbers: Sequence[float] = ()

@@ -114,7 +114,9 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then m
         fix="Feed schedulers with values that all ranks share: all_reduce the metric first.",
         detected=(
             "`ddpcheck run` compares the learning rates at each step of the optimizer. They were the same in the "
-            "first step, and differ later. A schedule that steps once for each rank, and ends too early, is a warning."
+            "first step, and differ later. A schedule that steps once for each rank is a warning: one of torch's, or "
+            "an object of the script's that holds the optimizer. The rate is at its end after that part of the "
+            "training, or the source says that the steps are for the ranks."
         ),
         ignore="If ranks are to use different rates on purpose.",
         example="""\

@@ -1,4 +1,4 @@
-"""The lines at which a script makes optimizers and schedules, and changes modules that are wrapped."""
+"""The lines at which a script makes optimizers, and changes modules that are wrapped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
+from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
-    is_called_by_a_package,
     is_installed,
     is_user_file,
     parsed_source,
@@ -30,7 +28,6 @@ from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 
 _MOST_CHANGES = 256
 _APPLY: Any = nn.Module.apply.__code__
-_SCHEDULES = ("LRScheduler", "ReduceLROnPlateau")
 
 
 class LineRecorder:
@@ -42,12 +39,7 @@ class LineRecorder:
         self._watches = watches
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self._schedules: WeakKeyDictionary[Any, ScheduleState] = WeakKeyDictionary()  # by optimizer
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
-        schedules = (getattr(torch.optim.lr_scheduler, name, None) for name in _SCHEDULES)
-        for schedule in dict.fromkeys(filter(None, schedules)):
-            patched(schedule, "__init__", self._schedule_made)
-            patched(schedule, "step", self._schedule_steps)
         patched(nn.Module, "load_state_dict", functools.partial(self._values_changed, "load_state_dict"))
         patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
         patched(nn.Module, "requires_grad_", self._thawed)
@@ -64,15 +56,6 @@ class LineRecorder:
         """The line that has constructed it."""
         return self._optimizers.get(optimizer)
 
-    def of_rate(self, optimizer: Any) -> Location | None:
-        """The line that decides its learning rate: of its schedule's construction, or the one that assigns a rate."""
-        schedule = self._schedules.get(optimizer)
-        return assignment_in_program("lr") if schedule is None else schedule.made
-
-    def schedule_of(self, optimizer: Any) -> ScheduleState | None:
-        """Its learning rate schedule, the last one that was made."""
-        return self._schedules.get(optimizer)
-
     def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
         """A watch has noticed changes of parameters of these kinds, the line of which may not have been seen."""
         if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
@@ -85,21 +68,6 @@ class LineRecorder:
     def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         if (where := user_location()) is not None:
             self._optimizers[optimizer] = where
-
-    def _schedule_made(self, _schedule: Any, *arguments: Any, **named: Any) -> None:
-        optimizer = arguments[0] if arguments else named.get("optimizer")
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._schedules[optimizer] = ScheduleState(user_location())
-
-    def _schedule_steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> None:
-        optimizer = getattr(schedule, "optimizer", None)
-        known = self._schedules.get(optimizer) if optimizer is not None else None
-        if known is None or not hasattr(schedule, "_last_lr"):  # its constructor makes the first step
-            return
-        if known.location is None:
-            by_package = is_called_by_a_package()
-            known = replace(known, location=user_location(), by_package=by_package, horizon=_horizon(schedule))
-        self._schedules[optimizer] = replace(known, steps=known.steps + 1)
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
@@ -131,19 +99,6 @@ class LineRecorder:
         if where is not None and key not in self._seen:
             self._seen.add(key)
             self._sink(ModuleChanged(watch.number, what, how, names, where, watch.forwards, watch.step))
-
-
-def _horizon(schedule: Any) -> int:
-    """After how many steps a schedule comes to its end, as far as it says."""
-    for name in ("total_steps", "T_max", "total_iters"):
-        if isinstance(steps := getattr(schedule, name, None), int):
-            return steps
-    if milestones := getattr(schedule, "milestones", None):
-        return int(max(milestones))
-    words = [getattr(function, "keywords", None) or {} for function in getattr(schedule, "lr_lambdas", ())]
-    return next(
-        (n for one in words if isinstance(n := one.get("num_training_steps"), int)), 0
-    )  # as transformers names it
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
         if handed is None:
             break
         frame = user_caller(frame)
-    scaled = (location_in(scope, at) for scope, factor, at in trace.factors if _is_world_size(scope, factor, set()))
+    scaled = (location_in(scope, at) for scope, factor, at in trace.factors if is_world_size(scope, factor, set()))
     return LossSource(trace.made, next(scaled, None))
 
 
@@ -242,7 +242,7 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, line: int, part:
 # The world size
 
 
-def _is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
+def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     """Whether an expression comes from the number of ranks; `seen`: the names that have been asked."""
     return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
 
@@ -254,7 +254,7 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
         called = resolved(scope, node.func)
         if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
             return True
-        return any(_is_world_size(inner, one, seen) for inner, one in _results(called, None, seen))
+        return any(is_world_size(inner, one, seen) for inner, one in _results(called, None, seen))
     if not isinstance(node, ast.Name | ast.Attribute):
         return False
     if isinstance(node, ast.Attribute):
@@ -276,7 +276,7 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
             else:
                 called = resolved(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
                 of_it = list(_results(called, target, seen))
-            if any(_is_world_size(where, one, seen) for where, one in of_it):
+            if any(is_world_size(where, one, seen) for where, one in of_it):
                 return True
     return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddpcheck.findings.evidence.changes import ScheduleState
 from ddpcheck.findings.evidence.script import (
     GradientsZeroed,
-    MetricUsed,
     OptimizerEnd,
     OptimizerStep,
 )
@@ -34,8 +32,9 @@ from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
 from ddpcheck.monitor.script.recording.leftover_recorder import LeftoverRecorder
-from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
+from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, assignment_in_program
 from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
+from ddpcheck.monitor.script.recording.schedule_recorder import ScheduleRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
@@ -91,7 +90,7 @@ class OptimizerRecorder:
             watches: Those on the wrappers.
             every: Steps from one entry to the next.
             collectives: Says how many of all ranks there have been.
-            lines: Where optimizers and schedules are made.
+            lines: Where optimizers are made.
             writes: Where parameters are written; they are told when an optimizer does that.
         """
         self.steps = 0
@@ -103,14 +102,12 @@ class OptimizerRecorder:
         self._writes = writes
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
-        self._schedule_numbers = itertools.count()
-        self._schedules: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
+        self._backwards = 0
+        self._schedules = ScheduleRecorder(sink, lambda: self._backwards, self._number_of)
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
-        _Optim, _Module, _Plateau = torch.optim.Optimizer, nn.Module, torch.optim.lr_scheduler.ReduceLROnPlateau
-        patched(_Optim, "zero_grad", self._before_zero_grad)
-        patched(_Module, "zero_grad", self._before_module_zero_grad)
-        patched(_Plateau, "step", self._before_plateau)
+        patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)
+        patched(nn.Module, "zero_grad", self._before_module_zero_grad)
         self._leftovers = LeftoverRecorder(sink)
         self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
         self.states = StateRecorder(sink, watches, UseRecorder(sink, watches, lambda: self.steps, self._held))
@@ -124,7 +121,8 @@ class OptimizerRecorder:
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
             reductions = sum(watch.step for watch in watches) if watches and not known.joins else -1
-            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), known.schedule))
+            schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
+            self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
     def note_sum(self, tensor: Any, location: Location | None) -> None:
         """An all_reduce of all ranks has left a sum in `tensor`."""
@@ -132,6 +130,10 @@ class OptimizerRecorder:
             self._sums[id(tensor)] = ref(tensor), tensor._version, location
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
+
+    def _number_of(self, optimizer: Any) -> int:
+        known = self._known.get(optimizer)
+        return -1 if known is None else known.number
 
     def _held(self) -> list[torch.Tensor]:
         return [p for one in list(self._known) for p in _parameters_of(one)]
@@ -152,7 +154,7 @@ class OptimizerRecorder:
             self._all.append(known)
             self._look_at(optimizer, known)
         known.inside = True
-        known.schedule = self._lines.schedule_of(optimizer)
+        known.schedule = self._schedules.of(optimizer)
         watches = self._watches_of(optimizer, known)
         if watches and in_backward():
             return
@@ -221,8 +223,8 @@ class OptimizerRecorder:
             collectives=self._collectives(),
             idle=tuple(sorted(idle)),
             made=self._lines.of_optimizer(optimizer),
-            rate=self._lines.of_rate(optimizer),
-            schedule=self._lines.schedule_of(optimizer),
+            rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
+            schedule=known.schedule,
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), None),
         )
@@ -258,6 +260,7 @@ class OptimizerRecorder:
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
         known.sample = ref(_parameters_of(optimizer)[0])
+        self._schedules.look_for(optimizer)
         if not known.number:
             for table in tables_of_program():
                 self._sink(table)
@@ -286,6 +289,7 @@ class OptimizerRecorder:
         """A backward pass begins from `loss`."""
         if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
             return
+        self._backwards += 1
         for watch in list(self._watches):
             watch.any_backward_begins()
         self._clips.backward_begins()
@@ -351,17 +355,6 @@ class OptimizerRecorder:
             known.zeroings = 0
         known.zeroed, known.zeroed_before = {}, known.zeroed
         known.for_inputs = False
-
-    # Schedules
-
-    def _before_plateau(self, schedule: Any, metrics: Any, *_arguments: Any, **_named: Any) -> None:
-        count = self._schedules.setdefault(schedule, [])
-        if not count:
-            count += [next(self._schedule_numbers), 0]
-        known = self._known.get(getattr(schedule, "optimizer", None))
-        number = -1 if known is None else known.number
-        self._sink(MetricUsed(count[0], count[1], float(metrics), user_location(), number))
-        count[1] += 1
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ _DEEPEST = 4  # a meter in a dictionary of a logger
 def numbers_of_program() -> dict[str, float]:
     """The numbers that the functions on the stack hold, by function and variable."""
     found: dict[str, float] = {}
-    for name, value in _held():
+    for name, value in held_by_program():
         number = number_of(value)
         if number is None and isinstance(value, list | tuple | deque):
             number = _sum_of(value)
@@ -43,7 +43,7 @@ def numbers_of_program() -> dict[str, float]:
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
     """The labels that they hold, one for each of `count` samples, by function and variable."""
     found: dict[str, torch.Tensor] = {}
-    for name, value in _held():
+    for name, value in held_by_program():
         if name not in found and (rows := labels_in(value, count)) is not None:
             found[name] = rows
         if len(found) >= _MOST_LISTS:
@@ -119,7 +119,7 @@ def _sum_of(items: Any) -> float | None:
     return None
 
 
-def _held() -> Iterator[tuple[str, Any]]:
+def held_by_program() -> Iterator[tuple[str, Any]]:
     """What the functions of the program hold, the innermost first; and what is in their meters and dictionaries."""
     seen: set[int] = set()
     for frame in itertools.islice(program_frames(), _MOST_FRAMES):
@@ -128,6 +128,10 @@ def _held() -> Iterator[tuple[str, Any]]:
         pending = deque((f"{function}.{name}", value, 0) for name, value in variables.items() if name[:2] != "__")
         while pending and len(seen) < _MOST_OBJECTS:
             name, value, depth = pending.popleft()
+            try:
+                value.__class__  # noqa: B018 - it fails where it stands for something that is not there
+            except Exception:
+                continue
             yield name, value
             if depth < _DEEPEST and id(value) not in seen:
                 inside = _inside(name, value)

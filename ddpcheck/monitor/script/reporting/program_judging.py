@@ -176,7 +176,7 @@ def _judge_optimizers(ranks: Sequence[WatchedRank], optimizers: Sequence[_Optimi
         of_one += judge_optimizer_state(steps) or judge_step_gradients(steps)
         if not of_one:
             of_one += judge_alone(steps, ends, others, wrapped=wrapped) or judge_sums(steps, losses)
-        found += of_one + judge_stale(steps, moved, held) + judge_schedule(steps, ends, len(ranks))
+        found += of_one + judge_stale(steps, moved, held) + judge_schedule(ends, len(ranks))
         found += judge_summed_again(steps, len(ranks))
     if not found and len({len(_firsts(rank)) for rank in ranks}) == 1:  # ranks may have given them other parameters
         for first in zip(*map(_firsts, ranks), strict=True):
