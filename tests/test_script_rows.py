@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.script import LoaderPass, Restored
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_data import judge_loaders
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows, rows_of_whole, samples_of
@@ -145,6 +145,39 @@ def test_an_epoch_that_is_resumed_in_another_order() -> None:
     assert not both(whole, one(second, 1, 5, indices=()), one(other, 2, 8, 4))  # that may have been the epoch
     assert not both(whole, broken, one(other, 2, 8, 4, size=60))
     assert not found([whole, broken, one(other, 2, 8, 4)], [whole, broken, one(second, 2, 8, 4)])
+
+
+FAR = Restored(32, 0, LINE)
+
+
+@pytest.mark.parametrize(
+    ("restored", "more", "is_found"),
+    [
+        (FAR, {}, True),
+        (Restored(0, 2, LINE), {}, True),
+        (Restored(16, 0, LINE), {}, True),
+        (Restored(16, 0, LINE), {"steps": 8}, True),  # of two micro-batches
+        (Restored(8, 0, LINE), {"skipped": 8, "steps": 8}, False),  # in the middle of the first epoch
+        (Restored(16, 0, LINE), {"skipped": 15, "steps": 1}, False),  # likewise, before its padded batch
+        (Restored(40, 0, LINE), {"skipped": 8, "steps": 8}, True),
+        (Restored(0, 1, LINE), {"skipped": 8}, False),  # by a number of the file, counted from 1
+        (Restored(0, 0, LINE), {}, False),  # where it began
+        (FAR, {"epoch": 2}, False),
+        (FAR, {"epoch": -1}, False),
+        (FAR, {"shuffles": False}, False),
+        (FAR, {"trains": False}, False),
+        (None, {}, False),
+    ],
+)
+def test_epochs_that_are_counted_from_0_again(restored: Restored | None, more: dict[str, Any], is_found: bool) -> None:
+    plain = {"size": 128, "replicas": 2, "shuffles": True, "has_epoch": True, "epoch": 0, "batches": 16, "steps": 16}
+    one = epoch((), 1, restored=restored, told=LINE, **{**plain, **more})
+    evaluated = epoch((), trains=False, restored=restored)
+    of_rank = [epoch((), 0), evaluated, one, epoch((), 2)]
+    assert found(of_rank, of_rank) == ([("DDP506", LINE)] if is_found else [])
+    assert not found(of_rank, [epoch((), 0)])
+    knows_less = replace(one, restored=restored and replace(restored, steps=0, epochs=0))
+    assert bool(found(of_rank, [knows_less])) is is_found  # the rank that has not taken the state itself
 
 
 def test_the_same_samples_with_other_labels() -> None:

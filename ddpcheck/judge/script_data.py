@@ -15,7 +15,14 @@ from ddpcheck.findings.evidence.script import DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
-from ddpcheck.judge.script_rows import judge_labels, judge_resumed, judge_rows, judge_sharded_twice, judge_stale_workers
+from ddpcheck.judge.script_rows import (
+    judge_labels,
+    judge_restarted,
+    judge_resumed,
+    judge_rows,
+    judge_sharded_twice,
+    judge_stale_workers,
+)
 
 _SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is no rounding at the end
 _LEFT_OUT = 0.05  # of the samples, likewise
@@ -26,7 +33,7 @@ _FEWEST_DRAWS = 2  # batches that were made with the same random numbers
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
     loaders = sorted(set.intersection(*({one.loader for one in of_rank} for of_rank in passes)) if passes else ())
-    found = judge_resumed(passes) if len(passes) > 1 else []
+    found = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
     for loader in loaders:
         everyone = [[one for one in of_rank if one.loader == loader and one.trains] for of_rank in passes]
         if all(everyone) and len({(of_rank[0].dataset, of_rank[0].location) for of_rank in everyone}) == 1:

@@ -154,6 +154,39 @@ def _begin_alike(one: LoaderPass, other: LoaderPass) -> bool:
     return set(one.indices[:size]) == set(other.indices[:size])
 
 
+def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: training that goes on after some epochs, and whose sampler is at epoch 0 in the first pass.
+
+    Args:
+        passes: Of all loaders, by rank, in the order in which they began.
+    """
+    first = [next((one for one in of_rank if one.trains and one.restored), None) for of_rank in passes]
+    found = [one for one in first if one is not None and one.shuffles and one.has_epoch and one.epoch == 0]
+    done = [one for one in found if _goes_on_after_epochs(one)]
+    if len(found) < len(passes) or not done or (restored := done[0].restored) is None:
+        return []
+    one = done[0]
+    far = counted(restored.steps, "optimizer step") if restored.steps else counted(restored.epochs, "epoch")
+    return _one(
+        "DDP506",
+        one,
+        f"Training goes on after {far}, and {one.sampler} is at epoch 0 again: the epochs have the orders that the "
+        "first ones had.",
+        line=one.told or one.made,
+        evidence=[f"an optimizer was restored at {restored.location}"],
+        fix="Count the epochs on from the one that the checkpoint is of, and call set_epoch with that before each.",
+    )
+
+
+def _goes_on_after_epochs(one: LoaderPass) -> bool:
+    """Whether the restored training had gone through the data at least once."""
+    if one.restored is None or not one.restored.steps:
+        return one.restored is not None and one.restored.epochs > 0 and not one.skipped
+    batches = one.size // one.replicas // one.batch_size if one.replicas else one.expected
+    worked = max(1, one.batches - one.skipped)
+    return one.restored.steps * worked >= (batches + (2 if one.skipped else 0)) * one.steps > 0
+
+
 def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP516: the same samples, which have other labels on other ranks."""
     labels = [_labels(of_rank) for of_rank in passes]

@@ -15,6 +15,22 @@ from ddpcheck.findings.report import Location
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """The script has restored the state of an optimizer.
+
+    Attributes:
+        steps: How many that has made, by its own counters, by what it was when the state was taken, or by a number in
+            the file; 0 where nothing says.
+        epochs: How many epochs there had been, by a number in the file.
+        location: The line of the script.
+    """
+
+    steps: int
+    epochs: int
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
 class LoaderPass:
     """One pass of a loop over a `DataLoader`, as far as the rank came.
 
@@ -60,6 +76,10 @@ class LoaderPass:
         replicas: Between how many ranks the sampler splits, where it is torch's.
         state: Digests of the plain attributes of the dataset, as this process has it when the pass begins.
         persistent: Whether workers stay from one pass to the next.
+        epoch: Of the sampler; negative where it does not say.
+        told: The line that has last told it the epoch.
+        restored: An optimizer was, and no pass has trained since.
+        steps: How often optimizers stepped meanwhile.
     """
 
     loader: int
@@ -100,6 +120,10 @@ class LoaderPass:
     replicas: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
     persistent: bool = False
+    epoch: int = -1
+    told: Location | None = None
+    restored: Restored | None = None
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

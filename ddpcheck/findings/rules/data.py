@@ -42,7 +42,8 @@ def shard(batch, rank, world_size):
             "`ddpcheck run` records the order of indices that each sampler gives. A sampler that shuffles and "
             "gives the same order in each epoch is reported; so are workers that stay and give the first epoch's "
             "samples again, although the dataset was told of another epoch; and a pass whose first batches the loop "
-            "leaves out, to resume an epoch, where the epoch had begun with other samples."
+            "leaves out, to resume an epoch, where the epoch had begun with other samples; and a sampler that is at "
+            "epoch 0 after an optimizer was restored that had gone through the data before."
         ),
         ignore="If one order is meant, for example to compare two runs.",
         reports=("pytorch/pytorch#31771", "kan-bayashi/ParallelWaveGAN#177", "lucidrains/DALLE-pytorch#230"),

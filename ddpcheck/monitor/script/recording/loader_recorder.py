@@ -35,6 +35,7 @@ from ddpcheck.monitor.script.recording.added_noise import kept_samples
 from ddpcheck.monitor.script.recording.constructions import drawn_before, made_at, seeded_at
 from ddpcheck.monitor.script.recording.drawing_code import drawing_code
 from ddpcheck.monitor.script.recording.program_state import tables_of
+from ddpcheck.monitor.script.recording.resume_recorder import ResumeRecorder
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.recipe.pytree import tree_tensors
@@ -75,10 +76,11 @@ class LoaderRecorder:
         wrappers: Callable[[], int],
         watches: Iterable[ScriptWatch],
         taken: Callable[[int, int, int], object],
+        resumes: ResumeRecorder,
         on_pass: Callable[[LoaderPass, Any], object] = lambda _entry, _dataset: None,
     ) -> None:
         """Begin; `steps` says how often optimizers have stepped, `wrappers` how many wrappers there have been;
-        `watches` are those on the wrappers.
+        `watches` are those on the wrappers, `resumes` says where training is resumed.
 
         `taken` is given loader, pass and number of each batch that the script takes. `on_pass` is told when a pass
         begins and when it ends, and what it is over.
@@ -90,6 +92,7 @@ class LoaderRecorder:
         self._watches = watches
         self._kept = 0
         self._taken = taken
+        self._resumes = resumes
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
         self._open: dict[int, _Pass] = {}  # by number of the loader
@@ -230,6 +233,9 @@ class LoaderRecorder:
             replicas=sampler.num_replicas if isinstance(sampler, DistributedSampler) else 0,
             state=state_of(loader.dataset) if number < _MOST_PASSES else {},
             persistent=bool(getattr(loader, "persistent_workers", False)),
+            epoch=epoch if type(epoch := getattr(sampler, "epoch", None)) is int else -1,
+            told=self._resumes.told(sampler),
+            restored=self._resumes.restored,
         )
         if not number:
             for table in tables_of(beneath, location):
@@ -261,7 +267,9 @@ class LoaderRecorder:
         steps = (self._steps() if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
         entry = replace(one.entry, rows=one.rows.rows, labels=one.rows.labels, classes=one.rows.classes)
-        ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices)
+        ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
+        if trains:
+            self._resumes.goes_on(entry.restored)
         self._sink(ended)
         self._on_pass(ended, one.dataset)
         one.batches, one.dataset, self.samples = [], None, []

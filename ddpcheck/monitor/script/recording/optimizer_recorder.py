@@ -131,6 +131,11 @@ class OptimizerRecorder:
             if tensor.is_floating_point():  # of several gradients in one, perhaps
                 self._flat += [(tensor.numel(), float(tensor.norm()) ** 2, location)]
 
+    def steps_of(self, optimizer: Any) -> int:
+        """How often an optimizer has stepped in this process."""
+        known = self._known.get(optimizer)
+        return 0 if known is None else known.steps
+
     def _number_of(self, optimizer: Any) -> int:
         known = self._known.get(optimizer)
         return -1 if known is None else known.number

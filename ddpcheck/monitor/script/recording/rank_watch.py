@@ -63,6 +63,7 @@ from ddpcheck.monitor.script.recording.line_recorder import LineRecorder
 from ddpcheck.monitor.script.recording.loader_recorder import LoaderRecorder
 from ddpcheck.monitor.script.recording.loss_recorder import LossRecorder
 from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecorder
+from ddpcheck.monitor.script.recording.resume_recorder import ResumeRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.started_processes import on_end
 from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
@@ -132,6 +133,7 @@ class _WatchedRank:
             lambda: self._count,
             self._watches,
             log.count_batch,
+            ResumeRecorder(self._optimizers.steps_of),
             evaluations.note_pass,
         )
         self._draws = DrawRecorder(log.add, lambda: self._optimizers.steps)

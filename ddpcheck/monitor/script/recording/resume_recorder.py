@@ -1,0 +1,101 @@
+"""Where a script resumes training: it restores an optimizer; and how far the training before that had come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
+
+from ddpcheck.findings.evidence.script import Restored
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.patching import patched
+
+_MOST_STATES = 64  # of optimizers, that the script has asked for or read
+_DEEPEST = 3  # a state in a dictionary of a dictionary
+
+
+class ResumeRecorder:
+    """Follows the states of optimizers from where they are taken or read to where they are restored.
+
+    Attributes:
+        restored: How the last optimizer was that has been restored since `goes_on` was called.
+    """
+
+    def __init__(self, steps_of: Callable[[Any], int]) -> None:
+        """Begin; `steps_of` says how often an optimizer has stepped."""
+        self.restored: Restored | None = None
+        self._steps_of = steps_of
+        self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # steps that an optimizer was restored with
+        self._states: dict[int, tuple[Any, int, int]] = {}  # the groups of a state, steps and epochs, by identity
+        self._told: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # by sampler
+        patched(Optimizer, "state_dict", self._takes)
+        patched(Optimizer, "load_state_dict", self._restores)
+        patched(torch, "load", self._reads)
+        patched(DistributedSampler, "set_epoch", self._tells)
+
+    def goes_on(self, restored: Restored | None) -> None:
+        """Training has gone on from there."""
+        if self.restored is restored:
+            self.restored = None
+
+    def told(self, sampler: Any) -> Location | None:
+        """The line that has last told a sampler of torch's the epoch."""
+        return self._told.get(sampler) if isinstance(sampler, DistributedSampler) else None
+
+    def _tells(self, sampler: Any, *_arguments: Any, **_named: Any) -> None:
+        self._told[sampler] = user_location()
+
+    def _takes(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        state = yield
+        self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
+
+    def _reads(self, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        loaded = yield
+        for state, numbers in _optimizers_in(loaded, {}, 0):
+            epochs = [number for key, number in numbers.items() if "epoch" in key.lower()]
+            steps = [number for key, number in numbers.items() if key.lower().rpartition("_")[2] == "step"]
+            self._note(state, max(steps, default=0), max(epochs, default=0))
+
+    def _restores(self, optimizer: Any, state_dict: Any, *_arguments: Any, **_named: Any) -> None:
+        if not isinstance(state_dict, Mapping):
+            return
+        groups, steps, epochs = self._states.get(id(state_dict.get("param_groups")), (None, 0, 0))
+        if groups is not state_dict.get("param_groups"):
+            steps = epochs = 0
+        states = state_dict.get("state")
+        for state in states.values() if isinstance(states, Mapping) else ():
+            steps = max(steps, _whole(state.get("step") if isinstance(state, Mapping) else None))
+        self._before[optimizer] = steps - self._steps_of(optimizer)
+        self.restored = Restored(steps, epochs, user_location())
+
+    def _note(self, state: Any, steps: int, epochs: int) -> None:
+        groups = state.get("param_groups") if isinstance(state, Mapping) else None
+        if groups is not None:
+            self._states.pop(id(groups), None)
+            self._states[id(groups)] = groups, steps, epochs
+            if len(self._states) > _MOST_STATES:
+                del self._states[next(iter(self._states))]
+
+
+def _optimizers_in(held: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
+    """The states of optimizers in what was read, each with the whole numbers beside it and around it."""
+    if not isinstance(held, dict) or depth > _DEEPEST:
+        return
+    if "param_groups" in held and "state" in held:
+        yield held, numbers
+        return
+    numbers = {**numbers, **{key: one for key, one in held.items() if type(key) is str and type(one) is int}}
+    for one in held.values():
+        yield from _optimizers_in(one, numbers, depth + 1)
+
+
+def _whole(step: Any) -> int:
+    """How often a parameter was stepped, by its state; on the CPU, as torch keeps it unless it is told otherwise."""
+    if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
+        return int(step)
+    return step if type(step) is int else 0
