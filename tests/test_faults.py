@@ -27,7 +27,8 @@ WITHOUT_FAULT = {
     "DDP312": "no fault that is known is left unexplained: test_parity.py",
     **dict.fromkeys(("DDP506", "DDP507", "DDP511", "DDP512", "DDP518", "DDP601", "DDP602"), "explained, never found"),
     **dict.fromkeys(
-        ("DDP520", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805"), "found by run alone, in examples/scripts"
+        ("DDP217", "DDP520", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805"),
+        "found by run alone, in examples/scripts",
     ),
     "DDP603": "an error, not a finding: test_launchers.py",
 }

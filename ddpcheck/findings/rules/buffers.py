@@ -146,4 +146,31 @@ def forward(self, x):
 self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
 """,
     ),
+    Rule(
+        code="DDP217",
+        name="input-statistics",
+        severity=WARNING,
+        summary="Each rank normalises the inputs by running statistics of its own samples.",
+        why=(
+            "DDP synchronises parameters and buffers of the wrapped module. A running mean or variance that the script "
+            "keeps beside it (an observation normaliser, a scaler that is updated in the loop) is computed from the "
+            "samples of one rank: the same sample has another value on each rank, and a checkpoint keeps the "
+            "statistics of rank 0. (PyTorch docs, DistributedDataParallel.)"
+        ),
+        fix=(
+            "Reduce the sums and the count of each batch over all ranks (dist.all_reduce) before they are added to the "
+            "statistics; or keep these in buffers of the wrapped module, as nn.SyncBatchNorm does."
+        ),
+        detected=(
+            "In some calls of forward `ddpcheck run` looks at the numbers that the script holds. One is reported "
+            "that has moved towards the mean of the samples just given to the module, is subtracted from them, and "
+            "differs between ranks. All features have to say so. What a collective is given is not reported."
+        ),
+        ignore="If each rank trains on inputs of another kind, which have to be normalised by themselves.",
+        reports=(),
+        example="""\
+mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first
+loss = criterion(ddp((x - mean) / std), y)
+""",
+    ),
 )

@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTarget
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
+from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -203,6 +204,7 @@ Entry = (
     | OptimizerEnd
     | StateHeld
     | StateUsed
+    | RunningStatistic
     | LossDifferentiated
     | MetricUsed
     | GradientsClipped

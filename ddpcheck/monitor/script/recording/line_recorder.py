@@ -109,7 +109,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
     """
     found = {
         Location(relative_path(file), node.lineno)
-        for file in _program_files()
+        for file in program_files()
         for node in ast.walk(parsed_source(file) or ast.Module([], []))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
@@ -128,7 +128,8 @@ def _is_of(target: ast.expr, name: str) -> bool:
     return isinstance(target, ast.Attribute) and target.attr == name
 
 
-def _program_files() -> Iterator[str]:
+def program_files() -> Iterator[str]:
+    """The source files of the program that have been imported."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
         if file.endswith(".py") and is_user_file(file) and not is_installed(file):

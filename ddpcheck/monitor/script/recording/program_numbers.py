@@ -1,19 +1,21 @@
-"""The numbers that the functions of a script hold: counters, sums, meters, and lists of predictions and labels."""
+"""What the functions of a script hold: counters, sums, meters, lists of predictions and labels, running statistics."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import FrameType
+from collections.abc import Collection, Iterator, Mapping
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddpcheck.findings.source_lines import is_installed, is_user_file, variables_of
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS
 
 _MOST_FRAMES = 6
 _MOST_NUMBERS = 256
@@ -22,6 +24,7 @@ _MOST_ITEMS = 4096  # of a list
 _MOST_ROWS = 1 << 14
 _MOST_LISTS = 6  # of rows
 _DEEPEST = 4  # a meter in a dictionary of a logger
+_MOST_PARTS = 16  # of a list or tuple that is looked into
 
 
 def numbers_of_program() -> dict[str, float]:
@@ -119,14 +122,22 @@ def _sum_of(items: Any) -> float | None:
     return None
 
 
-def held_by_program() -> Iterator[tuple[str, Any]]:
-    """What the functions of the program hold, the innermost first; and what is in their meters and dictionaries."""
-    seen: set[int] = set()
-    for frame in itertools.islice(program_frames(), _MOST_FRAMES):
+def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+    """What the functions of the program hold, the innermost first; and what is in their meters and dictionaries.
+
+    `wide`: also what is in lists, modules, classes and closures, but for objects whose identity is in `without`; and
+    the outermost function first, which has the same names for it whatever it calls.
+    """
+    seen = set(without)
+    most = _MOST_OBJECTS + len(seen)
+    frames = list(itertools.islice(program_frames(), _MOST_FRAMES))
+    for frame in reversed(frames) if wide else frames:
         function = frame.f_code.co_name
         variables = variables_of(frame) if function != "<module>" else dict(frame.f_globals)
+        if wide:
+            variables = {**frame.f_globals, **variables}
         pending = deque((f"{function}.{name}", value, 0) for name, value in variables.items() if name[:2] != "__")
-        while pending and len(seen) < _MOST_OBJECTS:
+        while pending and len(seen) < most:
             name, value, depth = pending.popleft()
             try:
                 value.__class__  # noqa: B018 - it fails where it stands for something that is not there
@@ -134,19 +145,21 @@ def held_by_program() -> Iterator[tuple[str, Any]]:
                 continue
             yield name, value
             if depth < _DEEPEST and id(value) not in seen:
-                inside = _inside(name, value)
+                inside: list[tuple[str, Any]] = []
+                with contextlib.suppress(Exception):  # an object that does not like to be asked
+                    inside = (_inside_widely(name, value) if wide else []) or _inside(name, value)
                 if inside:
                     seen.add(id(value))
                     pending.extend((path, item, depth + 1) for path, item in inside)
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+    kind = type(value)  # a proxy may have a `__class__` that does something
+    if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
         items = itertools.islice(value.items(), _MOST_NUMBERS)
         return [(f"{name}[{key!r}]", item) for key, item in items if isinstance(key, str | int)]
-    kind = type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    if isinstance(value, nn.Module | type) or not file or not is_user_file(file) or is_installed(file):
+    if issubclass(kind, nn.Module | type) or not file or not is_user_file(file) or is_installed(file):
         return []
     held = dict(getattr(value, "__dict__", None) or {})
     for base in kind.__mro__:
@@ -155,11 +168,38 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", item) for key, item in held.items()]
 
 
+def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
+    kind = type(value)
+    held: dict[str, Any] = {}
+    if kind in (list, tuple):
+        return [(f"{name}[{number}]", item) for number, item in enumerate(value[:_MOST_PARTS])]
+    if kind is MethodType:
+        return [(f"{name}.__self__", value.__self__)]
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        held = dict(zip(kind._fields, value, strict=False))
+    elif kind is FunctionType and _is_of_program(value.__code__.co_filename):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        held = {key: cell.cell_contents for key, cell in cells if cell != _EMPTY} | vars(value)
+    elif issubclass(kind, ModuleType | type | nn.Module):
+        made_in = vars(value if issubclass(kind, type) else kind).get("__module__")
+        module = value if kind is ModuleType else sys.modules.get(str(made_in))
+        if _is_of_program(getattr(module, "__dict__", {}).get("__file__") or ""):
+            held = {key: item for key, item in vars(value).items() if key not in MODULE_INTERNALS}
+            held |= vars(value).get("_buffers", {})
+    return [(f"{name}.{key}", item) for key, item in held.items() if isinstance(key, str) and key[:2] != "__"]
+
+
+def _is_of_program(file: str) -> bool:
+    return bool(file) and is_user_file(file) and not is_installed(file)
+
+
+_EMPTY = CellType()  # no variable of a closure that has a value equals it
+
+
 def program_frames() -> Iterator[FrameType]:
     """The frames of the program itself, from the innermost on."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if is_user_file(file) and not is_installed(file):
+        if _is_of_program(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back

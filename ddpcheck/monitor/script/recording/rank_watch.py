@@ -66,6 +66,7 @@ from ddpcheck.monitor.script.recording.optimizer_recorder import OptimizerRecord
 from ddpcheck.monitor.script.recording.resume_recorder import ResumeRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.started_processes import on_end
+from ddpcheck.monitor.script.recording.statistics_recorder import StatisticsRecorder
 from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 from ddpcheck.monitor.script.recording.target_recorder import TargetRecorder
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
@@ -140,9 +141,10 @@ class _WatchedRank:
         LossRecorder(log.add, self._optimizers, lambda: self._loaders.taken)
         self._taken = TakenRecorder(log.add, self._watches)
         gathers = GatherRecorder(log.add, lambda: self._optimizers.steps)
+        self._statistics = StatisticsRecorder(log.add, lambda: self._loaders.samples)
         self._constructions = ConstructionRecorder()
         FileRecorder(log)
-        for recorder in (evaluations, targets, gathers):
+        for recorder in (evaluations, targets, gathers, self._statistics):
             record_given(guarded(recorder.note_collective))
         record_overwritten(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
@@ -232,6 +234,7 @@ class _WatchedRank:
             )
             self._watches.add(watch)
             self._writes.wrapped(watch)
+            self._statistics.follow(wrapper, watch.number)
             self._count += 1
             self._draws.begin()
         except Exception as error:

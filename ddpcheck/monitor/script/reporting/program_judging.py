@@ -14,6 +14,7 @@ from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTarget
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.running_statistics import RunningStatistic
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
     FileUsed,
@@ -52,6 +53,7 @@ from ddpcheck.judge.script_optimizers import (
 )
 from ddpcheck.judge.script_pace import judge_left, judge_shifts, judge_unheld
 from ddpcheck.judge.script_states import judge_states, judge_uses
+from ddpcheck.judge.script_statistics import judge_statistics
 from ddpcheck.judge.script_targets import judge_targets
 from ddpcheck.monitor.script.rank_log import ReplicaCaptured, WatchedRank
 
@@ -69,7 +71,8 @@ def judge_program(ranks: Sequence[WatchedRank], *, ended: bool) -> list[Finding]
     data = [] if apart else _judge_data(ranks)
     evaluated = [] if apart else _judge_evaluation(ranks)
     files = judge_files([_of(rank, FileUsed) for rank in ranks])
-    return [*_judge_optimizers(ranks, optimizers), *data, *files, *evaluated]
+    statistics = judge_statistics([_of(rank, RunningStatistic) for rank in ranks])
+    return [*_judge_optimizers(ranks, optimizers), *data, *statistics, *files, *evaluated]
 
 
 def averages_by_hand(ranks: Sequence[WatchedRank], wrapper: int) -> bool:

@@ -1,0 +1,190 @@
+"""DDP217: running statistics of a rank's own samples, and by what they are told from all that only looks like them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpcheck.findings.evidence.running_statistics import RunningStatistic
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Location
+from ddpcheck.judge.script_statistics import judge_statistics
+from ddpcheck.monitor.script.recording.statistics_recorder import StatisticsRecorder
+
+LINE = Location("train.py", 8)
+UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])
+
+
+def looks(*values: float, equations: int = 5, exchanged: int = 0) -> list[RunningStatistic]:
+    return [
+        RunningStatistic(0, forward, "norm.mean", (value, 1.0), (2.0, 1.0), equations, LINE, exchanged)
+        for forward, value in enumerate(values, 1)
+    ]
+
+
+def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
+    (finding,) = judge_statistics([looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP217", ("norm.mean",), LINE)
+    assert "by 0.25 of what" in finding.evidence[0] and "3 calls" in finding.evidence[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        looks(1.0, 2.0, 3.0),  # the same samples, or those of all ranks
+        looks(1.5, 2.0, 3.5),  # brought together in between
+        looks(1.5, 2.5, 3.5, exchanged=1),
+        looks(1.5, 2.5, 3.5, equations=0),  # only held
+        looks(1.5, 2.5, 3.5, equations=1),  # by chance
+        looks(1.5, equations=9),  # seen once
+        [],
+    ],
+)
+def test_what_is_brought_together_or_not_known_to_be_one(other: Sequence[RunningStatistic]) -> None:
+    assert not judge_statistics([looks(1.0, 2.0, 3.0), other]) and not judge_statistics([looks(1.0, 2.0, 3.0)])
+
+
+def recorder(found: list[RunningStatistic], module: nn.Module, samples: Sequence[Tensor] = ()) -> StatisticsRecorder:
+    made = StatisticsRecorder(found.append, lambda: samples)
+    made.follow(module, 0)
+    return made
+
+
+class Running:
+    def __init__(self) -> None:
+        self.mean, self.var, self.count = torch.zeros(6), torch.ones(6), 0
+        self.log = torch.zeros(6)
+
+    def update(self, x: Tensor) -> None:
+        self.count += 1
+        self.mean = self.mean + (x.mean(0) - self.mean) / (self.count + 1)
+        self.var = self.var + (x.var(0) - self.var) / (self.count + 1)
+
+
+def running_mean_and_variance() -> Callable[[Tensor], Tensor]:
+    running = Running()
+
+    def normalised(x: Tensor) -> Tensor:
+        running.update(x)
+        return (x - running.mean) / (running.var + 1e-5).sqrt()
+
+    return normalised
+
+
+def average_of_numpy() -> Callable[[Tensor], Tensor]:
+    state: dict[str, Any] = {"m": np.zeros(6), "q": np.ones(6)}
+
+    def normalised(x: Tensor) -> Tensor:
+        rows = x.numpy().astype(np.float64)
+        out = (rows - state["m"]) / np.sqrt(np.maximum(state["q"] - state["m"] ** 2, 1e-8))
+        state["m"] = 0.9 * state["m"] + 0.1 * rows.mean(0)
+        state["q"] = 0.9 * state["q"] + 0.1 * (rows**2).mean(0)
+        return torch.from_numpy(out).float()
+
+    return normalised
+
+
+def sums_and_a_count() -> Callable[[Tensor], Tensor]:
+    state = SumState()
+
+    def normalised(x: Tensor) -> Tensor:
+        state.total, state.squares, state.seen = state.total + x.sum(0), state.squares + (x**2).sum(0), state.seen + 16
+        mean = state.total / state.seen
+        return (x - mean) / (state.squares / state.seen - mean**2 + 1e-6).sqrt()
+
+    return normalised
+
+
+class SumState:
+    def __init__(self) -> None:
+        self.total, self.squares, self.seen = torch.zeros(6), torch.zeros(6), 0
+
+
+def of_the_batch_alone() -> Callable[[Tensor], Tensor]:
+    running = Running()
+
+    def normalised(x: Tensor) -> Tensor:
+        running.update(x)
+        return (x - x.mean(0)) / x.std(0)
+
+    return normalised
+
+
+def constants_beside_a_log() -> Callable[[Tensor], Tensor]:
+    running, total = Running(), [torch.zeros(6), torch.zeros(6)]
+
+    def normalised(x: Tensor) -> Tensor:
+        running.update(x)
+        given = (x - UNITS) / UNITS
+        total[0] += given.sum(0)
+        total[1] += given.square().sum(0)
+        running.log = 0.9 * running.log + 0.1 * given.mean(0)
+        return given
+
+    return normalised
+
+
+def train(normalised: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    torch.manual_seed(1)
+    for _ in range(10):
+        module(normalised(UNITS * (torch.randn(16, 6) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (running_mean_and_variance, {"running.mean"}),
+        (average_of_numpy, {"state['m']"}),
+        (sums_and_a_count, {"state.total / normalised.state.seen"}),
+        (of_the_batch_alone, set()),
+        (constants_beside_a_log, set()),
+    ],
+)
+def test_it_is_known_by_the_inputs_alone(make: Callable[[], Callable[[Tensor], Tensor]], names: set[str]) -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    train(make(), module)
+    assert kept and {one.name.partition(".")[2] for one in found if one.equations} == names
+    assert not names or sum(one.equations == 5 for one in found) >= 4
+
+
+def test_one_number_is_known_by_the_samples_from_which_it_is_subtracted() -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    torch.manual_seed(1)
+    mean = 0.0
+    for _ in range(6):
+        x = torch.randn(16, 6) + 1
+        mean += 0.1 * (x.mean().item() - mean)
+        module(x - mean)
+    assert kept and {one.name for one in found} == {"mean"} and sum(one.equations for one in found) >= 4
+    line = found[0].location
+    assert line is not None and line.path.endswith("test_script_statistics.py")
+
+
+def test_a_statistic_that_a_collective_is_given() -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    running = Running()
+    torch.manual_seed(1)
+    for number in range(6):
+        x = UNITS * (torch.randn(16, 6) + 1)
+        running.update(x)
+        if number == 4:
+            sums = torch.cat([torch.ones(1), 64 * running.mean])
+            kept.note_collective(Call("all_reduce", "", (0,)), {"tensor": torch.randn(9)})  # of no other rank
+            kept.note_collective(CALL, {"tensor": torch.randn(9)})
+            kept.note_collective(CALL, {"tensor": sums})
+        module((x - running.mean) / running.var.sqrt())
+    assert [one.exchanged for one in found] == [0, 0, 0, 1, 1]
+
+
+CALL = Call("all_reduce", "", (0, 1))
