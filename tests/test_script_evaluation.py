@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,10 @@ from ddpcheck.findings.evidence.evaluation import (
 )
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.judge.metrics_of_pairs import OF_NUMBERS, OF_SCORES
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_targets import judge_targets
-from ddpcheck.monitor.script.recording.evaluation_recorder import _rows_given
+from ddpcheck.monitor.script.recording.evaluation_recorder import _rows_given, _values_given
 from ddpcheck.monitor.script.recording.program_numbers import labels_in, number_of
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows
 from ddpcheck.monitor.script.recording.target_recorder import _cross_entropies, _place_of
@@ -204,6 +206,90 @@ def test_labels_that_the_dataset_does_not_hold_are_those_that_came_with_the_samp
     assert codes(judge_evaluations(loaders, passes, given, [prints(0.25), []])) == ["DDP803"]
     both = [[*of, call(operation="all_gather_object", rows=of[0].rows)] for of in given]
     assert judge_evaluations(loaders, passes, both, [prints(0.25), []]) == []  # the labels are gathered, too
+
+
+TARGETS = [0.5, -1.0, 2.0, 0.25, 1.5, -0.75, 3.0, 0.0]
+PREDICTED = [0.6, -0.8, 1.7, 0.3, 1.1, -0.7, 2.5, 0.4]  # of each sample
+
+
+def errors(predicted: Sequence[float]) -> list[float]:
+    return [p - t for p, t in zip(predicted, TARGETS, strict=True)]
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_targets_are_compared_with_what_was_gathered_rank_by_rank(power: int) -> None:
+    of_ranks = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
+    wrong, right = (
+        sum(abs(error) ** power for error in errors(order)) / 8 for order in ([*of_ranks[0], *of_ranks[1]], PREDICTED)
+    )
+    given = [[call(operation="all_gather", rows=[int(v > 0) for v in of], values=of)] for of in of_ranks]
+
+    def found(value: float, *others: float, text: str = "", given: Any = given, **more: Any) -> list[str]:
+        loaders = [[LoaderPass(3, 0, LOOP, "Houses", 8, indices=i, **known, **more)] for i in strided(8)]
+        passes = [[EvaluationPass(0, 3, 0, numbers_of={"prices": TARGETS})]] * 2
+        return codes(judge_evaluations(loaders, passes, given, [prints(value, *others, text=text), []]))
+
+    known = {"exhausted": True, "batch_size": 4, "batches": 2}
+    assert found(wrong) == ["DDP803"]
+    assert found(right) == found(wrong, right) == found(wrong + 0.1) == []
+    digits = f"{wrong:.2f}"
+    assert found(float(digits), text=digits) == []  # any number may be printed so
+    labels = [[TARGETS[index] for index in of_rank] for of_rank in strided(8)]
+    both = [[*of, call(operation="all_gather", rows=[0] * 4, values=t)] for of, t in zip(given, labels, strict=True)]
+    assert found(wrong, given=both) == ["DDP803"] and found(right, given=both) == []
+
+
+def test_targets_are_those_that_come_with_the_samples_too() -> None:
+    known = {"exhausted": True, "batch_size": 4, "batches": 2}
+    loaders = [
+        [LoaderPass(3, 0, LOOP, "Houses", 8, indices=i, targets=[TARGETS[x] for x in i], **known)] for i in strided(8)
+    ]
+    of_ranks = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
+    given = [[call(operation="all_gather", rows=[0] * 4, values=of)] for of in of_ranks]
+    wrong = max(abs(error) for error in errors([*of_ranks[0], *of_ranks[1]]))
+    (found,) = judge_evaluations(loaders, [[EvaluationPass(0, 3, 0)]] * 2, given, [prints(wrong), []])
+    assert (found.code, found.location) == ("DDP803", REDUCE)
+    assert "the largest error" in found.evidence[1]
+
+
+def test_metrics_of_pairs() -> None:
+    pairs = [((p,), (t,)) for p, t in zip(PREDICTED, TARGETS, strict=True)]
+    p, t = torch.tensor(PREDICTED).double(), torch.tensor(TARGETS).double()
+    expected = {
+        "mean squared error": torch.nn.functional.mse_loss(p, t),
+        "mean absolute error": torch.nn.functional.l1_loss(p, t),
+        "smooth L1 loss": torch.nn.functional.smooth_l1_loss(p, t),
+        "norm of the errors": torch.linalg.vector_norm(p - t),
+        "median absolute error": (p - t).abs().median(),
+        "coefficient of determination": 1 - ((p - t) ** 2).sum() / ((t - t.mean()) ** 2).sum(),
+        "explained variance": 1 - (p - t).var() / t.var(),
+        "correlation": torch.corrcoef(torch.stack([p, t]))[0, 1],
+        "rank correlation": torch.corrcoef(torch.stack([p.argsort().argsort(), t.argsort().argsort()]).double())[0, 1],
+        "cosine similarity": torch.nn.functional.cosine_similarity(p, t, dim=0),
+    }
+    for name, value in expected.items():
+        assert OF_NUMBERS[name](pairs) == pytest.approx(float(value), rel=1e-6), name
+    assert math.isnan(OF_NUMBERS["correlation"]([((1.0,), (2.0,))]))
+    scores = [((0.9,), (1.0,)), ((0.4,), (0.0,)), ((0.4,), (1.0,)), ((0.1,), (0.0,))]
+    assert OF_SCORES["area under the curve"](scores) == 0.875
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (torch.tensor([[0.5], [1.5]]), [0.5, 1.5]),
+        (torch.tensor([[0.5, 1.0], [1.5, 2.0]]), [0.5, 1.0, 1.5, 2.0]),
+        ([0.5, 1.5], [0.5, 1.5]),
+        ([[0.5], [1.5, 2.5]], [0.5, 1.5, 2.5]),
+        ([torch.tensor([0.5]), torch.tensor([1.5])], [0.5, 1.5]),
+        (torch.ones(2, 9), []),  # scores of classes, or pictures
+        (torch.tensor([1, 2]), []),
+        (torch.tensor(1.5), []),
+        ({"loss": 0.5}, []),
+    ],
+)
+def test_what_is_gathered_may_be_numbers(given: Any, values: list[float]) -> None:
+    assert list(_values_given(given)) == values
 
 
 def test_rows_that_are_gathered_batch_by_batch_are_joined_rank_by_rank_or_call_by_call() -> None:

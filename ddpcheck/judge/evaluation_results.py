@@ -56,6 +56,16 @@ def labels_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]])
     return found
 
 
+def targets_given(of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Likewise a floating-point number."""
+    if any(len(one.loader.targets) != one.samples for one in of_ranks):
+        return {}
+    found: dict[int, float] = {}
+    for one, of_rank in zip(of_ranks, places, strict=True):
+        found |= dict(zip(of_rank, one.loader.targets, strict=True))
+    return found
+
+
 def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
     """Whether an index is known to be another sample on another rank: the datasets are the ranks' own."""
     first, *others = (one.loader for one in of_ranks)
@@ -91,12 +101,14 @@ class Gathered:
         rows: Those of each rank.
         orders: The rank and the number of each of them, in the orders in which a program joins what the collectives
             bring: call by call, and rank by rank.
+        values: The rows as floating-point numbers, where they are; else nothing.
     """
 
     operation: str
     location: Location | None
     rows: Sequence[Sequence[int]]
     orders: Sequence[Sequence[tuple[int, int]]]
+    values: Sequence[Sequence[tuple[float, ...]]] = ()
 
 
 def _lines(of_ranks: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
@@ -177,8 +189,15 @@ def _in_turn(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExcha
             for _ in one.rows
         ]
         by_rank = sorted(by_call)
-        found.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank)))
+        values = [[value for one in of_rank for value in _by_row(one)] for of_rank in chunks]
+        found.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank), values))
     return found
+
+
+def _by_row(one: ResultExchanged) -> Iterator[tuple[float, ...]]:
+    """The floating-point numbers of each row."""
+    width, rest = divmod(len(one.values), max(1, len(one.rows)))
+    return (tuple(one.values[n * width : (n + 1) * width]) for n in range(len(one.rows) if width and not rest else 0))
 
 
 def equal_rows(one: Sequence[int], other: Sequence[int]) -> list[bool]:
@@ -196,28 +215,38 @@ def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
     return ((shown, number) for shown in one.shown for number in shown.numbers)
 
 
-def first_shown(of_ranks: Sequence[Evaluated], wrong: float, *right: float) -> MetricShown | None:
+def first_shown(
+    of_ranks: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
+) -> MetricShown | None:
     """Where a rank shows the one number, and none any of the others."""
-    numbers = [number for one in of_ranks for _, number in numbers_shown(one)]
-    for value in right:
-        if is_close(wrong, value) or any(shows(number, scale * value) for number in numbers for scale in (1, 100)):
-            return None
-    for one in of_ranks:
-        for shown, number in numbers_shown(one):
-            if any(shows(number, scale * wrong) for scale in (1, 100)):
-                return shown
-    return None
+    if any(is_close(wrong, value) or is_shown(of_ranks, value, digits) for value in right):
+        return None
+    return next(_showing(of_ranks, wrong, digits), None)
 
 
-def shows(number: ShownNumber, value: float) -> bool:
-    """Whether it is the value that is shown: the number that the program holds, or one that is printed like it."""
+def is_shown(of_ranks: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
+    """Whether a rank shows a number."""
+    return next(_showing(of_ranks, value, digits), None) is not None
+
+
+def _showing(of_ranks: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
+    """Where a rank shows a number, as it is or in per cent."""
+    scaled = value, 100 * value
+    every = (found for one in of_ranks for found in numbers_shown(one))
+    return (shown for shown, number in every if any(shows(number, one, digits) for one in scaled))
+
+
+def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
+    """Whether it is the value that is shown: the number that the program holds, or one that is printed like it, with so
+    many digits.
+    """
     if any(is_close(held, value) or is_close(100 * held, value) for held in number.values):
         return True
     if number.values and not (number.text and number.values == (float(number.text),)):
         return False
     text = number.text.lstrip("-")
-    digits, _, _exponent = text.partition("e")
-    if len(digits.replace(".", "").lstrip("0")) < _FEWEST_DIGITS or "e" in text:
+    spelled, _, _exponent = text.partition("e")
+    if len(spelled.replace(".", "").lstrip("0")) < max(digits, _FEWEST_DIGITS) or "e" in text:
         return False
     return f"{value:.{len(text.partition('.')[2])}f}" == number.text
 

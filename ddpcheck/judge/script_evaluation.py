@@ -7,8 +7,7 @@ findings. Nothing is said unless a number of the program's is just what the faul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -16,7 +15,6 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.evaluation_results import (
     Evaluated,
-    Gathered,
     are_other_data,
     common_keys,
     equal_rows,
@@ -24,11 +22,10 @@ from ddpcheck.judge.evaluation_results import (
     gathered_labels,
     given_numbers,
     is_close,
-    labels_given,
     numbers_shown,
-    places_of,
     shows,
 )
+from ddpcheck.judge.script_order import judge_order
 
 _APART = 1e-4  # relative: values that are not the same on two ranks
 _SOME = 0.01  # relative: a difference between metrics that matters
@@ -253,64 +250,6 @@ def _own_shard(
             f"it {'decides' if decides else f'is {shown.how}'} at {shown.location}",
             f"the loop over the loader begins at {one.loader.location}; each rank has other samples",
             *others[1:],
-        ],
-    )
-
-
-# Results in another order than their labels
-
-
-def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
-    """DDP803: a metric of labels that were gathered rank by rank, against those of the dataset in its own order."""
-    if min(one.samples for one in of_ranks) < 1 or are_other_data(of_ranks):
-        return []
-    references: dict[str, Mapping[int, int]] = {
-        f"{name} of the dataset": dict(enumerate(labels))
-        for one in of_ranks
-        for name, labels in one.held.references.items()
-    }
-    places = places_of(of_ranks)
-    references["those that the loader gives"] = labels_given(of_ranks, places)
-    gathered = gathered_labels(of_ranks)
-    for given in gathered:
-        for name, labels in references.items():
-            equal = [
-                [labels.get(place) == row for place, row in zip(of_rank, rows, strict=False)]
-                for of_rank, rows in zip(places, given.rows, strict=True)
-            ]
-            by_place = dict(zip(chain(*places), chain(*equal), strict=True))
-            if not by_place.keys() <= labels.keys() or (len(gathered) > 1 and all(by_place.values())):
-                continue  # not known, or the labels themselves
-            first = dict(reversed([*zip(chain(*places), chain(*equal), strict=True)]))
-            right = [sum(found.values()) / len(found) for found in (by_place, first)]
-            right.append(sum(map(sum, equal)) / sum(map(len, equal)))
-            for order in given.orders:
-                joined = [(places[rank][number], given.rows[rank][number]) for rank, number in order[: len(by_place)]]
-                if any(place not in labels for place in range(len(joined))):
-                    continue
-                if all(place == own for place, (own, _) in enumerate(joined)):
-                    continue  # as they should be
-                wrong = sum(labels[place] == row for place, (_, row) in enumerate(joined)) / len(joined)
-                if abs(wrong - right[0]) > _APART and (seen := first_shown(of_ranks, wrong, *right)) is not None:
-                    return _misplaced(of_ranks, given, name, wrong, right[0], seen)
-    return []
-
-
-def _misplaced(
-    of_ranks: Sequence[Evaluated], given: Gathered, name: str, wrong: float, right: float, seen: MetricShown
-) -> list[Finding]:
-    one = of_ranks[0]
-    begins = ", ".join(map(str, one.loader.indices[:4]))
-    return one_finding(
-        "DDP803",
-        (one.loader.dataset,),
-        f"The results are gathered rank by rank and compared with labels in the order of the dataset: the "
-        f"{wrong:.6g} that is {seen.how} would be {right:.6g}, if each were compared with its own label.",
-        location=given.location,
-        evidence=[
-            f"rank 0 has samples {begins} ..., by {one.loader.sampler}",
-            f"the labels are {name}",
-            f"it is {seen.how} at {seen.location}",
         ],
     )
 

@@ -27,6 +27,7 @@ class EvaluationPass:
         numbers: What the program holds at the end and did not at the beginning, by function and variable: numbers,
             sums of lists, and how many rows of two lists of labels are equal.
         references: By name, the labels of all samples that the dataset holds, in its order.
+        numbers_of: Likewise floating-point numbers; as many of each sample.
         after: By function, the line that follows the loop.
     """
 
@@ -36,6 +37,7 @@ class EvaluationPass:
     numbers: Mapping[str, float] = field(default_factory=dict)
     references: Mapping[str, Sequence[int]] = field(default_factory=dict)
     after: Mapping[str, Location] = field(default_factory=dict)
+    numbers_of: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class ResultExchanged:
         rows: Labels, one for each row: whole numbers as they are, of rows of floating-point numbers the place of the
             highest. Empty where it is something else.
         evaluation: The loader and the number of the pass that is under way, or has ended last.
+        values: The rows themselves where they are floating-point numbers, row by row.
     """
 
     round: int
@@ -62,6 +65,7 @@ class ResultExchanged:
     total: float | None = None
     rows: Sequence[int] = ()
     evaluation: tuple[int, int] | None = None
+    values: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class LoaderPass:
             they were too many, or no tensors on the CPU.
         labels: Likewise of their labels, if they have some: tensors of one whole number for each sample.
         classes: These labels themselves, where each sample has just one.
+        targets: Likewise numbers, where each sample has just one that is floating-point.
         whole: The rows of the array of which the dataset holds some; -1 where it holds names of files or texts.
         samples: By what the dataset holds of its samples, fingerprints of the first of them.
         drawn: A digest of what the global random generators had given before it, or its sampler, was constructed; 0
@@ -124,6 +125,7 @@ class LoaderPass:
     told: Location | None = None
     restored: Restored | None = None
     steps: int = 0
+    targets: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,10 +75,11 @@ if rank == 0:
         ),
         detected=(
             "`ddpcheck run` keeps the classes that ranks give to a gather in a pass without backward or after it (of "
-            "scores the highest, or whether there is one), and the labels that the loader gives with the samples or "
-            "that the dataset holds. It is reported where a number that is printed, logged or saved is the agreement "
-            "of the two as they stand, and another one where each sample is compared with its own label. Other metrics "
-            "than the share of equal labels, and results that were rounded to fewer than three digits, are not seen."
+            "scores the highest, or whether there is one) or the numbers, and the labels or numbers that the loader "
+            "gives with the samples or that the dataset holds. It is reported where a number that is printed, logged "
+            "or saved is the agreement of the two as they stand (the share of equal labels, a mean error, a "
+            "correlation and others of that kind), and another one where each sample is compared with its own label. "
+            "Results that were rounded to fewer than three digits are not seen."
         ),
         ignore="Never: the metric is not that of the model.",
         example="""\

@@ -9,12 +9,14 @@ import itertools
 import linecache
 import logging
 import re
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -37,6 +39,7 @@ _MOST_SHOWN = _MOST_EXCHANGED = 64  # a round
 _FEW = 64  # numbers of a tensor, which are kept as they are
 _LONGEST = 4096  # characters of what is printed
 _MOST_LABELS = 1 << 14
+_MOST_COLUMNS = 8  # of floating-point numbers
 _MOST_PARTS = 8  # of an object that is gathered
 _ROUNDED = 7  # characters of a number that a program may have rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
@@ -98,9 +101,10 @@ class EvaluationRecorder:
         held = numbers_of_program()
         numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
         numbers |= _agreements(rows_of_program(len(entry.indices)))
-        references = {} if entry.loader in self._references else _labels_of(dataset, entry.size)
+        held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
-        self._sink(EvaluationPass(self._round, entry.loader, entry.number, numbers, references, _lines_after()))
+        labels, floats = _labels_of(held_by, entry.size), _numbers_of(held_by, entry.size)
+        self._sink(EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, _lines_after(), floats))
         for exchanged in one.exchanged:
             self._sink(replace(exchanged, round=self._round))
 
@@ -123,8 +127,8 @@ class EvaluationRecorder:
             if len(exchanged) < _MOST_EXCHANGED:
                 exchanged.append(made)
             return
-        parts = [] if len(made.rows) else list(map(_rows_given, _parts_of(value)))
-        for one in (made, *(replace(made, numbers=(), rows=rows) for rows in parts if len(rows))):
+        parts = [] if len(made.rows) else [(_rows_given(one), _values_given(one)) for one in _parts_of(value)]
+        for one in (made, *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._left[0] > 0:
                 self._left[0] -= 1
                 self._sink(one)
@@ -184,7 +188,31 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
         found = [number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
         known = [one for one in found if one is not None]
         numbers, total = tuple(known) if len(found) <= _FEW else (), None
-    return replace(plain, numbers=numbers, total=total, rows=_rows_given(value))
+    return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
+
+
+def _values_given(value: Any) -> array[float]:
+    """The floating-point numbers of each row of what is given to a collective."""
+    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
+        value = list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
+    if isinstance(value, list) and value and all(type(one) is torch.Tensor and one.dim() for one in value):
+        parts = [_floats_of(one) for one in value]
+        return array("d", itertools.chain.from_iterable(parts)) if all(parts) else array("d")
+    return _floats_of(value)
+
+
+def _floats_of(value: Any) -> array[float]:
+    """A tensor, an array or a list of floating-point numbers, row by row."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(one) is float for one in value):
+        return array("d", value)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind == "f":
+        value = torch.from_numpy(numpy.ascontiguousarray(value))
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type == "meta":
+        return array("d")
+    if not value.is_floating_point() or not value.dim() or not 1 <= len(value) <= _MOST_LABELS:
+        return array("d")
+    return array("d", value.detach().flatten().tolist() if value.numel() <= _MOST_COLUMNS * len(value) else ())
 
 
 def _rows_given(value: Any) -> array[int]:
@@ -221,16 +249,34 @@ def _agreements(rows: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {f"{a} == {b.partition('.')[2]}": float((rows[a] == rows[b]).sum()) for a, b in pairs}
 
 
-def _labels_of(dataset: Any, size: int) -> dict[str, Any]:
-    """The labels of all samples that a dataset holds in one of its attributes."""
+def _held_by(dataset: Any, size: int) -> dict[str, Any]:
+    """The attributes of a dataset; of a part of one that has tensors, those of its samples."""
     held = dict(getattr(dataset, "__dict__", None) or {})
     held |= {f"tensors[{number}]": one for number, one in enumerate(getattr(dataset, "tensors", None) or ())}
+    if type(dataset) is Subset and size <= _MOST_LABELS:
+        beneath = _held_by(dataset.dataset, _MOST_LABELS + 1)
+        for name, one in beneath.items():
+            if type(one) is torch.Tensor and one.dim() and len(one) > max(dataset.indices, default=0):
+                held[name] = one[list(dataset.indices)]
+    return held
+
+
+def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The labels of all samples that a dataset holds in one of its attributes."""
     found = {}
     for name, value in held.items():
         is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
         if is_labels and 1 < size <= _MOST_LABELS and (rows := labels_in(value, size)) is not None:
             found[name] = array("q", rows.tolist())
     return found
+
+
+def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Likewise floating-point numbers."""
+    if not 1 < size <= _MOST_LABELS:
+        return {}
+    found = {name: _floats_of(one) for name, one in held.items() if hasattr(one, "shape") or type(one) is list}
+    return {name: floats for name, floats in found.items() if floats and _length(held[name]) == size}
 
 
 def _shown_in(value: Any) -> list[ShownNumber]:

@@ -266,7 +266,9 @@ class LoaderRecorder:
         # a batch of validation now and then, of an iterator that stays open, is not trained on
         steps = (self._steps() if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
-        entry = replace(one.entry, rows=one.rows.rows, labels=one.rows.labels, classes=one.rows.classes)
+        entry = replace(
+            one.entry, rows=one.rows.rows, labels=one.rows.labels, classes=one.rows.classes, targets=one.rows.targets
+        )
         ended = replace(entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         if trains:
             self._resumes.goes_on(entry.restored)

@@ -24,8 +24,11 @@ class SampleRows:
     """The rows of one pass over a loader, and their labels, in the order in which they are taken."""
 
     def __init__(self) -> None:
-        self.rows, self.labels, self.classes = array("q"), array("q"), array("q")
         self._known = True
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows, self.labels, self.classes, self.targets = array("q"), array("q"), array("q"), array("d")
 
     def note(self, batch: Any) -> None:
         """Add a batch; after one that has no rows on the CPU none of the pass are known."""
@@ -35,7 +38,8 @@ class SampleRows:
         labels = [t for t in tensors if len(t) == size and _is_label(t)]
         usable = rows and all(t.device.type == "cpu" and not t.is_quantized for t in (*rows, *labels))
         if not self._known or not usable or len(self.rows) + size > _MOST_ROWS:
-            self._known, self.rows, self.labels, self.classes = False, array("q"), array("q"), array("q")
+            self._known = False
+            self._clear()
             return
         self.rows.extend(_together(rows, size))
         if labels:
@@ -43,6 +47,9 @@ class SampleRows:
         whole = labels or [t.flatten() for t in rows if t.numel() == size and _is_whole(t)]
         if len(whole) == 1:
             self.classes.extend(map(int, whole[0].tolist()))
+        single = [t for t in rows if t.numel() == size and t.is_floating_point()]
+        if len(single) == 1:
+            self.targets.extend(single[0].flatten().tolist())
 
 
 def _is_label(tensor: torch.Tensor) -> bool:

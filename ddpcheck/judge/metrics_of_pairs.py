@@ -1,0 +1,123 @@
+"""Metrics of pairs: of what was predicted for a sample, and its label or its target.
+
+As `torch.nn.functional`, torchmetrics and scikit-learn define them, but for a scale that is left to who compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+Row = tuple[float, ...]
+Metric = Callable[[Sequence[tuple[Row, Row]]], float]
+_Of = Callable[[Sequence[float], Sequence[float]], float]
+
+
+def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
+    """How many are the same."""
+    return sum(row == label for row, label in pairs) / len(pairs)
+
+
+def _of(metric: _Of) -> Metric:
+    """The metric of all numbers of all rows; not a number where there is none."""
+
+    def of_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
+        predicted = [x for row, _ in pairs for x in row]
+        target = [y for _, row in pairs for y in row]
+        try:
+            return metric(predicted, target)
+        except (ArithmeticError, ValueError):
+            return math.nan
+
+    return of_pairs
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return math.fsum(numbers) / len(numbers)
+
+
+def _mean_of(error: Callable[[float, float], float]) -> _Of:
+    return lambda p, t: _mean([error(x, y) for x, y in zip(p, t, strict=True)])
+
+
+_squared = _mean_of(lambda x, y: (x - y) * (x - y))
+_absolute = _mean_of(lambda x, y: abs(x - y))
+
+
+def _smooth(x: float, y: float) -> float:
+    apart = abs(x - y)
+    return apart * apart / 2 if apart < 1 else apart - 0.5
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = _mean(numbers)
+    return _mean([(x - mean) ** 2 for x in numbers])
+
+
+def _correlation(p: Sequence[float], t: Sequence[float]) -> float:
+    a, b = _mean(p), _mean(t)
+    return _mean([(x - a) * (y - b) for x, y in zip(p, t, strict=True)]) / math.sqrt(_variance(p) * _variance(t))
+
+
+def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
+    both = _correlation(p, t) * math.sqrt(_variance(p) * _variance(t))
+    return 2 * both / (_variance(p) + _variance(t) + (_mean(p) - _mean(t)) ** 2)
+
+
+def _ranks(numbers: Sequence[float]) -> list[float]:
+    """The place of each in their order; that of equal ones is their mean."""
+    ordered = sorted(range(len(numbers)), key=numbers.__getitem__)
+    found = [0.0] * len(numbers)
+    begin = 0
+    while begin < len(ordered):
+        end = begin
+        while end < len(ordered) and numbers[ordered[end]] == numbers[ordered[begin]]:
+            end += 1
+        for one in ordered[begin:end]:
+            found[one] = (begin + end + 1) / 2
+        begin = end
+    return found
+
+
+def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
+    """The area under the receiver operating characteristic."""
+    positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
+    many, others = len(positive), len(labels) - len(positive)
+    return (math.fsum(positive) - many * (many + 1) / 2) / (many * others)
+
+
+def _entropy(x: float, y: float) -> float:
+    return -(y * math.log(x) + (1 - y) * math.log(1 - x))
+
+
+_explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
+
+OF_NUMBERS: Mapping[str, Metric] = {
+    "mean squared error": _of(_squared),
+    "mean absolute error": _of(_absolute),
+    "root mean squared error": _of(lambda p, t: math.sqrt(_squared(p, t))),
+    "sum of squared errors": _of(lambda p, t: len(p) * _squared(p, t)),
+    "sum of absolute errors": _of(lambda p, t: len(p) * _absolute(p, t)),
+    "norm of the errors": _of(lambda p, t: math.sqrt(len(p) * _squared(p, t))),
+    "relative error": _of(lambda p, t: math.sqrt(_squared(p, t) / _mean([y * y for y in t]))),
+    "largest error": _of(lambda p, t: max(abs(x - y) for x, y in zip(p, t, strict=True))),
+    "median absolute error": _of(lambda p, t: sorted(abs(x - y) for x, y in zip(p, t, strict=True))[(len(p) - 1) // 2]),
+    "smooth L1 loss": _of(_mean_of(_smooth)),
+    "mean absolute percentage error": _of(_mean_of(lambda x, y: abs((x - y) / y))),
+    "coefficient of determination": _of(lambda p, t: 1 - _squared(p, t) / _variance(t)),
+    "explained variance": _of(_explained),
+    "correlation": _of(_correlation),
+    "rank correlation": _of(lambda p, t: _correlation(_ranks(p), _ranks(t))),
+    "concordance": _of(_concordance),
+    "cosine similarity": _of(
+        lambda p, t: math.fsum(x * y for x, y in zip(p, t, strict=True)) / (math.hypot(*p) * math.hypot(*t))
+    ),
+}
+
+OF_SCORES: Mapping[str, Metric] = {
+    "area under the curve": _of(_area),
+    "cross entropy": _of(_mean_of(_entropy)),
+    "mean squared error": _of(_squared),
+    "mean absolute error": _of(_absolute),
+    "correlation": _of(_correlation),
+}
