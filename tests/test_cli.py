@@ -154,6 +154,8 @@ def test_rules_as_json_hold_all_that_explain_says(capsys) -> None:
         "ignore",
         "reports",
         "example",
+        "explains",
+        "explained_by",
     }
     assert data["rules"][0]["severity"] in ("error", "warning", "note")
     assert cli.main(["rules", "--format", "html"]) == 2

@@ -13,13 +13,13 @@ from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names
+from ddpcheck.judge.causes import split_consequences
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.parameters import MADE_IN_FORWARD
 from ddpcheck.judge.rank_failure import judge_wrapper_error
 from ddpcheck.judge.reducer import judge_reducer
 from ddpcheck.judge.replica_state import judge_state
-from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.single_process import (
     fix_without_gradient,
     judge_nothing_compared,

@@ -15,6 +15,7 @@ from ddpcheck.gather.patching import CALLER, OwnErrors, Patch, patched
 PACKAGE = Path(__file__).parents[1] / "ddpcheck"
 ELSEWHERE = {
     "gather/patching.py": "the one place",
+    "gather/ddp/sync_batchnorm.py": "is copied into reproductions, which stand alone",
     "worlds/compilation.py": "`worlds` is imported by `gather`",
 }
 

@@ -1,10 +1,11 @@
+import graphlib
 import re
 
 import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.rules import FAMILIES, RULES, address_of, find_rule, matching_rules
+from ddpcheck.findings.rules import FAMILIES, RULES, address_of, find_rule, matching_rules, sections_of
 from ddpcheck.findings.severity import Severity
 
 RULE_LIST = list(RULES.values())
@@ -29,6 +30,15 @@ def test_the_codes_that_were_once_published_stay() -> None:
     assert {f"DDP{family}{n:02}" for family, numbers in published.items() for n in numbers} <= set(RULES)
 
 
+def test_no_rule_explains_itself_and_each_relation_is_told_from_both_ends() -> None:
+    always = {rule.code: {c for one in rule.explains if one.when == "always" for c in one.codes} for rule in RULE_LIST}
+    list(graphlib.TopologicalSorter(always).static_order())  # which raises where there is a circle
+    for rule in RULE_LIST:
+        for code in {code for one in rule.explains for code in one.codes}:
+            assert code in dict(sections_of(rule))["What may come of it"]
+            assert rule.code in dict(sections_of(RULES[code]))["What it may come of"]
+
+
 def test_names_are_unique_kebab_case() -> None:
     names = [rule.name for rule in RULE_LIST]
     assert len(set(names)) == len(names)
@@ -37,7 +47,7 @@ def test_names_are_unique_kebab_case() -> None:
 
 @pytest.mark.parametrize("rule", RULE_LIST, ids=lambda rule: rule.code)
 def test_a_rule_says_what_why_and_what_to_do(rule) -> None:
-    for text in (rule.summary, *(text for _, text in rule.sections())):
+    for text in (rule.summary, *(text for _, text in sections_of(rule))):
         assert text == text.strip() and text.endswith((".", ".)")) and "\n" not in text and "  " not in text
     assert isinstance(rule.severity, Severity)
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report) for report in rule.reports)
@@ -91,5 +101,9 @@ def test_a_pattern_is_a_code_a_prefix_or_a_name() -> None:
 def test_explain_says_all_of_a_rule(rule, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", rule.code]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    texts = [rule.summary, *(f"{heading} {text}" for heading, text in rule.sections()), *map(address_of, rule.reports)]
+    texts = [
+        rule.summary,
+        *(f"{heading} {text}" for heading, text in sections_of(rule)),
+        *map(address_of, rule.reports),
+    ]
     assert not [text for text in texts if text not in said]

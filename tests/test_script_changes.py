@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.root_causes import split_consequences
+from ddpcheck.judge.causes import split_consequences
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.script_optimizers import judge_optimizer_options, judge_schedule
 from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder

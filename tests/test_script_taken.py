@@ -12,7 +12,7 @@ from torch import nn
 from ddpcheck.findings.evidence.gradient_changes import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.root_causes import split_consequences
+from ddpcheck.judge.causes import split_consequences
 from ddpcheck.judge.script_alone import judge_taken
 from ddpcheck.monitor.script.recording.taken_recorder import TakenRecorder
 

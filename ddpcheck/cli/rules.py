@@ -14,8 +14,19 @@ from dataclasses import asdict
 from ddpcheck.cli.output import print_out, wrapped
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
 from ddpcheck.findings.report import SCHEMA_VERSION
-from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of, matching_rules
+from ddpcheck.findings.rules import (
+    FAMILIES,
+    RULES,
+    Rule,
+    address_of,
+    causes_of,
+    consequences_of,
+    matching_rules,
+    sections_of,
+)
 from ddpcheck.render import Medium
+
+_HOW_IT_IS_TOLD = ("takes_severity", "spreads", "by_family")
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -28,7 +39,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def _explanation(rule: Rule) -> str:
     width = min(Medium.of(sys.stdout).width or 100, 100)
     parts = [f"{rule.code} {rule.name} ({rule.severity.value})", "", wrapped(rule.summary, width, "")]
-    for heading, text in rule.sections():
+    for heading, text in sections_of(rule):
         parts += ["", heading, wrapped(f"  {text}", width)]
     if rule.example:
         parts += ["", "Example", textwrap.indent(rule.example.rstrip(), "  ")]
@@ -42,7 +53,11 @@ def run_rules(arguments: argparse.Namespace) -> int:
     if arguments.format not in ("text", "json"):
         raise UsageError(f"there is no format {arguments.format!r} for rules; the formats are text, json")
     if arguments.format == "json":
-        rules = [{**asdict(rule), "severity": rule.severity.value} for rule in RULES.values()]
+        rules = [
+            {name: value for name, value in asdict(rule).items() if name not in _HOW_IT_IS_TOLD}
+            | {"severity": rule.severity.value, "explains": consequences_of(rule), "explained_by": causes_of(rule)}
+            for rule in RULES.values()
+        ]
         print_out(json.dumps({"schema_version": SCHEMA_VERSION, "families": dict(FAMILIES), "rules": rules}, indent=2))
         return EXIT_CLEAN
     width = Medium.of(sys.stdout).width

@@ -5,15 +5,13 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpcheck.findings.evidence.parameters import GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_steps, join_names, plural_verb
 from ddpcheck.judge.judge_context import JudgeContext
 from ddpcheck.judge.parameters import judge_parameters
@@ -195,39 +193,3 @@ _UNAVERAGED: dict[str, Any] = {
     ),
 }
 _STANDING = ("DDP208", "DDP214", "DDP215", "DDP216", "DDP306")
-
-
-def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
-    """The key of a root cause: the code and the subjects, blocks of a list taken together.
-
-    LayerDrop and experts leave out another block of a list in each step; that is one cause.
-    """
-    subjects: Iterable[str] = finding.subjects
-    if finding.code in ("DDP104", "DDP105", "DDP513"):
-        subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
-    return finding.code, frozenset(subjects)
-
-
-_CONSEQUENCES = frozenset({"DDP208", "DDP301", "DDP302", "DDP303", "DDP306"})
-_OF_THE_LOOP = frozenset({"DDP501", "DDP502", "DDP509"})
-
-
-def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Whether `finding` is a consequence of another one: what is not averaged differs."""
-    if finding.code not in _CONSEQUENCES and finding.code != "DDP515":
-        return False
-    others = [other for other in findings if other.code not in _CONSEQUENCES and other != finding]
-    errors = [other for other in others if other.severity is Severity.ERROR]
-    subjects = {subject for other in errors for subject in other.subjects}
-    return subjects.issuperset(finding.subjects) or any(other.code in _OF_THE_LOOP for other in errors)
-
-
-_SPREADING = frozenset({"DDP214", "DDP215", "DDP301", "DDP306", "DDP503"})
-
-
-def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
-    """Whether `finding` is a reported one that has spread: more tensors differ for the same reason."""
-    subjects = set(finding.subjects)
-    return finding.code in _SPREADING and any(
-        other.code == finding.code and subjects & set(other.subjects) for other in reported
-    )

@@ -12,7 +12,7 @@ from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding, select_findings
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names
-from ddpcheck.monitor.judging import cause_of, follows_from, goes_on
+from ddpcheck.judge.causes import cause_of, follows_from, goes_on
 from ddpcheck.monitor.options import WatchOptions
 
 _MOST_SUBJECTS = 12

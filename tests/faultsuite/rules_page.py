@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of
+from ddpcheck.findings.rules import FAMILIES, RULES, Rule, address_of, sections_of
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.table import cell
 
@@ -63,7 +63,7 @@ def _page(rule: Rule, cases: Sequence[Case], plain: dict[str, str], scripts: Seq
         "",
         f"*{rule.severity.value.capitalize()}.* {_prose(rule.summary)}",
     ]
-    for heading, text in rule.sections():
+    for heading, text in sections_of(rule):
         lines += ["", f"## {heading}", "", _prose(text)]
     if rule.example:
         lines += ["", "## Example", "", "```python", rule.example.rstrip(), "```"]

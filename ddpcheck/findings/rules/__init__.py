@@ -19,7 +19,17 @@ from ddpcheck.findings.rules import (
 )
 from ddpcheck.findings.rules.rule import Rule, address_of
 
-__all__ = ["FAMILIES", "RULES", "Rule", "address_of", "find_rule", "matching_rules"]
+__all__ = [
+    "FAMILIES",
+    "RULES",
+    "Rule",
+    "address_of",
+    "causes_of",
+    "consequences_of",
+    "find_rule",
+    "matching_rules",
+    "sections_of",
+]
 
 FAMILIES: Mapping[str, str] = {
     "DDP1": "parameters and the loss",
@@ -48,6 +58,29 @@ RULES: Mapping[str, Rule] = {
         key=lambda rule: rule.code,
     )
 }
+
+
+def consequences_of(rule: Rule) -> list[str]:
+    """The codes of what may come of it."""
+    return sorted({code for one in rule.explains for code in one.codes})
+
+
+def causes_of(rule: Rule) -> list[str]:
+    """The codes of what it may come of."""
+    return [one.code for one in RULES.values() if rule.code in consequences_of(one)]
+
+
+def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
+    """The headings and texts on a rule that every output shows, in their order."""
+    consequences, causes = ", ".join(consequences_of(rule)), ", ".join(causes_of(rule))
+    return (
+        ("Why it matters", rule.why),
+        ("What to do", rule.fix),
+        ("How it is detected", rule.detected),
+        ("When to ignore it", rule.ignore),
+        *([("What may come of it", f"{consequences}: told as evidence of it.")] if consequences else ()),
+        *([("What it may come of", f"{causes}: it is told as evidence of those.")] if causes else ()),
+    )
 
 
 def find_rule(text: str) -> Rule:

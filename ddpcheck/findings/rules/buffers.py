@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Explains, Rule
 
 RULES = (
     Rule(
@@ -70,6 +70,11 @@ self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size
         code="DDP214",
         name="buffer-value",
         severity=WARNING,
+        explains=(
+            Explains(("DDP304", "DDP312")),
+            Explains(("DDP516",), when="only the loss"),
+        ),
+        spreads=True,
         summary="A buffer has drifted: its value differs between ranks.",
         why=(
             "With broadcast_buffers=False nothing synchronises buffers, not even at construction, and each rank "
@@ -101,6 +106,9 @@ DistributedDataParallel(model, broadcast_buffers=False)
         code="DDP215",
         name="buffer-overwritten",
         severity=WARNING,
+        explains=(Explains(("DDP516",), when="only the loss"),),
+        takes_severity=True,
+        spreads=True,
         summary="What a rank computed into a buffer is discarded: the broadcast replaces it with rank 0's.",
         why=(
             "DDP broadcasts rank 0's buffers at the start of each synchronising forward. Statistics, counters and "
@@ -130,6 +138,10 @@ def forward(self, x):
         code="DDP216",
         name="unregistered-state",
         severity=WARNING,
+        explains=(
+            Explains(("DDP303", "DDP304", "DDP312")),
+            Explains(("DDP516",), when="only the loss"),
+        ),
         summary="A tensor that is a plain attribute of a module, neither parameter nor buffer, differs between ranks.",
         why=(
             "DDP synchronises parameters and buffers. Any other tensor is built on each rank from its own random "

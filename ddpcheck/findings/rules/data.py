@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Explains, Rule
 
 RULES = (
     Rule(
         code="DDP505",
         name="duplicate-data",
         severity=ERROR,
+        explains=(Explains(("DDP303", "DDP304", "DDP305", "DDP312")),),
         summary="Ranks train on the same samples in the same step.",
         why=(
             "The average of equal gradients is the same gradient: W ranks do the work of one. Usually the loader has "
@@ -132,6 +133,8 @@ labels = {name: number for number, name in enumerate(set(names))}   # right: enu
         code="DDP518",
         name="unreduced-metric",
         severity=WARNING,
+        explains=(Explains(("DDP223", "DDP306", "DDP507")),),
+        takes_severity=True,
         summary="A metric that is logged or decides something is the value of one rank's shard.",
         why=(
             "Rank 0's loss or accuracy describes 1/W of the data, and early stopping or best-model decisions made "
@@ -152,6 +155,7 @@ schedule.step(evaluate(ddp, local_data))  # right: all_reduce the sum and the co
         code="DDP519",
         name="samples-left-out",
         severity=WARNING,
+        explains=(Explains(("DDP303", "DDP304", "DDP305", "DDP312")),),
         summary="Samples of the global batch are on no rank.",
         why=(
             "What no shard holds is not trained on. A remainder that is cut off shrinks the batch by up to world size "

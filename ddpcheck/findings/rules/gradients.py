@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, WARNING, Rule
+from ddpcheck.findings.rules.rule import ERROR, WARNING, Explains, Rule
 
 RULES = (
     Rule(
         code="DDP301",
         name="not-synchronised",
         severity=ERROR,
+        explains=(Explains(("DDP306",)),),
+        spreads=True,
         summary="A gradient differs between ranks after a backward pass that should have synchronised it.",
         why=(
             "When DDP works, every rank holds bit-identical gradients after backward. A difference means that the "
@@ -86,6 +88,7 @@ loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides alread
         code="DDP304",
         name="batch-coupled",
         severity=WARNING,
+        explains=(Explains(("DDP214", "DDP215"), when="its statistics"),),
         summary="Gradients differ from the single process because samples of a batch influence each other.",
         why=(
             "BatchNorm, contrastive losses with negatives from the batch, batch-wide dice and ranking losses see "
@@ -146,6 +149,8 @@ loss = (token_loss * mask).sum() / mask.sum()
         code="DDP306",
         name="state-diverged",
         severity=ERROR,
+        explains=(Explains(("DDP516",), when="only the loss"),),
+        spreads=True,
         summary="Parameters, buffers or optimizer state differ between ranks after a step.",
         why=(
             "Nothing brings the ranks together again: DDP never broadcasts parameters after construction. From here "
@@ -212,6 +217,7 @@ def batch(step):
         code="DDP309",
         name="collective-without-gradient",
         severity=ERROR,
+        explains=(Explains(("DDP303",)),),
         summary="A collective that autograd does not see stands on the way from parameters to the loss.",
         why=(
             "torch.distributed.all_reduce and all_gather are not differentiable: what comes from other ranks is a "
@@ -261,6 +267,7 @@ for p in model.parameters():
         code="DDP311",
         name="saved-tensor-overwritten",
         severity=ERROR,
+        explains=(Explains(("DDP214", "DDP215", "DDP302", "DDP304", "DDP312")),),
         summary="What backward needs was overwritten after forward, in place or by a later buffer broadcast.",
         why=(
             "A second forward under DDP broadcasts rank 0's buffers in place. When the first forward saved one of "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, NOTE, WARNING, Rule
+from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, NOTE, WARNING, Explains, Rule
 
 RULES = (
     Rule(
         code="DDP101",
         name="unused-parameter",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
         summary="A parameter requires grad, and no operation of the forward pass ever reads it.",
         why=(
             "DDP all-reduces a bucket when its last gradient has arrived. The gradient of an unused parameter never "
@@ -51,6 +52,7 @@ class Net(nn.Module):
         code="DDP102",
         name="non-contributing-parameter",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
         summary="A parameter is used in the forward pass, but what it made does not reach the loss.",
         why=(
             "Every output of forward that depends on parameters has to take part in the loss. Otherwise DDP waits "
@@ -83,6 +85,7 @@ def loss(model, batch):
         code="DDP103",
         name="detached-parameter",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302", "DDP306"), when="same subjects"),),
         summary=(
             "A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without "
             "a gradient."
@@ -117,6 +120,13 @@ def forward(self, x):
         code="DDP104",
         name="rank-dependent-parameter",
         severity=ERROR,
+        explains=(
+            Explains(("DDP306",), when="same subjects"),
+            Explains(("DDP301", "DDP302", "DDP303", "DDP305")),
+            Explains(("DDP304", "DDP312"), quietly=True),
+            Explains(("DDP516",), when="only the loss", quietly=True),
+        ),
+        by_family=True,
         summary="A parameter contributes to the loss on some ranks of a step and not on others.",
         why=(
             "Ranks that have the gradient start the all-reduce of its bucket, and wait for ranks that never start it: "
@@ -149,6 +159,12 @@ def forward(self, x):
         code="DDP105",
         name="step-dependent-parameter",
         severity=ERROR,
+        explains=(
+            Explains(("DDP306",), when="same subjects"),
+            Explains(GRADIENTS),
+            Explains(("DDP516",), when="only the loss"),
+        ),
+        by_family=True,
         summary="A parameter contributes to the loss in some steps only.",
         why=(
             "In a step without it DDP waits for a gradient that never comes, its bucket stays unsynchronised and the "
@@ -178,6 +194,12 @@ def forward(self, x):
         code="DDP106",
         name="unregistered-parameter",
         severity=ERROR,
+        explains=(
+            Explains(("DDP301", "DDP302", "DDP303", "DDP306", "DDP515"), when="same subjects"),
+            Explains(("DDP516",), when="only the loss", quietly=True),
+            Explains(("DDP301", "DDP302", "DDP303", "DDP305", "DDP306"), when="made in forward"),
+            Explains(("DDP304", "DDP312"), when="made in forward", quietly=True),
+        ),
         summary="A leaf tensor receives a gradient, but is no parameter of the wrapped module.",
         why=(
             "DDP knows only what module.parameters() returned when it was constructed. A parameter in a Python list "
@@ -297,6 +319,7 @@ DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) firs
         code="DDP111",
         name="ignored-parameter",
         severity=ERROR,
+        explains=(Explains(("DDP208", "DDP301", "DDP306")),),
         summary="A parameter is trained, but the wrapper was told to ignore it.",
         why=(
             "Names in the list that _set_params_and_buffers_to_ignore_for_model sets are neither broadcast nor "
@@ -317,6 +340,7 @@ DistributedDataParallel(model)           # right: leave out names of parameters 
         code="DDP112",
         name="opaque-output",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302", "DDP406")),),
         summary="forward returns an object in which DDP finds no tensor.",
         why=(
             "DDP looks for tensors in the output (tensor, list, tuple, dict, dataclass). In any other object it sees "

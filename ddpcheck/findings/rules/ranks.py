@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, Rule
+from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, Explains, Rule
 
 RULES = (
     Rule(
@@ -171,6 +171,10 @@ DistributedDataParallel(model.to(device))                 # right: raise where t
         code="DDP208",
         name="parameter-value",
         severity=ERROR,
+        explains=(
+            Explains((*GRADIENTS, "DDP306")),
+            Explains(("DDP516",), when="only the loss"),
+        ),
         summary="A parameter has another value on one rank than on another.",
         why=(
             "DDP broadcasts rank 0's values once, when it is constructed, and never again. Values that differ after "
@@ -197,6 +201,7 @@ model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sy
         code="DDP209",
         name="tied-parameters",
         severity=ERROR,
+        explains=(Explains(("DDP516",), when="only the loss"),),
         summary="Parameters are one tensor under several names on one rank, and separate tensors on another.",
         why=(
             "A tied parameter is counted once. Where one rank ties and another does not, the lists of parameters "
@@ -240,6 +245,9 @@ DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # 
         code="DDP222",
         name="module-structure-or-mode",
         severity=ERROR,
+        explains=(
+            Explains(("DDP214", "DDP215", "DDP216", "DDP301", "DDP302", "DDP304", "DDP305", "DDP312", "DDP516")),
+        ),
         summary="The modules are of other classes, or in another mode (train or eval), on one rank than on another.",
         why=(
             "Equal parameters do not make an equal function: a ReLU against a GELU, or dropout switched off on one "
@@ -261,6 +269,7 @@ if dist.get_rank() == 0:
         code="DDP223",
         name="optimizer-options",
         severity=ERROR,
+        explains=(Explains(("DDP306",)),),
         summary="The optimizer, its options or its parameter groups differ between ranks.",
         why=(
             "DDP averages gradients and nothing else. The ranks stay equal only when every optimizer makes the same "

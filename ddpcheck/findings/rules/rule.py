@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ddpcheck.findings.severity import Severity
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+
+
+GRADIENTS = ("DDP301", "DDP302", "DDP303", "DDP304", "DDP305", "DDP312")
+"""The rules on gradients that are not what they should be."""
+
+When = Literal["always", "same subjects", "only the loss", "made in forward", "its statistics", "by steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explains:
+    """What comes with a defect, and is no finding of its own beside it.
+
+    Attributes:
+        codes: Of the rules.
+        when: In which cases (`judge.causes`).
+        quietly: It goes without saying.
+    """
+
+    codes: tuple[str, ...]
+    when: When = "always"
+    quietly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +46,10 @@ class Rule:
         ignore: When it is no defect.
         reports: Public threads on it, as OWNER/REPOSITORY#NUMBER.
         example: A few lines of code that break the rule, with a comment on what would not.
+        explains: What is a consequence of it.
+        takes_severity: Whether a finding is as severe as the worst of its consequences.
+        spreads: Whether a finding on more and more tensors is one defect.
+        by_family: Whether findings on the blocks of one list are one defect: experts, of which each step takes others.
     """
 
     code: str
@@ -36,15 +62,10 @@ class Rule:
     ignore: str
     reports: tuple[str, ...] = ()
     example: str = ""
-
-    def sections(self) -> tuple[tuple[str, str], ...]:
-        """The headings and texts that every output shows, in their order."""
-        return (
-            ("Why it matters", self.why),
-            ("What to do", self.fix),
-            ("How it is detected", self.detected),
-            ("When to ignore it", self.ignore),
-        )
+    explains: tuple[Explains, ...] = ()
+    takes_severity: bool = False
+    spreads: bool = False
+    by_family: bool = False
 
 
 def address_of(report: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, Rule
+from ddpcheck.findings.rules.rule import ERROR, Explains, Rule
 
 RULES = (
     Rule(
@@ -124,6 +124,7 @@ for file in files:                       # right: with ddp.join(): around the lo
         code="DDP406",
         name="marked-ready-twice",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302")),),
         summary="A parameter's gradient is marked ready twice in one backward pass.",
         why=(
             "DDP expects one gradient a parameter and iteration. Re-entrant checkpointing around a module that is "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.rules.rule import ERROR, Rule
+from ddpcheck.findings.rules.rule import ERROR, GRADIENTS, Explains, Rule
 
 RULES = (
     Rule(
         code="DDP501",
         name="forward-bypassed",
         severity=ERROR,
+        explains=(Explains(("DDP208", "DDP306", "DDP515")),),
         summary="Gradients are computed by a forward pass that bypasses the wrapper.",
         why=(
             "DDP prepares its reducer in its own forward. ddp.module(x), a parameter used outside forward, "
@@ -33,6 +34,10 @@ output.sum().backward()
         code="DDP502",
         name="no-sync-misuse",
         severity=ERROR,
+        explains=(
+            Explains(("DDP301", "DDP302")),
+            Explains(("DDP508",), when="by steps"),
+        ),
         summary="no_sync is not entered, never left, or does not enclose the forward pass.",
         why=(
             "no_sync takes effect in forward. Around backward alone it changes nothing; always entered it never "
@@ -61,6 +66,12 @@ with ddp.no_sync():                      # no_sync takes effect in forward
         code="DDP503",
         name="changed-after-wrapping",
         severity=ERROR,
+        explains=(
+            Explains(("DDP208",), when="same subjects"),
+            Explains(("DDP101", "DDP102", "DDP103", "DDP106", *GRADIENTS, "DDP306")),
+            Explains(("DDP516",), when="only the loss"),
+        ),
+        spreads=True,
         summary="A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.",
         why=(
             "DDP has put its hooks on the tensors that it found when it was constructed. Replaced tensors have none "
@@ -105,6 +116,7 @@ model.head = nn.Linear(8, 3)             # right: replace the head first, then m
         code="DDP507",
         name="learning-rate",
         severity=ERROR,
+        explains=(Explains(("DDP306",)),),
         summary="The learning rate differs between ranks, or follows another schedule.",
         why=(
             "Gradients are equal and updates are not, so parameters diverge from this step on. A scheduler that "
@@ -128,6 +140,7 @@ schedule.step(loss)                      # the loss of this rank's samples; righ
         code="DDP508",
         name="step-skipped-on-a-rank",
         severity=ERROR,
+        explains=(Explains(("DDP306",)),),
         summary="A rank skips a backward pass or an optimizer step that the others make.",
         why=(
             "If one rank alone skips a step (NaN, out of memory), its later gradients are averaged with those of "
@@ -149,6 +162,7 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
         code="DDP509",
         name="backward-without-forward-pairing",
         severity=ERROR,
+        explains=(Explains(("DDP301", "DDP302")),),
         summary="The wrapper's forward and backward passes do not come in pairs.",
         why=(
             "The reducer is prepared by a forward and finished by one backward. A second backward of the same "
@@ -194,6 +208,12 @@ if rank == 0:
         code="DDP513",
         name="static-graph-violated",
         severity=ERROR,
+        explains=(
+            Explains(("DDP306",), when="same subjects"),
+            Explains(GRADIENTS),
+            Explains(("DDP516",), when="only the loss"),
+        ),
+        by_family=True,
         summary="static_graph=True is set, and the set of used parameters or their order changes.",
         why=(
             "With static_graph DDP records in the first iteration how often each gradient arrives, and relies on it. "
@@ -242,6 +262,10 @@ for part in batch.split(4):
         code="DDP515",
         name="values-changed-after-wrapping",
         severity=ERROR,
+        explains=(
+            Explains(("DDP208", *GRADIENTS, "DDP306")),
+            Explains(("DDP516",), when="only the loss"),
+        ),
         summary="Parameter values were changed after wrapping by something else than the optimizer, on some ranks.",
         why=(
             "DDP broadcasts at construction only. A checkpoint loaded, weights re-initialised, pruned or averaged on "

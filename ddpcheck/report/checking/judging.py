@@ -13,13 +13,13 @@ from ddpcheck.findings.evidence.gradients import RepeatedStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.causes import split_consequences
 from ddpcheck.judge.judge_context import JudgeContext, LocalFacts
 from ddpcheck.judge.parameters import judge_parameters
 from ddpcheck.judge.rank_failure import judge_wrapper_error
 from ddpcheck.judge.reducer import judge_compiled, judge_reducer, tell_compiled, without_prefix
 from ddpcheck.judge.replica_state import judge_state
 from ddpcheck.judge.replicas import differing_names
-from ddpcheck.judge.root_causes import split_consequences
 from ddpcheck.judge.single_process import judge_nothing_compared, judge_repeat, judge_single_process
 from ddpcheck.judge.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
 from ddpcheck.report.checking.check_state import CheckState

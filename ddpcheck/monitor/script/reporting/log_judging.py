@@ -17,7 +17,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import counted
-from ddpcheck.judge.root_causes import split_consequences
+from ddpcheck.judge.causes import split_consequences
 from ddpcheck.judge.script_changes import at_the_change
 from ddpcheck.judge.wrapper_construction import COUNTED, judge_constructions
 from ddpcheck.monitor.judging import judge_replica_states, judge_reports

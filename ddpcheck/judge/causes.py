@@ -1,0 +1,107 @@
+"""One finding a root cause: which findings are only consequences of which, as `Rule.explains` has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.rules.rule import Explains, When
+from ddpcheck.findings.severity import Severity
+from ddpcheck.judge.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.parameters import MADE_IN_FORWARD
+from ddpcheck.judge.replica_state import RUNNING_STATISTICS
+
+
+def split_consequences(findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Finding]]]:
+    """One finding a root cause, and each consequence with the finding that it is evidence of now."""
+    single: list[Finding] = []
+    for finding in findings:
+        if not any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in single):
+            single.append(finding)
+    causes = _causes(single)
+    kept = {number: finding for number, finding in enumerate(single) if number not in causes}
+    roots = {}
+    for number in causes:
+        root = causes[number]
+        while root in causes:
+            root = causes[root]
+        roots[number] = root
+        found, cause = single[number], kept[root]
+        how = _explains(cause, found)
+        if how is None or how.quietly:  # a consequence of a consequence, or one that goes without saying
+            continue
+        worst = min(cause.severity, found.severity, key=lambda severity: severity.rank)
+        kept[root] = replace(
+            cause,
+            evidence=(*cause.evidence, f"with it comes {found.code}: {found.message}"),
+            severity=worst if RULES[cause.code].takes_severity else cause.severity,
+            tags=(*cause.tags, found.code),
+        )
+    return list(kept.values()), [(single[number], kept[root]) for number, root in roots.items()]
+
+
+def _causes(findings: Sequence[Finding]) -> dict[int, int]:
+    """The number of the cause of each finding that has one: one that has none itself, where there is such a one."""
+    possible: dict[int, list[int]] = {}
+    for number, found in enumerate(findings):
+        explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, found)]
+        if explaining:
+            possible[number] = sorted(explaining, key=lambda n: findings[n].code)
+    return {number: min(causes, key=lambda n: n in possible) for number, causes in possible.items()}
+
+
+def _goes_before(cause: Finding, found: Finding) -> bool:
+    """Whether one explains the other; of two that explain each other it is the one that does so in fewer cases."""
+    how, back = _explains(cause, found), _explains(found, cause)
+    return how is not None and (back is None or back.when == "always" != how.when)
+
+
+def _explains(cause: Finding, found: Finding) -> Explains | None:
+    return next(
+        (one for one in RULES[cause.code].explains if found.code in one.codes and _WHEN[one.when](cause, found)), None
+    )
+
+
+_WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
+    "always": lambda _cause, _found: True,
+    "same subjects": lambda cause, found: set(found.subjects) <= set(cause.subjects),
+    # only the loss is known to differ on a rank, and not the data that it is computed from
+    "only the loss": lambda _cause, found: found.subjects == ("loss",),
+    # after DDP had looked: every rank began with other values
+    "made in forward": lambda cause, _found: MADE_IN_FORWARD in cause.tags,
+    # of layers that couple the samples
+    "its statistics": lambda cause, found: (
+        BY_NORMALISATION in cause.tags and all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.subjects)
+    ),
+    # backward passes that are averaged are fewer
+    "by steps": lambda _cause, found: "step" in found.subjects,
+}
+
+
+# What has been reported before
+
+
+def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
+    """The key of a root cause: the code and the subjects, blocks of a list taken together where they are one defect."""
+    subjects: Iterable[str] = finding.subjects
+    if RULES[finding.code].by_family:
+        subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
+    return finding.code, frozenset(subjects)
+
+
+def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
+    """Whether `finding` is a consequence of an error among others."""
+    return any(
+        other != finding and other.severity is Severity.ERROR and _goes_before(other, finding) for other in findings
+    )
+
+
+def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
+    """Whether `finding` is a reported one that has spread: more tensors differ for the same reason."""
+    subjects = set(finding.subjects)
+    return RULES[finding.code].spreads and any(
+        other.code == finding.code and subjects & set(other.subjects) for other in reported
+    )

@@ -1,0 +1,90 @@
+"""One finding a root cause: each relation of the rule table, and what becomes of several at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.rules.rule import When
+from ddpcheck.findings.severity import Severity
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.judge.causes import cause_of, follows_from, goes_on, split_consequences
+from ddpcheck.judge.loss_terms import BY_NORMALISATION
+from ddpcheck.judge.parameters import MADE_IN_FORWARD
+
+RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
+APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "same subjects": (("head.weight", "head.bias"), ("head.bias",), ()),
+    "only the loss": (("head.weight",), ("loss",), ()),
+    "made in forward": (("head.weight",), ("other",), (MADE_IN_FORWARD,)),
+    "its statistics": (("norm",), ("norm.running_mean",), (BY_NORMALISATION,)),
+    "by steps": (("a",), ("step",), ()),
+    "always": (("head.weight",), ("other",), ()),
+}
+"""By case: the subjects of the cause and of its consequence, and the tags of the cause."""
+
+
+def finding(code: str, *subjects: str, tags: tuple[str, ...] = (), severity: Severity = Severity.ERROR) -> Finding:
+    return replace(make_finding(code, subjects, f"What {code} says."), tags=tags, severity=severity)
+
+
+@pytest.mark.parametrize(("code", "explains", "other"), RELATIONS, ids=lambda value: getattr(value, "when", value))
+def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -> None:
+    mine, theirs, tags = APART[explains.when]
+    cause, found = finding(code, *mine, tags=tags), finding(other, *theirs)
+    for both in ([cause, found], [found, cause]):
+        (kept,), consequences = split_consequences(both)
+        assert kept.code == code and consequences == [(found, kept)]
+        assert (f"with it comes {other}: {found.message}" in kept.evidence) != explains.quietly
+        assert (other in kept.tags) != explains.quietly
+    assert follows_from(found, [cause, found]) and not follows_from(cause, [cause, found])
+    assert not follows_from(found, [replace(cause, severity=Severity.WARNING)])
+
+
+@pytest.mark.parametrize(
+    ("code", "mine", "other", "theirs"),
+    [
+        ("DDP106", ("table",), "DDP515", ("head.weight",)),
+        ("DDP208", ("head.weight",), "DDP516", ("loss", "targets")),
+        ("DDP106", ("table",), "DDP312", ("head.weight",)),
+        ("DDP304", ("norm",), "DDP214", ("seen",)),
+        ("DDP502", ("a",), "DDP508", ("a",)),
+    ],
+)
+def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:
+    cause, found = finding(code, *mine, tags=(BY_NORMALISATION,) if code == "DDP304" else ()), finding(other, *theirs)
+    kept, consequences = split_consequences([cause, found])
+    if code == "DDP304":  # then it is the other way round: buffers that differ part the losses
+        assert [one.code for one in kept] == ["DDP214"]
+    else:
+        assert kept == [cause, found] and consequences == []
+
+
+def test_what_comes_of_a_consequence_belongs_to_the_root() -> None:
+    root, between, last = finding("DDP501", "module"), finding("DDP208", "a"), finding("DDP302", "b")
+    (kept,), consequences = split_consequences([last, between, root])
+    assert kept.code == "DDP501" and kept.tags == ("DDP208",)
+    assert {found.code: cause.code for found, cause in consequences} == {"DDP208": "DDP501", "DDP302": "DDP501"}
+
+
+def test_the_same_rule_on_fewer_subjects_is_told_once() -> None:
+    whole, part = finding("DDP101", "a", "b"), finding("DDP101", "b")
+    assert split_consequences([whole, part]) == ([whole], [])
+    assert split_consequences([part, finding("DDP101", "c")])[0] == [part, finding("DDP101", "c")]
+
+
+@pytest.mark.parametrize("code", ["DDP215", "DDP518"])
+def test_a_cause_that_takes_the_severity_of_what_comes_of_it(code) -> None:
+    other = RULES[code].explains[0].codes[0]
+    cause, found = finding(code, "x", severity=Severity.WARNING), finding(other, "loss")
+    assert split_consequences([cause, found])[0][0].severity is Severity.ERROR
+    assert split_consequences([cause, replace(found, severity=Severity.NOTE)])[0][0].severity is Severity.WARNING
+
+
+def test_a_watch_knows_what_it_has_reported() -> None:
+    assert cause_of(finding("DDP104", "blocks.1.weight")) == cause_of(finding("DDP104", "blocks.7.weight"))
+    assert cause_of(finding("DDP101", "blocks.1.weight")) != cause_of(finding("DDP101", "blocks.7.weight"))
+    assert goes_on(finding("DDP306", "a", "b"), [finding("DDP306", "a")])
+    assert not goes_on(finding("DDP306", "b"), [finding("DDP306", "a")])
+    assert not goes_on(finding("DDP302", "a", "b"), [finding("DDP302", "a")])
