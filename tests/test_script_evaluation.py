@@ -15,6 +15,7 @@ from ddpcheck.findings.evidence.evaluation import (
     GatheredTargets,
     MetricShown,
     ResultExchanged,
+    RowsCompared,
     ShownNumber,
 )
 from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
@@ -22,6 +23,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.metrics_of_pairs import OF_NUMBERS, OF_SCORES
 from ddpcheck.judge.script_evaluation import judge_evaluations
 from ddpcheck.judge.script_targets import judge_targets
+from ddpcheck.monitor.script.recording.comparison_recorder import ComparisonRecorder
 from ddpcheck.monitor.script.recording.evaluation_recorder import _rows_given, _values_given
 from ddpcheck.monitor.script.recording.program_numbers import labels_in, number_of
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows
@@ -249,7 +251,47 @@ def test_targets_are_those_that_come_with_the_samples_too() -> None:
     wrong = max(abs(error) for error in errors([*of_ranks[0], *of_ranks[1]]))
     (found,) = judge_evaluations(loaders, [[EvaluationPass(0, 3, 0)]] * 2, given, [prints(wrong), []])
     assert (found.code, found.location) == ("DDP803", REDUCE)
-    assert "the largest error" in found.evidence[1]
+    assert "the largest error" in found.evidence[2]
+
+
+def test_results_and_targets_that_a_script_compares_in_two_orders() -> None:
+    known = {"exhausted": True, "batch_size": 4, "batches": 2}
+    loaders = [[LoaderPass(3, 0, LOOP, "Houses", 8, indices=i, **known)] for i in strided(8)]
+    passes = [[EvaluationPass(0, 3, 0, numbers_of={"prices": TARGETS})]] * 2
+    of_ranks = [[PREDICTED[index] for index in of_rank] for of_rank in strided(8)]
+    given = [[call(operation="all_gather", rows=[0] * 4, values=of)] for of in of_ranks]
+    joined, targets = [*of_ranks[0], *of_ranks[1]], [TARGETS[i] for of_rank in strided(8) for i in of_rank]
+
+    def found(one: Sequence[float], other: Sequence[float], *, number: int = 0) -> list[str]:
+        met = [[RowsCompared(number, LINE, one, other)], []]
+        return codes(judge_evaluations(loaders, passes, given, [[], []], met))
+
+    assert found(joined, TARGETS) == found(TARGETS, joined) == ["DDP803"]
+    assert found([3 * x + 1 for x in joined], [3 * x + 1 for x in TARGETS]) == ["DDP803"]
+    assert found(PREDICTED, TARGETS) == found(joined, targets) == found(joined, PREDICTED) == []
+    assert found(joined, TARGETS[:7]) == found([0.0] * 8, TARGETS) == found(joined, TARGETS, number=1) == []
+
+
+def test_comparisons_are_followed_from_a_gather_to_the_next_loop() -> None:
+    seen: list[RowsCompared] = []
+    recorder = ComparisonRecorder(seen.append)
+    one, other = torch.arange(8.0), torch.ones(8, 1)
+    plain = vars(torch.Tensor).get("__sub__")
+    recorder.open(2, 8)
+    try:
+        for _ in range(2):
+            (one[:, None] - other).square().mean()  # once for each line
+        torch.nn.HuberLoss()(one, one + 1)
+        assert (one == 3).sum() == 1 and (one[:4] - one[4:]).abs().sum() == 16  # no pairs, or too few
+        assert len({one, one, other}) == 2
+    finally:
+        recorder.close()
+    assert one.sub(one + 2).sum() == -16
+    assert [(each.round, list(each.one), list(each.other)) for each in seen] == [
+        (2, list(map(float, range(8))), [1.0] * 8),
+        (2, list(map(float, range(8))), list(map(float, range(1, 9)))),
+    ]
+    assert vars(torch.Tensor).get("__sub__") is plain and torch.nn.functional.mse_loss.__module__.startswith("torch")
 
 
 def test_metrics_of_pairs() -> None:

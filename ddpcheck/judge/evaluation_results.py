@@ -10,7 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+)
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 
@@ -27,6 +33,7 @@ class Evaluated:
     exchanged: Sequence[ResultExchanged]
     shown: Sequence[MetricShown]
     subset: Sequence[int] = ()
+    compared: Sequence[RowsCompared] = ()
 
     @property
     def samples(self) -> int:

@@ -10,12 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 Row = tuple[float, ...]
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
+_ROUNDING = 1e-9
 _Of = Callable[[Sequence[float], Sequence[float]], float]
 
 
 def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
     """How many are the same."""
     return sum(row == label for row, label in pairs) / len(pairs)
+
+
+def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether these are others in the same order, each times one number and plus another."""
+    if len(numbers) != len(others) or len(set(others)) < 2:
+        return False
+    try:
+        return abs(_correlation(numbers, others)) > 1 - _ROUNDING
+    except (ArithmeticError, ValueError):
+        return False
 
 
 def _of(metric: _Of) -> Metric:

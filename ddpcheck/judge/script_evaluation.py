@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+)
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, one_finding
@@ -39,10 +45,13 @@ def judge_evaluations(
     passes: Sequence[Sequence[EvaluationPass]],
     exchanged: Sequence[Sequence[ResultExchanged]],
     shown: Sequence[Sequence[MetricShown]],
+    compared: Sequence[Sequence[RowsCompared]] = (),
 ) -> list[Finding]:
     """At most one finding of each rule; all by rank, in order."""
     by_rank: list[dict[_Key, Evaluated]] = []
-    for of_loaders, of_passes, of_exchanged, of_shown in zip(loaders, passes, exchanged, shown, strict=True):
+    rows = compared or [()] * len(loaders)
+    every = zip(loaders, passes, exchanged, shown, rows, strict=True)
+    for of_loaders, of_passes, of_exchanged, of_shown, of_rows in every:
         known = {(one.loader, one.number): one for one in of_loaders}
         subsets = {one.loader: one.subset for one in of_loaders if len(one.subset)}
         theirs: dict[_Key, Evaluated] = {}
@@ -60,6 +69,7 @@ def judge_evaluations(
                     ],
                     [one for one in of_shown if one.round == held.round],
                     subsets.get(loader.loader, ()),
+                    [one for one in of_rows if one.round == held.round],
                 )
         by_rank.append(theirs)
     found: dict[str, list[Finding]] = {}

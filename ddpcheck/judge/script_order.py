@@ -1,7 +1,7 @@
 """DDP803: results that were gathered rank by rank, and compared with labels or targets in the order of the dataset.
 
 A pure function from `findings.evidence.evaluation` to findings. Nothing is said unless a number that the program shows
-is just what a metric is of the wrong pairs, and not what it is of the right ones.
+is just what a metric is of the wrong pairs, and not what it is of the right ones; or it compares these pairs itself.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from ddpcheck.findings.evidence.evaluation import MetricShown
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import one_finding
 from ddpcheck.judge.evaluation_results import (
     Evaluated,
@@ -24,7 +23,7 @@ from ddpcheck.judge.evaluation_results import (
     places_of,
     targets_given,
 )
-from ddpcheck.judge.metrics_of_pairs import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy
+from ddpcheck.judge.metrics_of_pairs import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy, is_scaled
 
 _APART = 1e-4  # relative: of metrics
 _DIGITS = 4  # of a printed number, before one of many metrics is known by what is printed alone
@@ -32,19 +31,23 @@ _DIGITS = 4  # of a printed number, before one of many metrics is known by what 
 
 def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
     """DDP803: a metric of results that were gathered rank by rank, against those of the dataset in its own order."""
-    if min(one.samples for one in of_ranks) < 1 or are_other_data(of_ranks) or not any(one.shown for one in of_ranks):
+    if (
+        min(one.samples for one in of_ranks) < 1
+        or are_other_data(of_ranks)
+        or not any(one.shown or one.compared for one in of_ranks)
+    ):
         return []
     places = places_of(of_ranks)
     labels, numbers = _references(of_ranks, places)
     gathered = gathered_labels(of_ranks)
     for given in gathered:
         classes = [[(float(row),) for row in of_rank] for of_rank in given.rows]
-        known = [
+        kinds = [
             (classes, labels, {"accuracy": accuracy}, 0),
             (given.values, labels, OF_SCORES, _DIGITS),
             (given.values, numbers, OF_NUMBERS, _DIGITS),
         ]
-        for rows, references, metrics, digits in known:
+        for rows, references, metrics, digits in kinds:
             if any(len(of_rank) != len(place) for of_rank, place in zip(rows, places, strict=False)) or not rows:
                 continue
             for name, reference in references.items():
@@ -53,7 +56,7 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
                     continue  # the labels themselves
                 found = _compared(of_ranks, given, rows, places, reference, metrics, digits)
                 if found is not None:
-                    return _misplaced(of_ranks, given, name, *found)
+                    return _misplaced(of_ranks[0], given, name, *found)
     return []
 
 
@@ -84,8 +87,8 @@ def _compared(
     reference: Mapping[int, Row],
     metrics: Mapping[str, Metric],
     digits: int,
-) -> tuple[str, float, float, MetricShown] | None:
-    """The metric that is shown and made of the wrong pairs: its name, it, what it would be, and where it is shown."""
+) -> tuple[str, str] | None:
+    """What the script makes of the wrong pairs: a metric that it shows, or a comparison; and evidence of that."""
     everywhere = list(zip(chain(*places), chain(*rows), strict=True))
     by_place = dict(everywhere)
     if not by_place or not by_place.keys() <= reference.keys():
@@ -108,30 +111,42 @@ def _compared(
             value = metric(wrong)
             if math.isfinite(value) and abs(value - others[name][0]) > _APART * max(abs(value), abs(others[name][0])):
                 if (seen := first_shown(of_ranks, value, *others[name], digits=digits)) is not None:
-                    return name, value, others[name][0], seen
+                    return (
+                        f"the {value:.6g} that is {seen.how} would be {others[name][0]:.6g}, if each were compared "
+                        "with its own label",
+                        f"it is {seen.how} at {seen.location}: the {name}",
+                    )
+        if not _follow(joined, sorted(by_place.items())) and (line := _met(of_ranks, wrong)) is not None:
+            apart = sum(place != own for place, (own, _) in enumerate(joined))
+            return f"{apart} of {len(joined)} meet that of another sample", f"they are compared at {line}"
     return None
 
 
-def _misplaced(
-    of_ranks: Sequence[Evaluated],
-    given: Gathered,
-    reference: str,
-    metric: str,
-    wrong: float,
-    right: float,
-    seen: MetricShown,
-) -> list[Finding]:
-    one = of_ranks[0]
+def _met(of_ranks: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
+    """The line at which the script compares these, as they are or scaled."""
+    one, other = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
+    for met in chain.from_iterable(each.compared for each in of_ranks):
+        for a, b in ((met.one, met.other), (met.other, met.one)):
+            if is_scaled(a, one) and is_scaled(b, other):
+                return met.location
+    return None
+
+
+def _follow(joined: Sequence[tuple[int, Row]], ordered: Sequence[tuple[int, Row]]) -> bool:
+    """Whether the results are the same in both orders, as far as can be told."""
+    return [row for _, row in joined] == [row for _, row in ordered]
+
+
+def _misplaced(one: Evaluated, given: Gathered, reference: str, what: str, seen: str) -> list[Finding]:
     begins = ", ".join(map(str, one.loader.indices[:4]))
     return one_finding(
         "DDP803",
         (one.loader.dataset,),
-        f"The results are gathered rank by rank and compared with labels in the order of the dataset: the "
-        f"{wrong:.6g} that is {seen.how} would be {right:.6g}, if each were compared with its own label.",
+        f"The results are gathered rank by rank and compared with labels in the order of the dataset: {what}.",
         location=given.location,
         evidence=[
             f"rank 0 has samples {begins} ..., by {one.loader.sampler}",
-            f"the labels are {reference}; it is the {metric}",
-            f"it is {seen.how} at {seen.location}",
+            f"the labels are {reference}",
+            seen,
         ],
     )

@@ -69,6 +69,23 @@ class ResultExchanged:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsCompared:
+    """Two tensors of as many numbers as there are samples, or rows of them, have been compared number by number.
+
+    Attributes:
+        round: After the gather of which evaluation.
+        location: The line of the script.
+        one: The numbers, in their order.
+        other: Likewise.
+    """
+
+    round: int
+    location: Location | None
+    one: Sequence[float]
+    other: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
 class ShownNumber:
     """A number that the program shows.
 

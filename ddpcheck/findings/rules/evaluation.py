@@ -79,7 +79,9 @@ if rank == 0:
             "gives with the samples or that the dataset holds. It is reported where a number that is printed, logged "
             "or saved is the agreement of the two as they stand (the share of equal labels, a mean error, a "
             "correlation and others of that kind), and another one where each sample is compared with its own label. "
-            "Results that were rounded to fewer than three digits are not seen."
+            "So it is where the script itself compares two tensors that are these, as they stand or scaled, in a "
+            "difference, a comparison or a loss of torch's after the gather. Of what is computed otherwise, results "
+            "that were rounded to fewer than three digits are not seen."
         ),
         ignore="Never: the metric is not that of the model.",
         example="""\

@@ -18,7 +18,13 @@ from typing import Any
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.draws import StepDraw
-from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    GatheredTargets,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+)
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun
@@ -216,6 +222,7 @@ Entry = (
     | EvaluationPass
     | ResultExchanged
     | MetricShown
+    | RowsCompared
     | GatheredTargets
     | GradientsLeft
     | GradientsTaken

@@ -18,12 +18,19 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+)
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location, variables_of
 from ddpcheck.gather.patching import patched
+from ddpcheck.monitor.script.recording.comparison_recorder import ComparisonRecorder
 from ddpcheck.monitor.script.recording.program_numbers import (
     labels_in,
     number_of,
@@ -45,7 +52,7 @@ _ROUNDED = 7  # characters of a number that a program may have rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
 _GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # the names of what goes into a collective
 _WITH_RESULTS = ("reduce", "gather")  # in the names of collectives
-_Entry = EvaluationPass | ResultExchanged | MetricShown
+_Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 
 @dataclass(slots=True)
@@ -71,6 +78,8 @@ class EvaluationRecorder:
         self._ended: tuple[int, int] | None = None  # the last evaluation
         self._references: set[int] = set()  # loaders whose datasets have been looked at
         self._record: Any = None  # the last one of `logging`
+        self._size = 0  # of the dataset that was evaluated last
+        self._comparisons = ComparisonRecorder(sink)
         patched(torch.autograd, "backward", self._trains)
         patched(builtins, "print", self._prints)
         patched(logging.Handler, "handle", self._logs)
@@ -78,6 +87,7 @@ class EvaluationRecorder:
 
     def _trains(self, *_arguments: Any, **_named: Any) -> None:
         self._backwards += 1
+        self._comparisons.close()
         if self._evaluated:
             self._evaluated = False
             self._round += 1
@@ -91,13 +101,16 @@ class EvaluationRecorder:
         key = (entry.loader, entry.number)
         one = self._open.pop(key, None)
         if one is None:
+            self._comparisons.close()
             self._open[key] = _Open(self._backwards, numbers_of_program())
             return
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > one.backwards:
             return
         if not self._evaluated:
             self._evaluated, self._left = True, [_MOST_EXCHANGED, _MOST_SHOWN]
-        self._ended = key
+        self._ended, self._size = key, entry.size
+        if any(exchanged.rows for exchanged in one.exchanged):
+            self._comparisons.open(self._round, entry.size)
         held = numbers_of_program()
         numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
         numbers |= _agreements(rows_of_program(len(entry.indices)))
@@ -127,6 +140,8 @@ class EvaluationRecorder:
             if len(exchanged) < _MOST_EXCHANGED:
                 exchanged.append(made)
             return
+        if not isinstance(value, torch.Tensor) or made.rows:
+            self._comparisons.open(self._round, self._size)
         parts = [] if len(made.rows) else [(_rows_given(one), _values_given(one)) for one in _parts_of(value)]
         for one in (made, *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._left[0] > 0:

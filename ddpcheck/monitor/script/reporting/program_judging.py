@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.draws import StepDraw
-from ddpcheck.findings.evidence.evaluation import EvaluationPass, GatheredTargets, MetricShown, ResultExchanged
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    GatheredTargets,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+)
 from ddpcheck.findings.evidence.gathers import GatheredConstant, OwnPartPutBack
 from ddpcheck.findings.evidence.gradient_changes import GradientsChanged, GradientsTaken
 from ddpcheck.findings.evidence.pace import GradientsLeft, PaceRun, WrapperPace
@@ -144,6 +150,7 @@ def _judge_evaluation(ranks: Sequence[WatchedRank]) -> list[Finding]:
         [_of(rank, EvaluationPass) for rank in ranks],
         [_of(rank, ResultExchanged) for rank in ranks],
         [_of(rank, MetricShown) for rank in ranks],
+        [_of(rank, RowsCompared) for rank in ranks],
     )
     losses = [_of(rank, LossDifferentiated) for rank in ranks]
     return found + judge_targets([_of(rank, GatheredTargets) for rank in ranks], losses)
