@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_statistics import judge_statistics
 from ddpcheck.monitor.script.recording.statistics_recorder import StatisticsRecorder
+from ddpcheck.monitor.script.recording.updating_line import updating_line
 
 LINE = Location("train.py", 8)
 UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])
@@ -40,7 +43,7 @@ def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
         looks(1.5, 2.0, 3.5),  # brought together in between
         looks(1.5, 2.5, 3.5, exchanged=1),
         looks(1.5, 2.5, 3.5, equations=0),  # only held
-        looks(1.5, 2.5, 3.5, equations=1),  # by chance
+        looks(1.5, 2.5, equations=1),  # by chance
         looks(1.5, equations=9),  # seen once
         [],
     ],
@@ -152,6 +155,37 @@ def test_it_is_known_by_the_inputs_alone(make: Callable[[], Callable[[Tensor], T
     train(make(), module)
     assert kept and {one.name.partition(".")[2] for one in found if one.equations} == names
     assert not names or sum(one.equations == 5 for one in found) >= 4
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_rollout_of_which_forward_is_given_parts(of_all: bool) -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    running = Running()
+    torch.manual_seed(1)
+    for _ in range(8):
+        observed = UNITS * (torch.randn(32, 6) + 1)
+        running.update(observed)
+        if of_all:
+            observed = (observed - running.mean) / running.var.sqrt()
+        for part in torch.randperm(32).view(2, 16):
+            x = observed[part]
+            module(x if of_all else (x - running.mean) / running.var.sqrt())
+    assert kept and {one.name for one in found} == {"running.mean"} and sum(one.equations == 5 for one in found) > 1
+
+
+def test_the_line_that_updates_is_in_the_class_and_makes_the_new_value_of_the_old_one() -> None:
+    def text(path: str, holder: type) -> str:
+        line = updating_line(path, holder)
+        assert line is not None
+        return linecache.getline(line.path, line.line).strip()
+
+    assert text("self.norm.mean", Running).startswith("self.mean = self.mean + (x")
+    assert text("state['q']", dict).startswith('state["q"] = 0.9 *')
+    assert text("state.seen", SumState).startswith("state.total, state.squares, state.seen = state.total")
+    assert text("mean", NoneType) == "mean += 0.1 * (x.mean().item() - mean)"
+    assert updating_line("nowhere.set_to_anything", Running) is None
 
 
 def test_one_number_is_known_by_the_samples_from_which_it_is_subtracted() -> None:

@@ -13,7 +13,7 @@ from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import counted, one_finding
 
 _FEWEST = 2  # calls of forward before which it has moved so, on each rank
-_FEWEST_EQUATIONS = 4  # of all of these
+_FEWEST_EQUATIONS = 3  # of all of these
 _ROUNDING = 1e-5  # relative to what inputs are divided by
 
 

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 _MOST_INPUTS = 4
 _MOST_ELEMENTS = 1 << 22  # of an input
 _MOST_COMPARED = 512  # features, and rows
+_MOST_ROWS = 1 << 13  # of what the inputs may be a part of
 _MOST_HELD = 128  # variables
+_MOST_SAMPLES = 16
 _MOST_COUNTS = 8  # beside a sum
 _MOST_CALLS = 32  # of collectives that are looked at, once there is a statistic that they may be given
 _SHOWN = 16
@@ -49,6 +52,7 @@ class _Numbers:
     mean: torch.Tensor
     rounding: torch.Tensor  # of each mean
     rows: torch.Tensor  # some of the samples
+    holder: type = NoneType  # the class of what holds a variable; none for a function
 
 
 @dataclass(slots=True)
@@ -58,6 +62,7 @@ class _Look:
     held: dict[str, _Numbers] = field(default_factory=dict)
     inputs: list[_Numbers] = field(default_factory=list)
     samples: list[_Numbers] = field(default_factory=list)  # what the inputs may have been before
+    whole: list[_Numbers] = field(default_factory=list)  # more of what is given, or of samples: a rollout
     offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of what is subtracted, means of samples
 
 
@@ -99,7 +104,7 @@ class StatisticsRecorder:
         if not any(one.numel() >= fewest for one in handed):
             return
         self._calls += 1
-        now = _held({one.features for one in known.values()}, set())[0]
+        now, _ = _held({one.features for one in known.values()}, lambda _: False)
         for name in known.keys() & now.keys():
             if any(_contains(one, now[name]) for one in handed):
                 self._exchanged[name] = self._exchanged.get(name, 0) + 1
@@ -111,23 +116,27 @@ class StatisticsRecorder:
         tensors = [t for t in tree_tensors(given) if t.is_floating_point() and _is_usable(t)][:_MOST_INPUTS]
         if not tensors:
             return
-        inputs = [layout for tensor in tensors for layout in _layouts(tensor)]
-        totals = {tensor.numel() for tensor in tensors}
-        held, samples = _held({layout.features for layout in inputs}, totals, one.without)
-        samples += [t for t in self._samples() if t.numel() in totals]
-        look = _Look(held, inputs, [layout for tensor in samples for layout in _layouts(tensor)])
-        last, one.last = one.last, look
+        look = _look(tensors, self._samples(), one.without)
+        last, one.last, held = one.last, look, look.held
         changed = [name for name in held if name in last.held and _has_moved(held[name], last.held[name])]
-        found = {**_found_by_inputs(look, last, changed), **_found_by_samples(look, last, changed)}
+        found = {
+            **_found_by_inputs(look, last, changed),
+            **_found_by_samples(look, last, changed),
+            **_found_in_whole(look, last, changed),
+        }
         for name in found.keys() | (one.scales.keys() & held.keys()):
             equations, scale = found.get(name, (0, one.scales.get(name)))
             assert scale is not None
             one.scales[name] = scale
             values, scales = held[name].mean[:_SHOWN].tolist(), scale[:_SHOWN].tolist()
-            where, times = updating_line(name.partition(" / ")[0]), self._exchanged.get(name, 0)
-            self._sink(RunningStatistic(one.number, count, name, values, scales, equations, where, times))
+            where = updating_line(name.partition(" / ")[0], held[name].holder)
+            self._sink(
+                RunningStatistic(
+                    one.number, count, name, values, scales, equations, where, self._exchanged.get(name, 0)
+                )
+            )
         look.inputs = [replace(given, rows=given.rows[:0]) for given in look.inputs]
-        look.samples = []
+        look.samples = look.whole = []
 
 
 _Found = dict[str, tuple[int, torch.Tensor]]  # by name of a statistic: the number of equations, and the scale
@@ -181,6 +190,31 @@ def _is_same(one: _Numbers, features: int, offset: torch.Tensor, scale: torch.Te
     return one.features == features and bool(((one.mean - offset).abs() <= _SAME * scale).all())
 
 
+def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
+    """What has moved towards the mean of samples of which some, when it is subtracted, are the inputs."""
+    found: _Found = {}
+    for whole in look.whole if changed else ():
+        for name in (name for name in changed if look.held[name].features == whole.features > 1):
+            now, before = look.held[name], last.held[name]
+            for scale in (torch.ones_like(now.mean), *_scales(look, name)):
+                known = _known(now, before, scale)
+                way = ((whole.mean - before.mean) / scale)[known]
+                if known.sum() > 1 and _is_share(((now.mean - before.mean) / scale)[known], way):
+                    if any(
+                        _are_in(given.rows * scale + now.mean, whole, scale)
+                        for given in look.inputs
+                        if given.features == whole.features
+                    ):
+                        found[name] = len(way) - 1, scale
+    return found
+
+
+def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor) -> bool:
+    """Whether the first rows, and the last, are among others."""
+    few = [rows[0], rows[len(rows) // 2], rows[-1]]
+    return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
+
+
 def _has_moved(now: _Numbers, before: _Numbers) -> bool:
     return now.features == before.features and bool(((now.mean - before.mean).abs() > now.rounding).any())
 
@@ -232,6 +266,27 @@ def _affine(given: _Numbers, samples: _Numbers) -> tuple[torch.Tensor, torch.Ten
 # What is there
 
 
+def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
+    inputs = [layout for tensor in given for layout in _layouts(tensor)]
+    totals = {tensor.numel() for tensor in given}
+    rows = {tensor[0].numel() for tensor in given if tensor.dim() > 1}
+    held, there = _held(
+        {layout.features for layout in inputs}, lambda t: t.numel() in totals or _row_of(t) in rows, without
+    )
+    there += [tensor for tensor in samples if tensor.numel() in totals]
+    alike = [layout for tensor in there if tensor.numel() in totals for layout in _layouts(tensor)]
+    more = [t.reshape(-1, _row_of(t)) for t in there if t.numel() not in totals]
+    whole = [_numbers(t, most=_MOST_ROWS) for t in more if max(totals) < t.numel() and len(t) <= _MOST_ROWS]
+    ones = torch.ones(())
+    parts = [w for w in whole if any(_are_in(i.rows, w, ones) for i in inputs if i.features == w.features)]
+    return _Look(held, [*inputs, *parts], alike, whole)
+
+
+def _row_of(tensor: torch.Tensor) -> int:
+    """The features of a row of a table, or of rows of rows; 0 for what is none."""
+    return tensor.shape[-1] if tensor.dim() > 1 else 0
+
+
 def _layouts(tensor: torch.Tensor) -> list[_Numbers]:
     """A tensor as samples by features: these may be all but its first dimension, its last, its second, or just one."""
     tensor = tensor.detach()
@@ -242,17 +297,17 @@ def _layouts(tensor: torch.Tensor) -> list[_Numbers]:
     return [_numbers(one) for one in by_features.values()]
 
 
-def _numbers(rows: torch.Tensor, *, keep: bool = True) -> _Numbers:
+def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
     count, features = rows.shape
     few = rows[:, _spread(features)]
     eps = torch.finfo(rows.dtype).eps if rows.is_floating_point() else 0.0
     mean = few.mean(0, dtype=torch.float64).cpu()
     rounding = eps * few.abs().amax(0).double().cpu()
-    return _Numbers(features, count, mean, rounding, few[_spread(count) if keep else slice(0)].double().cpu())
+    return _Numbers(features, count, mean, rounding, few[_spread(count, most)].double().cpu())
 
 
-def _spread(count: int) -> torch.Tensor | slice:
-    return slice(None) if count <= _MOST_COMPARED else torch.linspace(0, count - 1, _MOST_COMPARED).long()
+def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
+    return slice(min(count, most)) if count <= most or not most else torch.linspace(0, count - 1, most).long()
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -274,30 +329,37 @@ def _is_usable(tensor: torch.Tensor) -> bool:
 
 
 def _held(
-    sizes: Collection[int], totals: Collection[int], without: Collection[int] = ()
+    sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[dict[str, _Numbers], list[torch.Tensor]]:
-    """The variables with as many features, the quotients of sums and counts too; and those with as many elements."""
+    """The variables with as many features, the quotients of sums and counts too; and what may be samples."""
     found: dict[str, _Numbers] = {}
     samples: list[torch.Tensor] = []
     counts: dict[str, list[tuple[str, float]]] = {}
     known: dict[str, int] = {}  # by name, the identity
+    kinds: dict[str, type] = {}
     for path, value in held_by_program(wide=True, without=without):
         tensor, name = _tensor(value), path.partition(".")[2]
         if known.setdefault(name, id(value)) != id(value):  # another function has a variable of that name
             name = path
+        kinds[name] = type(value)
         if tensor is None or name in found or len(found) >= _MOST_HELD:
             continue
         if tensor.numel() == 1 and (number := float(tensor)) >= 1 and number.is_integer():
             counts.setdefault(_holder(name), []).append((name, number))
         elif tensor.numel() in sizes and bool(tensor.isfinite().all()):
-            found[name] = _numbers(tensor.reshape(1, -1), keep=False)
-        if tensor.numel() in totals and tensor.dim() and len(samples) < _MOST_HELD:
+            found[name] = replace(_numbers(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
+        if tensor.dim() and len(samples) < _MOST_SAMPLES and are_samples(tensor):
             samples.append(tensor)
     for name, one in list(found.items()):
         for count, number in counts.get(_holder(name), [])[:_MOST_COUNTS]:
-            mean, rounding = one.mean / number, one.rounding / number
-            found[f"{name} / {count}"] = replace(one, mean=mean, rounding=rounding)
+            found[f"{name} / {count}"] = _divided(one, number)
+            if number > 1:  # of a variance
+                found[f"{name} / ({count} - 1)"] = _divided(one, number - 1)
     return found, samples
+
+
+def _divided(one: _Numbers, number: float) -> _Numbers:
+    return replace(one, mean=one.mean / number, rounding=one.rounding / number)
 
 
 def _holder(name: str) -> str:

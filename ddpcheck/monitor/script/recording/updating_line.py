@@ -6,68 +6,77 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
+from types import FunctionType, ModuleType, NoneType
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import parsed_source, relative_path
 from ddpcheck.monitor.script.recording.line_recorder import program_files
 
+_BY_NAME = (FunctionType, ModuleType, NoneType)  # what holds variables, and no attributes or items; none: a function
+_BY_ITEM = (dict, list, tuple)
+
 
 @functools.cache
-def updating_line(path: str) -> Location | None:
-    """The one of `path`, as "norm.mean" or "stats['mean']"; where none is made of the old value, the last that is set.
+def updating_line(path: str, holder: type) -> Location | None:
+    """Where `path` is updated, as "norm.mean" or "stats['mean']", which an object of the class `holder` holds.
 
-    What constructs the object, or stands at the top of a file, is no update; a function beside others that assign the
-    same name is known by the variable.
+    That is the line that makes the new value of the old one, else one that sets it: in a function that is no
+    constructor, or in a loop. An item that no line sets is updated with what holds it.
     """
     names = re.findall(r"[^\W\d]\w*", path)
-    found = [(score, line) for name in names[-1:] for score, line in _assignments(name)]
-    if not found and len(names) > 1:  # an item of what is replaced as a whole
-        found = [(score, line) for score, line in _assignments(names[-2])]
+    found = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
+    if not found and issubclass(holder, _BY_ITEM):
+        found = [one for name in names[-2:] for kind in (object, NoneType) for one in _assignments(name, kind)]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _assignments(name: str) -> Iterator[tuple[tuple[bool, bool], Location]]:
+def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bool], Location]]:
     for file in program_files():
-        for node, repeats in _statements(parsed_source(file) or ast.Module([], []), repeats=False):
-            if (reads := _updates(node, name)) is not None:
-                yield (reads, repeats), Location(relative_path(file), node.lineno)
+        for node, repeats, of_class in _statements(parsed_source(file) or ast.Module([], []), repeats=False):
+            if (reads := _updates(node, name, holder)) is not None:
+                own = of_class in ("", *(kind.__name__ for kind in holder.__mro__))
+                yield (own, reads, repeats), Location(relative_path(file), node.lineno)
 
 
-def _statements(around: ast.AST, *, repeats: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """All in `around`, and whether each may run more than once: in a function that constructs nothing, or in a loop."""
+def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
+    """All in `around`, whether each may run more than once, and in which class it stands."""
     if isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef):
         repeats = around.name != "__init__"
+    if isinstance(around, ast.ClassDef):
+        of_class = around.name
     repeats |= isinstance(around, ast.For | ast.While)
     for node in ast.iter_child_nodes(around):
         if isinstance(node, ast.stmt):
-            yield node, repeats
-        yield from _statements(node, repeats=repeats)
+            yield node, repeats, of_class
+        yield from _statements(node, repeats=repeats, of_class=of_class)
 
 
-def _updates(node: ast.AST, name: str) -> bool | None:
-    """Whether a statement gives `name` a value that is made of it; `None` for one that gives it none."""
+def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
+    """Whether a statement makes the new value of the old one; `None` where it sets none."""
     if isinstance(node, ast.AugAssign):
-        return True if _names(node.target, name) else None
+        return True if _is(_base(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):
-        if any(_names(target, name) for target in node.targets):
-            return any(_is(part, name) for part in ast.walk(node.value))
-        return None
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        called: ast.expr = node.value
-        while isinstance(called, ast.Call) and isinstance(called.func, ast.Attribute):
-            if called.func.attr.endswith("_") and _is(called.func.value, name):
-                return True
-            called = called.func.value
+        targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+        set_here = {ast.unparse(base) for target in targets if _is(base := _base(target, name), name, holder)}
+        return any(ast.unparse(part) in set_here for part in ast.walk(node.value)) if set_here else None
+    called = node.value if isinstance(node, ast.Expr) else None
+    while isinstance(called, ast.Call) and isinstance(called.func, ast.Attribute):
+        if called.func.attr.endswith("_") and _is(_base(called.func.value, name), name, holder):
+            return True  # in place
+        called = called.func.value
     return None
 
 
-def _names(target: ast.expr, name: str) -> bool:
-    if isinstance(target, ast.Tuple | ast.List):
-        return any(_names(one, name) for one in target.elts)
-    return _is(target, name) or (isinstance(target, ast.Subscript) and _is(target.value, name))
+def _base(node: ast.expr, name: str) -> ast.expr:
+    """What is changed where a part of it is: of "mean[:]", "mean"."""
+    if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and node.slice.value == name):
+        return node.value
+    return node
 
 
-def _is(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Constant) and node.slice.value == name
-    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+def _is(node: ast.expr, name: str, holder: type) -> bool:
+    if issubclass(holder, _BY_NAME):
+        return isinstance(node, ast.Name) and node.id == name
+    if issubclass(holder, _BY_ITEM):
+        return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == name
+    return isinstance(node, ast.Attribute) and node.attr == name
