@@ -165,6 +165,8 @@ FAR = Restored(32, 0, LINE)
         (FAR, {"epoch": 2}, False),
         (FAR, {"epoch": -1}, False),
         (FAR, {"shuffles": False}, False),
+        (FAR, {"shuffles": False, "indices": EVEN}, False),
+        (FAR, {"shuffles": False, "indices": EVEN[::-1]}, True),  # of a class of its own
         (FAR, {"trains": False}, False),
         (None, {}, False),
     ],

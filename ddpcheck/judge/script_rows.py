@@ -161,7 +161,7 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         passes: Of all loaders, by rank, in the order in which they began.
     """
     first = [next((one for one in of_rank if one.trains and one.restored), None) for of_rank in passes]
-    found = [one for one in first if one is not None and one.shuffles and one.has_epoch and one.epoch == 0]
+    found = [one for one in first if one is not None and _gives_order(one) and one.has_epoch and one.epoch == 0]
     done = [one for one in found if _goes_on_after_epochs(one)]
     if len(found) < len(passes) or not done or (restored := done[0].restored) is None:
         return []
@@ -176,6 +176,11 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         evidence=[f"an optimizer was restored at {restored.location}"],
         fix="Count the epochs on from the one that the checkpoint is of, and call set_epoch with that before each.",
     )
+
+
+def _gives_order(one: LoaderPass) -> bool:
+    """Whether the sampler shuffles, as it says or as it does."""
+    return one.shuffles or (not one.replaces and list(one.indices) != sorted(one.indices))
 
 
 def _goes_on_after_epochs(one: LoaderPass) -> bool:

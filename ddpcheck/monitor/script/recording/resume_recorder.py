@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import patched
 
 _MOST_STATES = 64  # of optimizers, that the script has asked for or read
+_MOST_FILES = 1024
 _DEEPEST = 3  # a state in a dictionary of a dictionary
 
 
@@ -32,9 +34,11 @@ class ResumeRecorder:
         self._steps_of = steps_of
         self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # steps that an optimizer was restored with
         self._states: dict[int, tuple[Any, int, int]] = {}  # the groups of a state, steps and epochs, by identity
+        self._files: dict[str, int] = {}  # the steps of states that were written there
         self._told: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # by sampler
         patched(Optimizer, "state_dict", self._takes)
         patched(Optimizer, "load_state_dict", self._restores)
+        patched(torch, "save", self._writes)
         patched(torch, "load", self._reads)
         patched(DistributedSampler, "set_epoch", self._tells)
 
@@ -54,24 +58,33 @@ class ResumeRecorder:
         state = yield
         self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
 
-    def _reads(self, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+    def _writes(self, held: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
+        steps = [self._known(state)[0] for state, _ in _optimizers_in(held, {}, 0)]
+        if steps and isinstance(f, str | os.PathLike) and len(self._files) < _MOST_FILES:
+            self._files[os.path.realpath(f)] = max(steps)
+
+    def _reads(self, f: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         loaded = yield
+        written = self._files.get(os.path.realpath(f), 0) if isinstance(f, str | os.PathLike) else 0
         for state, numbers in _optimizers_in(loaded, {}, 0):
             epochs = [number for key, number in numbers.items() if "epoch" in key.lower()]
             steps = [number for key, number in numbers.items() if key.lower().rpartition("_")[2] == "step"]
-            self._note(state, max(steps, default=0), max(epochs, default=0))
+            self._note(state, max([written, *steps]), max(epochs, default=0))
 
     def _restores(self, optimizer: Any, state_dict: Any, *_arguments: Any, **_named: Any) -> None:
         if not isinstance(state_dict, Mapping):
             return
-        groups, steps, epochs = self._states.get(id(state_dict.get("param_groups")), (None, 0, 0))
-        if groups is not state_dict.get("param_groups"):
-            steps = epochs = 0
+        steps, epochs = self._known(state_dict)
         states = state_dict.get("state")
         for state in states.values() if isinstance(states, Mapping) else ():
             steps = max(steps, _whole(state.get("step") if isinstance(state, Mapping) else None))
         self._before[optimizer] = steps - self._steps_of(optimizer)
         self.restored = Restored(steps, epochs, user_location())
+
+    def _known(self, state: Any) -> tuple[int, int]:
+        """The steps and epochs of a state that was taken or read."""
+        groups, steps, epochs = self._states.get(id(state.get("param_groups")), (None, 0, 0))
+        return (steps, epochs) if groups is state.get("param_groups") else (0, 0)
 
     def _note(self, state: Any, steps: int, epochs: int) -> None:
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
