@@ -17,6 +17,8 @@ from ddpcheck.judge.mean_of_means import severity_of_weights
 _FEWEST = 3  # backward passes
 _TOLERANCE = 1e-3
 _UNEQUAL = 0.02  # in parts of the smallest count
+_WHOLE = 0.02  # from the next whole number
+_LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
 _SCALE_FREE = ("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor")  # steps do not depend on a gradient's scale
 
 Losses = Sequence[Sequence[LossDifferentiated]]
@@ -155,7 +157,7 @@ def _own_counts(of_ranks: Sequence[LossDifferentiated]) -> list[float]:
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
         counts = [_divisor(term) for term in terms]
         if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
-            if all(abs(count - round(count)) < _TOLERANCE * count for count in counts):
+            if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
                 return counts
     return []
 

@@ -22,6 +22,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import parsed_source
 from ddpcheck.monitor.script.recording.source_scope import (
     UNKNOWN,
+    Place,
     Scope,
     bindings,
     body_of,
@@ -29,6 +30,7 @@ from ddpcheck.monitor.script.recording.source_scope import (
     is_users,
     location_in,
     parameters_of,
+    place_of,
     resolved,
     returns,
     scope_of_frame,
@@ -68,7 +70,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
         scope = None if frame is None else scope_of_frame(frame)
         if frame is None or scope is None:
             break
-        handed = _follow_call(trace, scope, frame.f_lineno)
+        handed = _follow_call(trace, scope, statement_at(scope.body, frame))
         if handed is None:
             break
         frame = user_caller(frame)
@@ -76,9 +78,8 @@ def loss_source(frame: FrameType | None) -> LossSource:
     return LossSource(trace.made, next(scaled, None))
 
 
-def _follow_call(trace: _Trace, scope: Scope, line: int) -> str | None:
-    """Follow the losses in the statement at a line; returns the parameter of the function that one is, if it is."""
-    statement = statement_at(scope.body, line)
+def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
+    """Follow the losses in a statement; returns the parameter of the function that one is, if it is."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -89,7 +90,7 @@ def _follow_call(trace: _Trace, scope: Scope, line: int) -> str | None:
         loss = _unscaled(scope, loss)
     if loss is None:
         return None
-    _follow(trace, scope, loss, line, None)
+    _follow(trace, scope, loss, place_of(statement), None)
     if trace.made is None and isinstance(loss, ast.Name) and loss.id in parameters_of(scope.body):
         return loss.id
     trace.made = trace.made or location_in(scope, loss.lineno)
@@ -118,46 +119,46 @@ def _is_loss(value: Any) -> bool:
 # Through the source
 
 
-def _follow(trace: _Trace, scope: Scope, node: ast.expr, line: int, part: int | str | None) -> bool:
+def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
     """Follow a loss to what makes it; `part`: of a tuple, a dictionary or an object. Whether it is found."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
     if isinstance(node, ast.Name):
-        return _follow_name(trace, scope, node.id, min(line, node.lineno), part)
+        return _follow_name(trace, scope, node.id, min(before, place_of(node)), part)
     if isinstance(node, ast.BinOp):
-        return _follow_operation(trace, scope, node, line)
+        return _follow_operation(trace, scope, node, before)
     if isinstance(node, ast.UnaryOp | ast.Await):
-        return _follow(trace, scope, node.operand if isinstance(node, ast.UnaryOp) else node.value, line, part)
+        return _follow(trace, scope, node.operand if isinstance(node, ast.UnaryOp) else node.value, before, part)
     if isinstance(node, ast.NamedExpr):
-        return _follow(trace, scope, node.value, line, part)
+        return _follow(trace, scope, node.value, before, part)
     if isinstance(node, ast.IfExp):
-        return _follow(trace, scope, node.body, line, part) or _follow(trace, scope, node.orelse, line, part)
+        return _follow(trace, scope, node.body, before, part) or _follow(trace, scope, node.orelse, before, part)
     if isinstance(node, ast.Tuple) and isinstance(part, int) and part < len(node.elts):
-        return _follow(trace, scope, node.elts[part], line, None)
+        return _follow(trace, scope, node.elts[part], before, None)
     if isinstance(node, ast.Dict) and part is not None:
         values = {k.value: v for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)}
-        return part in values and _follow(trace, scope, values[part], line, None)
+        return part in values and _follow(trace, scope, values[part], before, None)
     if isinstance(node, ast.Attribute):
-        return _follow(trace, scope, node.value, line, node.attr)
+        return _follow(trace, scope, node.value, before, node.attr)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         key = node.slice.value
-        return _follow(trace, scope, node.value, line, key if isinstance(key, int | str) else None)
+        return _follow(trace, scope, node.value, before, key if isinstance(key, int | str) else None)
     if isinstance(node, ast.Call):
-        return _follow_result(trace, scope, node, line, part)
+        return _follow_result(trace, scope, node, before, part)
     return False
 
 
-def _follow_name(trace: _Trace, scope: Scope, name: str, line: int, part: int | str | None) -> bool:
-    """Follow it to the last assignment before a line, and through what is done in place after that."""
-    for at, target, value in sorted(bindings(scope.body, name), key=lambda found: -found[0]):
-        if at >= line:
+def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
+    """Follow it to the last assignment before a place, and through what is done in place after that."""
+    for at, target, value in sorted(bindings(scope.body, name), key=lambda found: found[0], reverse=True):
+        if at >= before:
             continue
         if isinstance(target, ast.AugAssign):
             if isinstance(target.op, ast.Mult | ast.Div):
-                trace.factors.append((scope, target.value, at))
+                trace.factors.append((scope, target.value, at[0]))
                 continue
-            if _follow(trace, scope, ast.Name(name, lineno=at), at, part):
+            if _follow(trace, scope, ast.Name(name, lineno=at[0], col_offset=at[1]), at, part):
                 return True
             return _follow(trace, scope, target.value, at, None)
         if isinstance(target, int):
@@ -170,7 +171,7 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, line: int, part: int | 
     return False
 
 
-def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, line: int) -> bool:
+def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Place) -> bool:
     if isinstance(node.op, ast.Mult | ast.Div):
         left, right = _is_number(scope, node.left), _is_number(scope, node.right)
         left, right = left or _has_loss(scope, node.right), right or _has_loss(scope, node.left)
@@ -182,12 +183,12 @@ def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, line: int) -
                 scope, node.right
             ):  # by a count, say: that makes a mean of a sum
                 return _made_here(trace, scope, node)
-            return _follow(trace, scope, node.left, line, None) or _made_here(trace, scope, node.left)
+            return _follow(trace, scope, node.left, before, None) or _made_here(trace, scope, node.left)
         if left:
             trace.factors.append((scope, node.left, node.lineno))
-            return _follow(trace, scope, node.right, line, None) or _made_here(trace, scope, node.right)
+            return _follow(trace, scope, node.right, before, None) or _made_here(trace, scope, node.right)
     if isinstance(node.op, ast.Mult | ast.Div | ast.Add | ast.Sub):
-        return _follow(trace, scope, node.left, line, None) or _follow(trace, scope, node.right, line, None)
+        return _follow(trace, scope, node.left, before, None) or _follow(trace, scope, node.right, before, None)
     return _made_here(trace, scope, node)
 
 
@@ -220,21 +221,21 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
     return isinstance(node, ast.Constant)
 
 
-def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, line: int, part: int | str | None) -> bool:
+def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
     """Follow what a call returns into a function of the script; any other function makes the loss here."""
     code, outer = function_of(resolved(scope, call.func))
     if code is None and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
         if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast, a copy
-            return _follow_name(trace, scope, call.func.value.id, line, part)
+            return _follow_name(trace, scope, call.func.value.id, before, part)
     body = None if code is None else body_of(code)
     if code is None or body is None:
         given = {word.arg: word.value for word in call.keywords}
         if isinstance(part, str) and part in given:  # a container that is made here
-            return _follow(trace, scope, given[part], line, None)
+            return _follow(trace, scope, given[part], before, None)
         return _made_here(trace, scope, call)
     inner = Scope(code.co_filename, body, {}, outer)
     for result in reversed(list(returns(body))):
-        if _follow(trace, inner, result, result.lineno + 1, part):
+        if _follow(trace, inner, result, (result.lineno + 1, 0), part):
             return True
     return _made_here(trace, scope, call)
 

@@ -196,7 +196,7 @@ def _held_by_function(function: Any, code: Any) -> list[Any]:
 def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
     """Whether what a schedule is constructed from, beside its optimizer, comes from the number of ranks."""
     scope = scope_of_frame(frame)
-    statement = None if scope is None else statement_at(scope.body, frame.f_lineno)
+    statement = None if scope is None else statement_at(scope.body, frame)
     if scope is None or statement is None:
         return False
     for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,8 +66,16 @@ def resolved(scope: Scope, node: ast.expr) -> Any:
     return UNKNOWN
 
 
-Binding = tuple[int, "int | ast.AugAssign | None", ast.expr]
-"""A line, which part of the value is assigned there or what is done in place, and the value."""
+Place = tuple[int, int]
+"""A line, and a column in it: several statements may stand in a line."""
+
+Binding = tuple[Place, "int | ast.AugAssign | None", ast.expr]
+"""A place, which part of the value is assigned there or what is done in place, and the value."""
+
+
+def place_of(node: ast.expr | ast.stmt) -> Place:
+    """Where it begins."""
+    return node.lineno, node.col_offset
 
 
 def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
@@ -74,18 +83,18 @@ def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
     for node in own_nodes(body):
         if isinstance(node, ast.AugAssign):
             if ast.unparse(node.target) == name:
-                yield node.lineno, node, node.value
+                yield place_of(node), node, node.value
         elif isinstance(node, ast.NamedExpr):
             if node.target.id == name:
-                yield node.lineno, None, node.value
+                yield place_of(node), None, node.value
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Tuple | ast.List):
                     for index, one in enumerate(target.elts):
                         if ast.unparse(one) == name:
-                            yield node.lineno, index, node.value
+                            yield place_of(node), index, node.value
                 elif ast.unparse(target) == name:
-                    yield node.lineno, None, node.value
+                    yield place_of(node), None, node.value
 
 
 def own_nodes(body: ast.AST) -> Iterator[ast.AST]:
@@ -111,10 +120,14 @@ def parameters_of(body: ast.AST) -> set[str]:
     return {one.arg for one in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
 
 
-def statement_at(body: ast.AST, line: int) -> ast.stmt | None:
-    """The innermost statement of a function at a line."""
-    found = [n for n in own_nodes(body) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
-    return max(found, key=lambda node: node.lineno, default=None)
+def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
+    """The innermost statement of a function that runs, of which `body` is the tree, at which it is now."""
+    line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    at = (frame.f_lineno, column or 0) if line == frame.f_lineno else (frame.f_lineno, 1 << 16)
+    found = [
+        n for n in own_nodes(body) if isinstance(n, ast.stmt) and place_of(n) <= at and at[0] <= (n.end_lineno or 0)
+    ]
+    return max(found, key=place_of, default=None)
 
 
 @functools.cache
