@@ -485,6 +485,58 @@ def odd_variables() -> None:
     del lazy, unfinished, on_disk, proxies, later
 
 
+# Weights that each rank moves and puts back, and losses that each rank scales
+
+
+def ascents_of_each_rank() -> None:
+    """Sharpness-aware minimisation, as its paper has it on several ranks: each ascends by its own gradient."""
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    for x, y in own_batches(12):
+        with model.no_sync():
+            cross_entropy(model(x), y).backward()
+        kept = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.add_(0.05 * p.grad)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for p, before in zip(model.parameters(), kept, strict=True):
+                p.copy_(before)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_that_are_tried() -> None:
+    """Each rank looks at what an own change of the weights does, and loads what it had kept of them."""
+    model = DistributedDataParallel(net())
+    optimizer, own = sgd(model), torch.Generator().manual_seed(RANK)
+    for _ in range(3):
+        for x, y in own_batches(4):
+            train(model, optimizer, x, y)
+        kept = copy.deepcopy(model.module.state_dict())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn(p.shape, generator=own))
+            right = (model.module(samples()[0]).argmax(1) == samples()[1]).float().mean()
+        model.module.load_state_dict(kept)
+        dist.all_reduce(right)
+
+
+def smoothed_labels_of_mixed_samples() -> None:
+    model = DistributedDataParallel(net())
+    optimizer, own = sgd(model), torch.Generator().manual_seed(RANK)
+    for x, y in own_batches(16):
+        share, other = float(torch.rand((), generator=own)), torch.randperm(len(x), generator=own)
+        out = model(share * x + (1 - share) * x[other])
+        both = [cross_entropy(out, labels, label_smoothing=0.1) for labels in (y, y[other])]
+        optimizer.zero_grad()
+        (share * both[0] + (1 - share) * both[1]).backward()
+        optimizer.step()
+
+
 # Files
 
 
@@ -520,6 +572,9 @@ LOOPS: tuple[Callable[[], None], ...] = (
         average_on_rank_0,
         adapted_weights,
         odd_variables,
+        ascents_of_each_rank,
+        weights_that_are_tried,
+        smoothed_labels_of_mixed_samples,
         files_after_a_message,
     ),
 )

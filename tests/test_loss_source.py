@@ -113,6 +113,11 @@ def divided(x: Tensor, model: nn.Module) -> None:
     loss.backward()
 
 
+def in_few_lines(x: Tensor, model: nn.Module) -> None:
+    ranks = dist.get_world_size(); loss = model(x).square().mean(); loss = loss / ranks  # fmt: skip # noqa: E702 # both
+    model.zero_grad(); loss.backward(); assert ranks == 2  # fmt: skip # noqa: E702
+
+
 def by_another_number(x: Tensor, model: nn.Module) -> None:
     _, ranks = outer()
     parts = 2
@@ -138,6 +143,7 @@ WHERE: dict[Callable[..., None], tuple[str, str]] = {
     in_one_line: ("made", ""),
     multiplied: ("made", "scaled"),
     divided: ("made", "scaled"),
+    in_few_lines: ("both", "both"),
     by_another_number: ("made", ""),
     only_logged: ("made", ""),
 }

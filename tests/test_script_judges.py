@@ -376,6 +376,9 @@ MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5)
         (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
         (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
         (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
+        (losses([ScaledTerm("sum", 1 / 569.31, 48)], [ScaledTerm("sum", 1 / 945.47, 48)]), []),
+        (losses([ScaledTerm("sum", 1 / 1269287, 48)], [ScaledTerm("sum", 1 / 1069, 48)]), []),  # not known
+        (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
         (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
         (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
     ],

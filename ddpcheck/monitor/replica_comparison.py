@@ -44,6 +44,7 @@ class ReplicaComparison:
         self._count = 0
         self._constructed = fingerprints(module.named_parameters()) if keeps_start else {}
         self._at_first_forward: dict[str, int] = {}
+        self._in_step: dict[str, int] = {}
 
     @property
     def next_key(self) -> str:
@@ -54,6 +55,11 @@ class ReplicaComparison:
         """Keep the fingerprints before the first forward pass, where those of the construction are kept."""
         if self._constructed and not self._at_first_forward:
             self._at_first_forward = fingerprints(self._module.named_parameters())
+
+    def forward_returned(self) -> None:
+        """Keep those after the first pass of a step that is compared: some move parameters in it, and put them back."""
+        if not self._in_step:
+            self._in_step = self._parameters()
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas, in full only where their digests differ; every rank of the group has to call this.
@@ -77,12 +83,13 @@ class ReplicaComparison:
 
     def capture(self, step: int, *, after_backward: bool) -> ReplicaState:
         """The replica on this rank: a description of the module, and fingerprints of its tensors."""
+        in_step, self._in_step = self._in_step, {}
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad and after_backward}
         values = DdpStepEvidence(
             rank=self._alarms.rank,
             step=step,
             gradients=_gradients(trained),
-            parameters=self._parameters(),
+            parameters=(after_backward and in_step) or self._parameters(),
             buffers=fingerprints(self._module.named_buffers()),
         )
         description, first = describe(self._module), not self._count

@@ -32,6 +32,9 @@ _FORWARDS_KEPT = 2
 class StepListener(Protocol):
     """Receives what happens in the steps of a wrapper. `step` is the number of the step, counted from 0."""
 
+    def forward_begins(self) -> None:
+        """A forward pass with gradients is about to run, perhaps under `no_sync`."""
+
     def step_begins(self, step: int) -> None:
         """A forward pass of the step is about to run, and no backward pass of it has run."""
 
@@ -155,10 +158,13 @@ class StepTracker:
         self._backward = Backward.NONE  # also where the last backward pass has raised
         if not self._step.ready:
             self._step.roots.clear()
-        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+        if not torch.is_grad_enabled():
+            return
+        self._listener.forward_begins()
+        if wrapper.require_backward_grad_sync:
             self._begin()
             self._step.snapshot = Snapshot.take(wrapper.module, arguments, named, thorough=self.number < 1)
-        elif torch.is_grad_enabled():
+        else:
             self._loop.add_forward(synced=False)
 
     def _begin(self) -> None:

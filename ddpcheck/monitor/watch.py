@@ -268,9 +268,12 @@ class Watch:
 
     # As the listener of the tracker
 
+    def forward_begins(self) -> None:
+        """Keep what the comparison needs of the time before it."""
+        self._comparison.forward_begins()
+
     def step_begins(self, step: int) -> None:
         """Probe the step, if it is its turn."""
-        self._comparison.forward_begins()
         keeps = self._is_due(self._options.check_parity_every, step)
         if self._probe is not None:
             self._probe.attach()
@@ -279,6 +282,8 @@ class Watch:
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         """Measure the micro-batch, and probe a forward pass of the step."""
+        if self._compares(step):
+            self._comparison.forward_returned()
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)
         if synced and self._probe is not None:
@@ -318,9 +323,8 @@ class Watch:
             if probe is None and self._alarms.is_checked(step) and self._history.notices_unfrozen():
                 self._alarms.post(step + 1)
         self._loop.step_ended(step)
-        options, findings = self._options, list[Finding]()
-        compares = self._is_due(options.check_parity_every, step) or self._is_due(options.check_consistency_every, step)
-        compares = compares and (self._completes or not awaited)  # else DDP has not averaged
+        findings: list[Finding] = []
+        compares = self._compares(step) and (self._completes or not awaited)  # else DDP has not averaged
         if compares or self._exchanges(step) or self._alarms.is_posted(step):
             findings += self._exchange_reports(step, probe, snapshot, thorough=compares)
         if compares:
@@ -332,6 +336,10 @@ class Watch:
 
     def _is_due(self, every: int, step: int) -> bool:
         return bool(every) and step % every == 0 and not self._joins()
+
+    def _compares(self, step: int) -> bool:
+        options = self._options
+        return self._is_due(options.check_parity_every, step) or self._is_due(options.check_consistency_every, step)
 
     def _exchanges(self, step: int) -> bool:
         """Whether the ranks exchange reports after a step without any alarm."""

@@ -31,7 +31,7 @@ class _Followed:
     name: str
     location: Location | None
     wrapped: bool
-    loaded: bool = False  # since the last optimizer step
+    loaded: int | None = None  # a digest of what was loaded into it since the last optimizer step
     step: int = -1  # of the last use
     fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that have used it since that step
     uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # in how many steps, by line
@@ -72,7 +72,8 @@ class UseRecorder:
         for watch in list(self._watches):
             self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
 
-    def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
+    def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        yield
         if not self._steps() or isinstance(module, torch.jit.ScriptModule):
             return
         self.follow_wrapped()
@@ -81,14 +82,14 @@ class UseRecorder:
             return
         self.follow(module, type(module).__name__, None)
         for one in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
-            one.loaded, one.step, one.location = True, -1, user_location()
+            one.loaded, one.step, one.location = _digest(module), -1, user_location()
 
     def _called(self, module: nn.Module, *_arguments: Any) -> None:
         one, step = self._followed.get(module), self._steps()
         if one is None or not step or not _evaluates(module, one):
             return
         if one.step != step:
-            one.loaded &= one.step == -1
+            one.loaded = one.loaded if one.step == -1 else None
             one.step, one.fresh = step, set()
         lines = lines_of_program(sys._getframe(1))
         if lines in one.fresh or not lines or (lines not in one.uses and len(one.uses) >= _MOST_LINES):
@@ -97,16 +98,19 @@ class UseRecorder:
         one.uses[lines] += 1
         if one.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(one.uses[lines]):
             return
-        tensors = [p.detach() for _, p in nn.Module.named_parameters(module)]
         if not one.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
             return  # an optimizer of its own trains it
-        digest = digest_of_values(map(fingerprint, tensors))
-        self._sink(StateUsed(step, one.name, lines, digest, one.wrapped, one.loaded, one.location))
+        digest = _digest(module)
+        self._sink(StateUsed(step, one.name, lines, digest, one.wrapped, digest == one.loaded, one.location))
+
+
+def _digest(module: nn.Module) -> int:
+    return digest_of_values(fingerprint(p.detach()) for _, p in nn.Module.named_parameters(module))
 
 
 def _evaluates(module: nn.Module, one: _Followed) -> bool:
     """Whether a call is for the outputs alone; some train in the mode of evaluation, and some evaluate in a graph."""
-    return not torch.is_grad_enabled() or (not module.training and (one.loaded or not one.wrapped))
+    return not torch.is_grad_enabled() or (not module.training and (one.loaded is not None or not one.wrapped))
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
