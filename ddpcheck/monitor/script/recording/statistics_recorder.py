@@ -8,9 +8,8 @@ feature, with one unknown number for all of them. Where x itself is still there,
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
@@ -28,7 +27,8 @@ from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 
 _MOST_INPUTS = 4
 _MOST_ELEMENTS = 1 << 22  # of an input
-_MOST_COMPARED = 512  # features, and rows
+_MOST_COMPARED = 128  # features, and rows
+_MOST_SCALES = 32
 _MOST_ROWS = 1 << 13  # of what the inputs may be a part of
 _MOST_HELD = 128  # variables
 _MOST_SAMPLES = 16
@@ -60,6 +60,7 @@ class _Look:
     """What was held, and given, when forward was called."""
 
     held: dict[str, _Numbers] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
     inputs: list[_Numbers] = field(default_factory=list)
     samples: list[_Numbers] = field(default_factory=list)  # what the inputs may have been before
     whole: list[_Numbers] = field(default_factory=list)  # more of what is given, or of samples: a rollout
@@ -104,7 +105,7 @@ class StatisticsRecorder:
         if not any(one.numel() >= fewest for one in handed):
             return
         self._calls += 1
-        now, _ = _held({one.features for one in known.values()}, lambda _: False)
+        now = _held({one.features for one in known.values()}, lambda _: False)[0].held
         for name in known.keys() & now.keys():
             if any(_contains(one, now[name]) for one in handed):
                 self._exchanged[name] = self._exchanged.get(name, 0) + 1
@@ -118,6 +119,7 @@ class StatisticsRecorder:
             return
         look = _look(tensors, self._samples(), one.without)
         last, one.last, held = one.last, look, look.held
+        _divide(look, last)
         changed = [name for name in held if name in last.held and _has_moved(held[name], last.held[name])]
         found = {
             **_found_by_inputs(look, last, changed),
@@ -149,17 +151,21 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
         now, before = look.held[name], last.held[name]
         best = _FITS
         for of, scaled_by in ((look, look), (last, last), (look, last)):  # updated before it is used, later, just after
-            for given in of.inputs if now.features > 1 else ():
-                for scale in _scales(scaled_by, name) if given.features == now.features else ():
-                    known = _known(now, before, scale) & (given.rounding <= _ROUNDED * given.mean.norm())
-                    moved, mean, weight = (now.mean - before.mean)[known], given.mean[known], scale[known]
-                    if len(moved) < 2 or (residual := _residual(moved / weight, mean)) >= best:
-                        continue
-                    plainly = [
-                        _residual(moved / weight, wanted / weight) for wanted in (mean, mean - before.mean[known])
-                    ]
-                    if residual * _CLEARLY < min(plainly):  # it is no sum or mean of the inputs as they are
-                        best, found[name] = residual, (len(moved) - 1, scale)
+            alike = [given for given in of.inputs if given.features == now.features > 1]
+            scales = _scales(scaled_by, name) if alike else torch.empty(0)
+            for given in alike if len(scales) else ():
+                moved, known = _moved(now, before, scales)
+                known &= given.rounding <= _ROUNDED * given.mean.norm()
+                residual = _residuals(moved * known, given.mean * known)
+                plainly = [
+                    _residuals(moved * known, one * known / scales) for one in (given.mean, given.mean - before.mean)
+                ]
+                fits = (residual * _CLEARLY < torch.minimum(*plainly)) & (known.sum(1) > 1)
+                number = int(
+                    torch.where(fits, residual, 1.0).argmin()
+                )  # it is no sum or mean of the inputs as they are
+                if fits[number] and residual[number] < best:
+                    best, found[name] = float(residual[number]), (int(known[number].sum()) - 1, scales[number])
     return found
 
 
@@ -178,11 +184,11 @@ def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Foun
                     continue
                 if now in subtracted:
                     look.offsets[name] = samples.mean
-                known = _known(now, before, scale) & (offset.abs() > _CLEARLY * _SAME * scale)
-                moved = ((now.mean - before.mean) / scale)[known]
-                for mean in (samples.mean, last.offsets.get(name)):
-                    if mean is not None and _is_share(moved, ((mean - before.mean) / scale)[known]):
-                        found[name] = max(1, len(moved) - 1), scale
+                moved, known = _moved(now, before, scale[None])
+                known &= offset.abs() > _CLEARLY * _SAME * scale
+                for mean in (samples.mean, last.offsets.get(name)):  # updated before it is used, or after it
+                    if mean is not None and _are_shares(moved * known, (mean - before.mean) / scale * known)[0]:
+                        found[name] = max(1, int(known.sum()) - 1), scale
     return found
 
 
@@ -196,16 +202,14 @@ def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     for whole in look.whole if changed else ():
         for name in (name for name in changed if look.held[name].features == whole.features > 1):
             now, before = look.held[name], last.held[name]
-            for scale in (torch.ones_like(now.mean), *_scales(look, name)):
-                known = _known(now, before, scale)
-                way = ((whole.mean - before.mean) / scale)[known]
-                if known.sum() > 1 and _is_share(((now.mean - before.mean) / scale)[known], way):
-                    if any(
-                        _are_in(given.rows * scale + now.mean, whole, scale)
-                        for given in look.inputs
-                        if given.features == whole.features
-                    ):
-                        found[name] = len(way) - 1, scale
+            scales = torch.cat([torch.ones_like(now.mean)[None], _scales(look, name)])
+            moved, known = _moved(now, before, scales)
+            shares = _are_shares(moved * known, (whole.mean - before.mean) / scales * known) & (known.sum(1) > 1)
+            alike = [given for given in look.inputs if given.features == whole.features]
+            for number in shares.nonzero().flatten().tolist():
+                scale = scales[number]
+                if any(_are_in(given.rows * scale + now.mean, whole, scale) for given in alike):
+                    found[name] = int(known[number].sum()) - 1, scale
     return found
 
 
@@ -219,36 +223,40 @@ def _has_moved(now: _Numbers, before: _Numbers) -> bool:
     return now.features == before.features and bool(((now.mean - before.mean).abs() > now.rounding).any())
 
 
-def _known(now: _Numbers, before: _Numbers, scale: torch.Tensor) -> torch.Tensor:
-    """The features whose change is known well enough, beside that of all."""
-    there: torch.Tensor = scale > 0
-    moved = torch.where(there, (now.mean - before.mean) / scale, 0.0)
-    there &= now.rounding <= _ROUNDED * scale * moved.norm() / len(moved) ** 0.5
-    return there
+def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By how much of each scale a variable has moved; and for which features that is known well enough, beside all."""
+    moved = (now.mean - before.mean) / scales
+    size: torch.Tensor = moved.norm(dim=1, keepdim=True) / moved.shape[1] ** 0.5
+    return moved, now.rounding <= _ROUNDED * scales * size
 
 
-def _scales(look: _Look, name: str) -> Iterator[torch.Tensor]:
-    """By what the inputs may have been divided: a variable of as many features, or the root of one."""
-    mean = look.held.get(name)
-    for key, one in look.held.items() if mean is not None else ():
-        if mean is None or key == name or one.features != mean.features or not bool((one.mean >= 0).all()):
-            continue
-        yield one.mean
-        for variance in (one.mean, one.mean - mean.mean.square()):
-            if bool((variance >= 0).all()):
-                yield from ((variance + eps).sqrt() for eps in _EPS)
+def _scales(look: _Look, name: str) -> torch.Tensor:
+    """By what the inputs may have been divided: variables of as many features, or roots of them; in rows."""
+    if (mean := look.held.get(name)) is None:
+        return torch.empty(0)
+    same = [one.mean for one in look.held.values() if one.features == mean.features]
+    held = torch.stack(
+        [one for one in same if bool((one >= 0).all()) and bool((one > 0).any())][:_MOST_SCALES] or [mean.mean.abs()]
+    )
+    variances = torch.cat([held, held - mean.mean.square()])
+    variances = variances[(variances >= 0).all(1)]
+    roots = (variances + torch.tensor(_EPS, dtype=torch.float64)[:, None, None]).sqrt().flatten(0, 1)
+    return torch.cat([held, roots]).clamp_min(1e-300)
 
 
-def _residual(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The relative part of `got` that a positive multiple of `wanted` does not explain."""
-    factor = float(torch.dot(got, wanted) / torch.dot(wanted, wanted).clamp_min(1e-300))
-    return float((got - factor * wanted).norm() / got.norm()) if 0 < factor < math.inf else 1.0
+def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The relative part of each row of `got` that a positive multiple of that of `wanted` does not explain."""
+    factors = (got * wanted).sum(1, keepdim=True) / (wanted * wanted).sum(1, keepdim=True).clamp_min(1e-300)
+    residuals = (got - factors * wanted).norm(dim=1) / got.norm(dim=1).clamp_min(1e-300)
+    fits: torch.Tensor = torch.where((factors[:, 0] > 0) & residuals.isfinite(), residuals, 1.0)
+    return fits
 
 
-def _is_share(moved: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether what has moved is one share of the whole way."""
-    shares = len(moved) > 0 and 0 < float(moved.norm()) < _LARGEST_SHARE * float(whole.norm())
-    return shares and _residual(moved, whole) < _FITS
+def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+    """Whether what has moved is one share of the whole way, for each row."""
+    part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * way.norm(dim=1)) & (moved.norm(dim=1) > 0)
+    part &= _residuals(moved, way) < _FITS
+    return part
 
 
 def _affine(given: _Numbers, samples: _Numbers) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -267,19 +275,35 @@ def _affine(given: _Numbers, samples: _Numbers) -> tuple[torch.Tensor, torch.Ten
 
 
 def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
-    inputs = [layout for tensor in given for layout in _layouts(tensor)]
     totals = {tensor.numel() for tensor in given}
     rows = {tensor[0].numel() for tensor in given if tensor.dim() > 1}
-    held, there = _held(
-        {layout.features for layout in inputs}, lambda t: t.numel() in totals or _row_of(t) in rows, without
-    )
-    there += [tensor for tensor in samples if tensor.numel() in totals]
-    alike = [layout for tensor in there if tensor.numel() in totals for layout in _layouts(tensor)]
-    more = [t.reshape(-1, _row_of(t)) for t in there if t.numel() not in totals]
-    whole = [_numbers(t, most=_MOST_ROWS) for t in more if max(totals) < t.numel() and len(t) <= _MOST_ROWS]
+    sizes = {size for tensor in given for size in _features(tensor)}
+    look, there = _held(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
+    alike = [tensor for tensor in (*there, *samples) if tensor.numel() in totals]
+    wanted = {one.features for one in look.held.values() if one.features > 1 or alike}
+    more = [t.reshape(-1, _row_of(t)) for t in there if max(totals) < t.numel() and _row_of(t) in wanted]
+    look.inputs = [layout for tensor in given for layout in _layouts(tensor, wanted)]
+    look.samples = [layout for tensor in alike for layout in _layouts(tensor, wanted)]
+    look.whole = [_numbers(table, most=_MOST_ROWS) for table in more if len(table) <= _MOST_ROWS]
     ones = torch.ones(())
-    parts = [w for w in whole if any(_are_in(i.rows, w, ones) for i in inputs if i.features == w.features)]
-    return _Look(held, [*inputs, *parts], alike, whole)
+    look.inputs += [
+        whole
+        for whole in look.whole
+        if any(_are_in(one.rows, whole, ones) for one in look.inputs if one.features == whole.features)
+    ]
+    return look
+
+
+def _divide(look: _Look, last: _Look) -> None:
+    """Add the quotients of sums and of a count beside them that has changed."""
+    counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
+    for of in (look, last) if counts else ():
+        for name, one in list(of.held.items()):
+            for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
+                for less, by in ((0, count), (1, f"({count} - 1)")):  # of a variance
+                    if (number := of.counts[count] - less) > 0 and one.features > 1:
+                        mean, rounding = one.mean / number, one.rounding / number
+                        of.held.setdefault(f"{name} / {by}", replace(one, mean=mean, rounding=rounding))
 
 
 def _row_of(tensor: torch.Tensor) -> int:
@@ -287,14 +311,18 @@ def _row_of(tensor: torch.Tensor) -> int:
     return tensor.shape[-1] if tensor.dim() > 1 else 0
 
 
-def _layouts(tensor: torch.Tensor) -> list[_Numbers]:
-    """A tensor as samples by features: these may be all but its first dimension, its last, its second, or just one."""
-    tensor = tensor.detach()
-    found = [tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor.reshape(1, -1), tensor.reshape(-1, 1)]
-    if tensor.dim() > 2:
-        found += [tensor.reshape(-1, tensor.shape[-1]), tensor.movedim(1, -1).reshape(-1, tensor.shape[1])]
-    by_features = {one.shape[1]: one for one in reversed(found)}
-    return [_numbers(one) for one in by_features.values()]
+def _features(tensor: torch.Tensor) -> set[int]:
+    """How many there may be: all but the first dimension of a tensor, its last one, its second one, or just one."""
+    return {1, tensor[0].numel() if tensor.dim() > 1 else tensor.numel(), *tensor.shape[1:2], *tensor.shape[-1:]}
+
+
+def _layouts(tensor: torch.Tensor, wanted: Collection[int]) -> list[_Numbers]:
+    """A tensor as samples by features."""
+    tensor, found = tensor.detach(), {}
+    for features in _features(tensor) & set(wanted):
+        second = tensor.dim() > 2 and features not in (1, tensor[0].numel(), tensor.shape[-1])
+        found[features] = (tensor.movedim(1, -1) if second else tensor).reshape(-1, features)
+    return [_numbers(one) for one in found.values()]
 
 
 def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
@@ -330,11 +358,11 @@ def _is_usable(tensor: torch.Tensor) -> bool:
 
 def _held(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
-) -> tuple[dict[str, _Numbers], list[torch.Tensor]]:
-    """The variables with as many features, the quotients of sums and counts too; and what may be samples."""
-    found: dict[str, _Numbers] = {}
+) -> tuple[_Look, list[torch.Tensor]]:
+    """The variables with as many features, and counts; and what may be samples."""
+    look = _Look()
+    found = look.held
     samples: list[torch.Tensor] = []
-    counts: dict[str, list[tuple[str, float]]] = {}
     known: dict[str, int] = {}  # by name, the identity
     kinds: dict[str, type] = {}
     for path, value in held_by_program(wide=True, without=without):
@@ -345,21 +373,12 @@ def _held(
         if tensor is None or name in found or len(found) >= _MOST_HELD:
             continue
         if tensor.numel() == 1 and (number := float(tensor)) >= 1 and number.is_integer():
-            counts.setdefault(_holder(name), []).append((name, number))
+            look.counts[name] = number
         elif tensor.numel() in sizes and bool(tensor.isfinite().all()):
             found[name] = replace(_numbers(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
         if tensor.dim() and len(samples) < _MOST_SAMPLES and are_samples(tensor):
             samples.append(tensor)
-    for name, one in list(found.items()):
-        for count, number in counts.get(_holder(name), [])[:_MOST_COUNTS]:
-            found[f"{name} / {count}"] = _divided(one, number)
-            if number > 1:  # of a variance
-                found[f"{name} / ({count} - 1)"] = _divided(one, number - 1)
-    return found, samples
-
-
-def _divided(one: _Numbers, number: float) -> _Numbers:
-    return replace(one, mean=one.mean / number, rounding=one.rounding / number)
+    return look, samples
 
 
 def _holder(name: str) -> str:
