@@ -157,6 +157,25 @@ def test_it_is_known_by_the_inputs_alone(make: Callable[[], Callable[[Tensor], T
     assert not names or sum(one.equations == 5 for one in found) >= 4
 
 
+def test_variables_of_all_kinds_are_passed_over() -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Identity()
+    kept = recorder(found, module)
+    flags, chars = torch.zeros(6, dtype=torch.bool), torch.zeros(6, dtype=torch.complex64)
+    swapped, reversed_ = np.zeros(6, ">f8"), np.arange(6.0)[::-1]
+    sparse, meta, small = (
+        torch.eye(6).to_sparse(),
+        torch.zeros(6, device="meta"),
+        torch.zeros(6, dtype=torch.float8_e5m2),
+    )
+    numbers = [1.0, float("nan"), 10**400, True, None]
+    for given in (torch.zeros(0, 6), torch.zeros(()), small, torch.full((3, 6), float("nan")), torch.randn(2, 6, 6, 6)):
+        module(given)
+        module(given)
+    assert kept and not found
+    del flags, chars, swapped, reversed_, sparse, meta, numbers
+
+
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_rollout_of_which_forward_is_given_parts(of_all: bool) -> None:
     found: list[RunningStatistic] = []

@@ -35,6 +35,7 @@ _MOST_SAMPLES = 16
 _MOST_COUNTS = 8  # beside a sum
 _MOST_CALLS = 32  # of collectives that are looked at, once there is a statistic that they may be given
 _SHOWN = 16
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
 _EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # as added to a variance
 _FITS = 1e-3  # relative residual
 _SAME = 1e-4  # of what inputs are divided by
@@ -343,16 +344,17 @@ def _tensor(value: Any) -> torch.Tensor | None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(type(value), numpy.ndarray | numpy.floating) and value.dtype.kind == "f":
         plain = value.dtype.itemsize in (4, 8) and 0 < value.size <= _MOST_ELEMENTS
-        return torch.from_numpy(numpy.array(value)) if plain else None
+        kind = numpy.float32 if value.dtype.itemsize == 4 else numpy.float64  # in the order of bytes of this machine
+        return torch.from_numpy(numpy.array(value, kind, order="C")) if plain else None
     if type(value) in (float, int):
         return torch.tensor(float(value), dtype=torch.float64) if abs(value) < 1e300 else None
-    if type(value) is list and 1 < len(value) <= _MOST_COMPARED and all(type(one) is float for one in value):
+    if type(value) is list and 1 < len(value) <= _MOST_COMPARED and {*map(type, value)} == {float}:
         return torch.tensor(value, dtype=torch.float64)
-    return value if type(value) is torch.Tensor and not value.requires_grad and _is_usable(value) else None
+    return value if issubclass(type(value), torch.Tensor) and _is_usable(value) and not value.requires_grad else None
 
 
 def _is_usable(tensor: torch.Tensor) -> bool:
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_complex()
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _DTYPES
     return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
 
 
