@@ -47,7 +47,7 @@ class ScheduleState:
         steps: How often it has stepped.
         location: The line that has stepped it first.
         by_package: Whether an installed package has, and not the script itself.
-        turns: How many of these steps were the first one after a backward pass.
+        turns: How many of these steps were the first one after a backward pass or an optimizer's step.
         ends: After which of them the rate has not changed any more, and after which it was the lowest.
         by_world: Whether the loop around the steps has one for each rank by its source, and what constructs the
             schedule takes nothing from the world size.

@@ -103,7 +103,7 @@ class OptimizerRecorder:
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
         self._backwards = 0
-        self._schedules = ScheduleRecorder(sink, lambda: self._backwards, self._number_of)
+        self._schedules = ScheduleRecorder(sink, lambda: self._backwards + self.steps, self._number_of)
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
         patched(torch.optim.Optimizer, "zero_grad", self._before_zero_grad)

@@ -147,13 +147,14 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
             if depth < _DEEPEST and id(value) not in seen:
                 inside: list[tuple[str, Any]] = []
                 with contextlib.suppress(Exception):  # an object that does not like to be asked
-                    inside = (_inside_widely(name, value) if wide else []) or _inside(name, value)
+                    inside = (_inside_widely(name, value) if wide else []) or held_in(name, value)
                 if inside:
                     seen.add(id(value))
                     pending.extend((path, item, depth + 1) for path, item in inside)
 
 
-def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
+    """What a mapping, or an object of a class of the program, holds, each with its path."""
     kind = type(value)  # a proxy may have a `__class__` that does something
     if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
         items = itertools.islice(value.items(), _MOST_NUMBERS)

@@ -23,7 +23,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.patching import patched
 from ddpcheck.monitor.script.recording.loss_source import is_world_size
-from ddpcheck.monitor.script.recording.program_numbers import held_by_program, program_frames
+from ddpcheck.monitor.script.recording.program_numbers import held_by_program, held_in, program_frames
 from ddpcheck.monitor.script.recording.source_scope import (
     Scope,
     is_users,
@@ -53,7 +53,7 @@ class _Schedule:
     by_world: bool = False
     steps: int = 0
     turns: int = 0
-    passes: int = -1  # backward passes at its last step
+    passes: int = -1  # backward passes and optimizer steps, at its last step
     rates: list[float] = field(default_factory=lambda: [math.nan, 0.0, math.inf])  # last, highest, lowest
     settled: int = 0
     lowest: int = 0
@@ -73,7 +73,7 @@ class ScheduleRecorder:
     def __init__(
         self, sink: Callable[[MetricUsed], object], passes: Callable[[], int], number_of: Callable[[Any], int]
     ) -> None:
-        """Begin; `passes` says how many backward passes there have been, `number_of` is that of an optimizer."""
+        """Begin; `passes` counts backward passes and optimizer steps, `number_of` is that of an optimizer."""
         self._sink = sink
         self._passes = passes
         self._number_of = number_of
@@ -88,7 +88,8 @@ class ScheduleRecorder:
 
     def of(self, optimizer: Any) -> ScheduleState | None:
         """The schedule of its learning rate: of several, the one that has made the most steps; else the last one."""
-        ours = [one for one in list(self._known.values()) if one.optimizer() is optimizer]
+        groups = optimizer.param_groups  # which a wrapper around an optimizer has, too
+        ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]
         return max(reversed(ours), key=lambda one: one.steps).told() if ours else None
 
     def look_for(self, optimizer: Any) -> None:
@@ -97,9 +98,8 @@ class ScheduleRecorder:
             step = getattr(type(value), "step", None)
             if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
-            with contextlib.suppress(AttributeError, TypeError):  # without a `__dict__`, a hash or weak references
-                held = object.__getattribute__(value, "__dict__").values()
-                if value not in self._known and any(one is optimizer for one in held):
+            with contextlib.suppress(Exception):  # without a hash or weak references; or it does not like to be asked
+                if value not in self._known and any(one is optimizer for _, one in held_in("", value)):
                     self._follow(value, _Schedule(ref(optimizer), None))
 
     def _made(self, schedule: Any, *arguments: Any, **named: Any) -> None:
@@ -164,7 +164,7 @@ class ScheduleRecorder:
 
 def _numbers_of(schedule: Any) -> Iterator[float]:
     """The numbers that it holds, and those that its functions do."""
-    pending: list[Any] = list(vars(schedule).values())
+    pending: list[Any] = [*getattr(schedule, "__dict__", {}).values(), *(item for _, item in held_in("", schedule))]
     seen = 0
     while pending and seen < 8 * _MOST_NUMBERS:
         one = pending.pop()
@@ -210,10 +210,10 @@ def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
 def _repeats_by_world_size(frame: FrameType | None) -> bool:
     """Whether the innermost loop in which the program is now has a pass for each rank, by its source."""
     for _ in range(_MOST_CALLERS):
-        scope = None if frame is None else scope_of_frame(frame)
-        if frame is None or scope is None:
+        if frame is None:
             break
-        if (passes := _loop_around(scope, frame.f_lineno)) is not None:
+        scope = scope_of_frame(frame)  # a comprehension has none
+        if scope is not None and (passes := _loop_around(scope, frame.f_lineno)) is not None:
             return any(_is_number_of_ranks(scope, node) for node in ast.walk(passes))
         frame = user_caller(frame)
     return False
