@@ -128,7 +128,7 @@ def test_the_writes_of_wrapped_parameters_are_followed() -> None:
     before = dict(vars(nn.Parameter))
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     found: list[ModuleChanged] = []
-    watch: Any = SimpleNamespace(number=0, parameters=dict(layer.named_parameters()), forwards=1, step=1)
+    watch: Any = SimpleNamespace(number=0, module_parameters=layer.named_parameters, forwards=1, step=1)
     try:
         recorder = WriteRecorder(found.append, [watch])
         recorder.wrapped(watch)

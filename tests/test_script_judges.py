@@ -84,6 +84,16 @@ def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[st
     assert codes(judge_loaders(passes)) == found
 
 
+def test_samplers_that_are_told_other_epochs() -> None:
+    told = Location("train.py", 28)
+    (finding,) = judge_loaders([[epoch(ALL, epoch=3, told=told)], [epoch(BACK, epoch=0, told=told)]])
+    assert finding.code == "DDP505" and finding.location == told and "in other epochs" in finding.message
+    assert "the epoch of the sampler: rank 0: 3; rank 1: 0" in finding.evidence
+    assert finding.fix.startswith("Tell the sampler the same epoch on every rank")
+    (finding,) = judge_loaders([[epoch(ALL, epoch=3)], [epoch(BACK, epoch=3)]])
+    assert "epoch of" not in str(finding.evidence)
+
+
 @pytest.mark.parametrize(
     ("orders", "shuffles", "found"), [((1, 1, 1), True, ["DDP506"]), ((1, 2, 3), True, []), ((1, 1, 1), False, [])]
 )

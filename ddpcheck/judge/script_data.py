@@ -102,16 +102,23 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     allowed = max(one.batch_size for one in first) * len(first)  # what a sampler may repeat at the end
     if shared <= allowed or shared < _SHARED * size:
         return []
+    by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
+    parts = "it shuffles all of the data, and each rank takes a part."
     return _one(
         "DDP505",
         first[0],
         f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch, "
-        "in an order of its own.",
-        line=first[0].made,
+        f"in an order of its own{', and their samplers are in other epochs' if by_epoch else ''}.",
+        line=(by_epoch and next((one.told for one in first if one.told), None)) or first[0].made,
         severity=Severity.WARNING,
-        evidence=[f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])]
-        + [_taken(first[0])],
-        fix="Give the sampler the same seed on every rank: it shuffles all of the data, and each rank takes a part."
+        evidence=[
+            *([f"the epoch of the sampler: {'; '.join(group_by_value([one.epoch for one in first]))}"] * by_epoch),
+            *(f"rank {rank} begins with samples {_first(indices)}" for rank, indices in enumerate(lists[:3])),
+            _taken(first[0]),
+        ],
+        fix=f"Tell the sampler the same epoch on every rank: {parts}"
+        if by_epoch
+        else f"Give the sampler the same seed on every rank: {parts}"
         if size < first[0].size and first[0].has_epoch
         else "",
     )

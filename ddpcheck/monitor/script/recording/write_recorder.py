@@ -52,7 +52,7 @@ class WriteRecorder:
 
     def wrapped(self, watch: ScriptWatch) -> None:
         """A wrapper has been constructed."""
-        for name, parameter in watch.parameters.items():
+        for name, parameter in watch.module_parameters():  # frozen ones, too
             self._wrapped[id(parameter)] = ref(parameter), watch.number, name
 
     def write(self) -> None:
