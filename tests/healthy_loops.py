@@ -485,6 +485,13 @@ def odd_variables() -> None:
     del lazy, unfinished, on_disk, proxies, later
 
 
+def compiled_around_the_wrapper() -> None:
+    model = DistributedDataParallel(net())
+    compiled, optimizer = torch.compile(model, backend="eager"), sgd(model)
+    for x, y in own_batches(6):
+        train(compiled, optimizer, x, y)  # type: ignore[arg-type]
+
+
 # Weights that each rank moves and puts back, and losses that each rank scales
 
 
@@ -572,6 +579,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
         average_on_rank_0,
         adapted_weights,
         odd_variables,
+        compiled_around_the_wrapper,
         ascents_of_each_rank,
         weights_that_are_tried,
         smoothed_labels_of_mixed_samples,

@@ -282,6 +282,10 @@ def test_optimizer_state_that_differs() -> None:
     assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
     assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
     assert not judge_optimizer_state([[here, here]])
+    (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
+    assert found.fix.startswith(
+        "Give the optimizer its parameters in the same order"
+    ) and "rank 1 holds b and a" in str(found.evidence)
     sharded = step(states={"0/v: momentum_buffer": 2.0})
     assert not judge_optimizer_state([[here, sharded]])
 

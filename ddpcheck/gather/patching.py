@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -37,16 +38,17 @@ class OwnErrors:
 
 def guarded(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
     """`function` as a hook: it is off with all of them, and an error of it goes where theirs go."""
+    errors, is_finalizing = OwnErrors, sys.is_finalizing  # the names of a module are gone when the interpreter ends
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
-        if OwnErrors.all_off:
+        if errors.all_off or is_finalizing():
             return None
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if OwnErrors.taken_by is None:
+            if errors.taken_by is None:
                 raise
-            OwnErrors.taken_by(error)
+            errors.taken_by(error)
             return None
 
     return call

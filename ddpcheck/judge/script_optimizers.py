@@ -260,6 +260,8 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = _minority(states, names)
+        orders = [one.held for one in of_ranks]
+        reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
         return one_finding(
             "DDP306",
             keys,
@@ -267,12 +269,21 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
             f"{of_ranks[0].count}, so that equal gradients move the parameters apart.",
             ranks=ranks,
             steps=(of_ranks[0].count,),
-            location=of_ranks[0].location,
+            location=(reordered and of_ranks[0].made) or of_ranks[0].location,
             evidence=[
-                f"norm of {told}"
-                for told in told_by_rank({_short(n): [_spelled(one.get(n)) for one in states] for n in names[:3]})
+                *(
+                    f"the optimizer of rank {rank} holds {join_names([_short(name) for name in one])}, in this order"
+                    for rank, one in enumerate(orders[:2] if reordered else ())
+                ),
+                *(
+                    f"norm of {told}"
+                    for told in told_by_rank({_short(n): [_spelled(one.get(n)) for one in states] for n in names[:3]})
+                ),
             ],
-            fix="Load the optimizer's state on every rank, from the same file.",
+            fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "
+            "their numbers."
+            if reordered
+            else "Load the optimizer's state on every rank, from the same file.",
         )
     return []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from weakref import WeakMethod
 
@@ -43,7 +43,7 @@ class UnpickledHook:
             UnpickledHook._is_skipped = True
             _leave_us_alone()
         try:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _callback_of_compiler() is not None:
                 self._not_compiled(self.method, args, kwargs)
             else:  # this question costs less than the call of a function that the compiler leaves alone
                 self.method(*args, **kwargs)
@@ -56,6 +56,21 @@ class UnpickledHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (_nothing,)
+
+
+def _found_callback() -> Callable[[], Any]:
+    """A function that gives what compiles the functions which this thread calls now; `None` where nothing does.
+
+    Private to torch: where it is not there, functions that a hook calls in compiled code may be compiled.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame
+
+        return eval_frame.get_eval_frame_callback
+    return lambda: None
+
+
+_callback_of_compiler = _found_callback()
 
 
 @functools.cache
