@@ -64,7 +64,7 @@ _OWN = ("draws", "evaluation", "gathers", "rows", "statistics", "steps")
 def _test_of(judge: str) -> str:
     """The tests of a judge of scripts, by its module."""
     module = judge.partition(".")[0].removeprefix("script_")
-    own = {"pace": "steps", "targets": "evaluation"}.get(module, module)
+    own = {"order": "evaluation", "pace": "steps", "targets": "evaluation"}.get(module, module)
     return f"test_script_{own}" if own in _OWN else "test_script_judges"
 
 
