@@ -21,6 +21,7 @@ APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "its statistics": (("norm",), ("norm.running_mean",), (BY_NORMALISATION,)),
     "by steps": (("a",), ("step",), ()),
     "always": (("head.weight",), ("other",), ()),
+    "an error": (("no_sync",), ("head.weight",), ()),
 }
 """By case: the subjects of the cause and of its consequence, and the tags of the cause."""
 
@@ -59,6 +60,11 @@ def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:
         assert [one.code for one in kept] == ["DDP214"]
     else:
         assert kept == [cause, found] and consequences == []
+
+
+def test_a_no_sync_without_effect_explains_no_difference() -> None:
+    idle, apart = finding("DDP502", "no_sync", severity=Severity.WARNING), finding("DDP306", "head.weight")
+    assert split_consequences([idle, apart]) == ([idle, apart], [])
 
 
 def test_what_comes_of_a_consequence_belongs_to_the_root() -> None:

@@ -67,6 +67,7 @@ def _explains(cause: Finding, found: Finding) -> Explains | None:
 
 _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     "always": lambda _cause, _found: True,
+    "an error": lambda cause, _found: cause.severity is Severity.ERROR,
     "same subjects": lambda cause, found: set(found.subjects) <= set(cause.subjects),
     # only the loss is known to differ on a rank, and not the data that it is computed from
     "only the loss": lambda _cause, found: found.subjects == ("loss",),

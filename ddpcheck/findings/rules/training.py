@@ -36,6 +36,7 @@ output.sum().backward()
         severity=ERROR,
         explains=(
             Explains(("DDP301", "DDP302")),
+            Explains(("DDP306",), when="an error"),
             Explains(("DDP508",), when="by steps"),
         ),
         summary="no_sync is not entered, never left, or does not enclose the forward pass.",
@@ -162,7 +163,7 @@ if torch.isfinite(loss):                 # right: all_reduce the decision first
         code="DDP509",
         name="backward-without-forward-pairing",
         severity=ERROR,
-        explains=(Explains(("DDP301", "DDP302")),),
+        explains=(Explains(("DDP301", "DDP302", "DDP306")),),
         summary="The wrapper's forward and backward passes do not come in pairs.",
         why=(
             "The reducer is prepared by a forward and finished by one backward. A second backward of the same "
