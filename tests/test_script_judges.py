@@ -260,7 +260,10 @@ def test_ranks_in_other_steps_of_a_loop_that_reduces_by_hand() -> None:
 
 def test_a_rank_that_skips_a_step() -> None:
     (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
-    assert (finding.code, finding.ranks) == ("DDP508", (1,))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), step().location)
+    decided = (Location("train.py", 30),)
+    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=decided), step(4, reductions=6)]], [])
+    assert finding.location == decided[0] and f"it decides on the step at {step().location}" in finding.evidence
     ends = [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)]
     (finding,) = judge_pace([[step(4), step(4)]], ends)
     assert (finding.code, finding.ranks) == ("DDP508", (0,))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,8 @@ class Block:
         exits: Of a loop, lines that end it, each with its word: "break" or "return".
         over: Of a `for`, what it goes through; of a `while`, its condition.
         times: Of a loop, how often it runs where that is a number in the program; `ENDLESS` for `while True`.
+        varies: Of an arm of an `if` and of a rest, whether the test reads what the loop or the function around it
+            computes, and not only how often it was come to.
     """
 
     kind: _Kind
@@ -43,6 +45,7 @@ class Block:
     exits: tuple[tuple[int, str], ...] = ()
     over: str = ""
     times: float | None = None
+    varies: bool = False
 
     @property
     def head(self) -> str:
@@ -68,16 +71,65 @@ def blocks_of_lines(lines: Iterable[str], files: Mapping[str, str] | None = None
     return found
 
 
+def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
+    """What may leave out lines of a stack, innermost first, where those of another stack (`done`) were come to.
+
+    Of several that is the one whose test varies, if there is only one such.
+    """
+    blocks = blocks_of_lines((*lines, *done), files)
+    others = {block for line in done for block in blocks[line]}
+    around = [block for line in lines for block in blocks[line] if block not in others]
+    found = [block for block in around if block.kind in ("branch", "rest", "try") and block.word != "raise"]
+    varying = [block for block in found if block.varies]
+    return varying if len(varying) == 1 else found
+
+
 @functools.cache
 def _blocks(file: Path) -> tuple[Block, ...]:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return ()
-    return tuple(block for node in ast.walk(tree) for block in _made_by(node))
+    nodes = [*ast.walk(tree)]
+    varying = {test for node in nodes if isinstance(node, _LOOPS | _FUNCTIONS) for test in _varying_in(node)}
+    return tuple(block for node in nodes for block in _made_by(node, varying))
 
 
-def _made_by(node: ast.AST) -> Iterator[Block]:
+_LOOPS = ast.For | ast.AsyncFor | ast.While
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
+    """Each `if` in a loop or a function whose test reads what is computed there, or given: no count, and no option."""
+    nodes = [*ast.walk(scope)]
+    counts = {node for loop in nodes for node in _counters(loop)}
+    made = {ast.unparse(n) for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store) and n not in counts}
+    given = {node.arg for node in nodes if isinstance(node, ast.arg)} if isinstance(scope, _FUNCTIONS) else set()
+    for node in nodes:
+        if isinstance(node, ast.If):
+            parts = [*ast.walk(node.test)]
+            called = {part.func for part in parts if isinstance(part, ast.Call)}
+            options = {part.value for part in parts if isinstance(part, ast.Attribute) and part not in called}
+            read = [part for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+            if any(ast.unparse(part) in (made if part in options else made | given) for part in read):
+                yield node
+
+
+def _counters(node: ast.AST) -> Iterable[ast.expr]:
+    """What a statement gives the number of a pass, or another number that is in the program."""
+    match node:
+        case ast.For(target=target, iter=ast.Call(func=ast.Name(id="range"))):
+            return [target]
+        case ast.For(target=ast.Tuple(elts=[number, *_]), iter=ast.Call(func=ast.Name(id="enumerate"))):
+            return [number]
+        case ast.AugAssign(target=target, value=ast.Constant()):
+            return [target]
+        case ast.Assign(targets=targets, value=ast.Constant(value=int(number))) if type(number) is int:
+            return targets
+    return []
+
+
+def _made_by(node: ast.AST, varying: Collection[ast.If]) -> Iterator[Block]:
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             yield _block("function", "def", node.lineno, node.body)
@@ -87,9 +139,8 @@ def _made_by(node: ast.AST) -> Iterator[Block]:
             endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
             yield _loop("while", node.lineno, node.body, ast.unparse(node.test), ENDLESS if endless else None)
         case ast.If():
-            yield _block("branch", "if", node.lineno, node.body)
-            if node.orelse:
-                yield _block("branch", "if", node.lineno, node.orelse)
+            for arm in filter(None, (node.body, node.orelse)):
+                yield replace(_block("branch", "if", node.lineno, arm), varies=node in varying)
         case ast.match_case():
             yield _block("branch", "case", node.pattern.lineno, node.body)
         case ast.Try():
@@ -99,7 +150,7 @@ def _made_by(node: ast.AST) -> Iterator[Block]:
     for name in ("body", "orelse", "finalbody"):
         statements = getattr(node, name, None)
         if isinstance(statements, list):
-            yield from _rests(statements)
+            yield from _rests(statements, varying)
 
 
 def _block(kind: _Kind, word: str, line: int, body: Sequence[ast.stmt]) -> Block:
@@ -115,13 +166,13 @@ def _end(body: Sequence[ast.stmt]) -> int:
     return body[-1].end_lineno or body[-1].lineno
 
 
-def _rests(statements: Sequence[ast.stmt]) -> Iterator[Block]:
+def _rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Iterator[Block]:
     """What an `if` leaves out that ends in a jump."""
     for place, one in enumerate(statements[:-1]):
         if isinstance(one, ast.If) and not one.orelse and isinstance(jump := one.body[-1], _JUMPS):
             rest = statements[place + 1 :]
             word = type(jump).__name__.lower()
-            yield Block("rest", "", jump.lineno, rest[0].lineno, _end(rest), word)
+            yield Block("rest", "", jump.lineno, rest[0].lineno, _end(rest), word, varies=one in varying)
 
 
 def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:

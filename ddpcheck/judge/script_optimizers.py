@@ -135,27 +135,40 @@ def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Fin
 
 def _pace(of_ranks: Steps, reductions: Sequence[int]) -> list[Finding]:
     ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
+    where, ways = _left_out_at(of_ranks)
     return one_finding(
         "DDP508",
         ("step",),
         f"{format_ranks(ranks).capitalize()} {plural_verb('skips', 'skip', ranks)} optimizer steps that the others "
         "make.",
         ranks=ranks,
-        location=of_ranks[0].location,
-        evidence=[f"averaged backward passes until step {of_ranks[0].count}: {n}" for n in group_by_value(reductions)],
+        location=where,
+        evidence=[
+            *(f"averaged backward passes until step {of_ranks[0].count}: {n}" for n in group_by_value(reductions)),
+            *ways,
+        ],
     )
+
+
+def _left_out_at(of_ranks: Steps) -> tuple[Location | None, list[str]]:
+    """The line that decides whether a step is made, where there is one such, else that of the step; and evidence."""
+    step, lines = of_ranks[0].location, of_ranks[0].left_out_at
+    if len(lines) == 1:
+        return lines[0], [f"it decides on the step at {step}"]
+    return step, [f"{line} may leave it out" for line in lines]
 
 
 def _skipped(of_ranks: Steps, counts: Sequence[int]) -> list[Finding]:
     ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    where, ways = _left_out_at(of_ranks)
     return one_finding(
         "DDP508",
         ("step",),
         f"{format_ranks(ranks).capitalize()} {plural_verb('has', 'have', ranks)} made fewer optimizer steps than the "
         "others from the same averaged backward passes.",
         ranks=ranks,
-        location=of_ranks[0].location,
-        evidence=[f"optimizer steps: {one}" for one in group_by_value(counts)],
+        location=where,
+        evidence=[*(f"optimizer steps: {one}" for one in group_by_value(counts)), *ways],
     )
 
 

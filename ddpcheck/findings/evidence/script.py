@@ -186,6 +186,7 @@ class OptimizerStep:
         schedule: Of its learning rate.
         summed: The parameters whose gradient is just as an all_reduce has left it that sums.
         summed_at: The line of that all_reduce.
+        left_out_at: The lines that may leave it out after the backward pass: tests around it, and early exits.
     """
 
     optimizer: int
@@ -209,6 +210,7 @@ class OptimizerStep:
     schedule: ScheduleState | None = None
     summed: tuple[str, ...] = ()
     summed_at: Location | None = None
+    left_out_at: tuple[Location, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
+    file_of,
     is_installed,
     is_user_file,
     parsed_source,
@@ -116,6 +118,14 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
         if _is_of(target, name) and _may_be(node.value, value)
     }
     return found.pop() if len(found) == 1 else None
+
+
+@functools.cache
+def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
+    """What decides whether a step is made after a backward pass, by the lines of their stacks."""
+    files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
+    found = left_out_by(step, backward, files) if backward else ()
+    return tuple(Location(block.path, block.line) for block in found)
 
 
 def _may_be(node: ast.expr | None, value: bool | None) -> bool:

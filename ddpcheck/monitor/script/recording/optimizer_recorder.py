@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
 )
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward, walk_graph
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.ddp.optimizer_options import optimizer_options
@@ -32,8 +32,16 @@ from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.rank_report import is_probed
 from ddpcheck.monitor.script.recording.clip_recorder import ClipRecorder
 from ddpcheck.monitor.script.recording.leftover_recorder import LeftoverRecorder
-from ddpcheck.monitor.script.recording.line_recorder import LineRecorder, assignment_in_program
-from ddpcheck.monitor.script.recording.program_state import StateRecorder, tables_of_program
+from ddpcheck.monitor.script.recording.line_recorder import (
+    LineRecorder,
+    assignment_in_program,
+    lines_left_out_by,
+)
+from ddpcheck.monitor.script.recording.program_state import (
+    StateRecorder,
+    names_of_parameters,
+    tables_of_program,
+)
 from ddpcheck.monitor.script.recording.schedule_recorder import ScheduleRecorder
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
@@ -103,6 +111,7 @@ class OptimizerRecorder:
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
         self._backwards = 0
+        self._differentiated: tuple[str, ...] = ()  # the lines that have led to the last one
         self._schedules = ScheduleRecorder(sink, lambda: self._backwards + self.steps, self._number_of)
         register_optimizer_step_pre_hook(UnpickledHook(self._before_step))
         register_optimizer_step_post_hook(UnpickledHook(self._after_step))
@@ -232,6 +241,7 @@ class OptimizerRecorder:
             schedule=known.schedule,
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), None),
+            left_out_at=lines_left_out_by(lines_of_program(sys._getframe(1)), self._differentiated),
         )
 
     def _sums_in_one(self, gradients: list[tuple[str, torch.Tensor]]) -> dict[str, Location | None]:
@@ -275,7 +285,7 @@ class OptimizerRecorder:
             wrapped = parameters_in_wrappers()  # those that came after the wrapper, or that it was told to leave alone
             loose = [p for p in loose if id(p) not in wrapped]
         if loose:
-            names = _names_of({id(p) for p in loose})
+            names = names_of_parameters({id(p) for p in loose})
             for index, p in enumerate(loose):
                 known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
             known.marked = ref(min(loose, key=torch.Tensor.numel))
@@ -295,6 +305,7 @@ class OptimizerRecorder:
         if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
             return
         self._backwards += 1
+        self._differentiated = lines_of_program(sys._getframe(1))
         for watch in list(self._watches):
             watch.any_backward_begins()
         self._clips.backward_begins()
@@ -384,16 +395,3 @@ def _norms(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
-
-
-def _names_of(wanted: set[int]) -> dict[int, str]:
-    """The names of parameters in the modules of this process, with the class of the outermost one."""
-    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
-    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    found: dict[int, str] = {}
-    for module in modules:
-        if id(module) not in children and "_parameters" in vars(module):
-            for name, parameter in module.named_parameters():
-                if id(parameter) in wanted:
-                    found.setdefault(id(parameter), f"{type(module).__name__}.{name}")
-    return found

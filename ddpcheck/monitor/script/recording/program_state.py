@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import re
@@ -217,6 +218,19 @@ def _can_be_followed(module: nn.Module) -> bool:
 
 
 # Variables
+
+
+def names_of_parameters(wanted: set[int]) -> dict[int, str]:
+    """The names of parameters in the modules of this process, with the class of the outermost one."""
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    found: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in children and "_parameters" in vars(module):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in wanted:
+                    found.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+    return found
 
 
 def program_variables(depth: int) -> Iterator[tuple[str, Any, Location]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.draws import StepDraw
@@ -263,12 +264,20 @@ def _optimizers(ranks: Sequence[WatchedRank]) -> Iterator[_Optimizer]:
     for (members, *_), theirs in known.items():
         if len(theirs) == len(members):
             ends = [
-                end
+                _with_reductions(end, same[-1], by_number[number])
                 for number, same in theirs.items()
                 for end in _of(by_number[number], OptimizerEnd)
                 if end.optimizer == same[0].optimizer
             ]
             yield _in_step(list(theirs.values())), ends
+
+
+def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
+    """The end of an optimizer that was gone when the script ended, and its wrappers with it."""
+    if end.reductions >= 0 or last.reductions < 0:
+        return end
+    numbers = {int(name.partition("/")[0]) for name in last.held}
+    return replace(end, reductions=sum(rank.counts[number][1] for number in numbers))
 
 
 def _are_of_same(steps: list[list[OptimizerStep]], other: list[list[OptimizerStep]]) -> bool:
