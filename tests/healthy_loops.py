@@ -15,7 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
@@ -310,6 +314,21 @@ def summed_by_a_hook() -> None:
         optimizer.step()
 
 
+def compressed_gradients() -> None:
+    """Made up for in later steps; and to 16 bits, in which the gradient of a bias before a BatchNorm is nothing."""
+    wrapped = DistributedDataParallel(net())
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    optimizer = sgd(wrapped)
+    for x, y in own_batches(24):
+        train(wrapped, optimizer, x, y)
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)))
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    optimizer = sgd(wrapped)
+    for x, y in own_batches(12):
+        train(wrapped, optimizer, x, y)
+
+
 # Models of each rank's own, for a time
 
 
@@ -324,6 +343,18 @@ def local_steps() -> None:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.data)
                 parameter.data /= WORLD
+
+
+def local_steps_by_a_hook() -> None:
+    """As torch has them: the hook stops to average over all ranks, and the parameters are averaged after some steps."""
+    wrapped = DistributedDataParallel(net())
+    alone = dist.new_subgroups(group_size=1)[0]
+    wrapped.register_comm_hook(PostLocalSGDState(None, alone, 6), fp16_compress_wrapper(post_localSGD_hook))
+    optimizer = sgd(wrapped, momentum=0.9)
+    averager = PeriodicModelAverager(period=4, warmup_steps=6)
+    for x, y in own_batches(22):
+        train(wrapped, optimizer, x, y)
+        averager.average_parameters(wrapped.parameters())
 
 
 def steps_of_taken_gradients() -> None:
@@ -567,6 +598,7 @@ LOOPS: tuple[Callable[[], None], ...] = (
     *(slices_of_a_global_batch, parts_of_a_global_draw, shards, chunks, held_out_by_a_sampler, rows_by_number),
     *(drawn_by_each_rank, noise_for_all_ranks, resumed_where_it_stopped),
     *(a_ring_of_neighbours, attacks, clipped_by_sample, norms_before_averaging, moved_gradients, summed_by_a_hook),
+    *(compressed_gradients, local_steps_by_a_hook),
     *(
         local_steps,
         steps_of_taken_gradients,

@@ -14,6 +14,7 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
 from ddpcheck.judge.judge_context import JudgeContext, first_explanation, format_factor, group_by_step, worst_first
 from ddpcheck.judge.replicas import differing_names
@@ -229,9 +230,24 @@ def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
 
 
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
-    """DDP302: gradients that are not the average of the ranks' own, for no cause that is known. Last."""
+    """DDP302: gradients that are not the average of the ranks' own, for no cause that is known. Last.
+
+    What a hook of the user's own leaves may be meant: one that compresses leaves a part, and gives the rest later.
+    """
     if not facts.mismatched:
         return []
+    hook = facts.known.wrapper.comm_hook
+    if facts.known.wrapper.own_hook:
+        return facts.mismatch(
+            "DDP302",
+            f"The communication hook {hook} leaves something else in .grad than the average of the ranks' own "
+            "gradients, the same on every rank.",
+            subjects=(hook,),
+            location=None,
+            severity=Severity.NOTE,
+            fix="Nothing, if the hook compresses. If it is to average, return the sum of bucket.buffer() over the "
+            "ranks, divided by their number, in the order of its elements.",
+        )
     return facts.mismatch(
         "DDP302",
         f"What the wrapper left in .grad of {counted(len(facts.mismatched), 'parameter')} is not "

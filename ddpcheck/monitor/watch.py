@@ -19,7 +19,7 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names
-from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, find_wrapper
+from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, facts_of, find_wrapper, trains_apart
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
@@ -335,7 +335,7 @@ class Watch:
     # Reports of the ranks
 
     def _is_due(self, every: int, step: int) -> bool:
-        return bool(every) and step % every == 0 and not self._joins()
+        return bool(every) and step % every == 0 and not self._are_apart()
 
     def _compares(self, step: int) -> bool:
         options = self._options
@@ -344,12 +344,12 @@ class Watch:
     def _exchanges(self, step: int) -> bool:
         """Whether the ranks exchange reports after a step without any alarm."""
         wanted = self._options.detect_anomalous_params or self._micro_batches is not None
-        return wanted and is_probed(step) and not self._joins()
+        return wanted and is_probed(step) and not self._are_apart()
 
-    def _joins(self) -> bool:
-        """Whether ranks without further batches may have left the loop (`Join`): then ranks do not communicate."""
+    def _are_apart(self) -> bool:
+        """Whether ranks without further batches may have left the loop (`Join`), or all train apart: none compares."""
         wrapper = self._tracker.wrapper
-        return wrapper is not None and bool(wrapper._join_config.enable)
+        return wrapper is not None and (bool(wrapper._join_config.enable) or trains_apart(wrapper))
 
     def _exchange_reports(
         self, step: int, probe: StepProbe | None, snapshot: Snapshot | None, *, thorough: bool

@@ -78,6 +78,7 @@ class WrapperFacts:
         delayed: Parameters named in `delay_all_reduce_named_params`.
         comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
         sparse: Parameters whose gradient is sparse.
+        own_hook: Whether the hook is none of torch's; known where a script has registered it.
     """
 
     is_ddp: bool = True
@@ -87,6 +88,7 @@ class WrapperFacts:
     delayed: frozenset[str] = frozenset()
     comm_hook: str = ""
     sparse: frozenset[str] = frozenset()
+    own_hook: bool = False
 
     @property
     def tolerates_unused(self) -> bool:

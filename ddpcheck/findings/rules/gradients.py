@@ -51,7 +51,8 @@ output.sum().backward()
             "The same module runs on the same shards without the wrapper, and its gradients are averaged by a "
             "plain all-reduce. What DDP left is not that average, although all ranks have the same."
         ),
-        ignore="With a compressing communication hook whose rounding you accept; ddpcheck allows what bfloat16 loses.",
+        ignore="With a compressing communication hook whose rounding you accept; ddpcheck allows what bfloat16 loses. "
+        "`ddpcheck run` tells of a hook of the script's own as a note.",
         example="""\
 loss = ddp(x).sum()
 loss.backward(retain_graph=True)

@@ -133,18 +133,42 @@ def comm_hook_of(wrapper: nn.Module) -> str:
 _EXACT_HOOKS = ("allreduce_hook", "noop_hook")  # of torch.distributed.algorithms.ddp_comm_hooks
 _LOSSY_HOOKS = ("powerSGD", "quantization", "post_localSGD")
 _LOST_ON_PURPOSE = 0.1
+_LOST_FOR_A_TIME = 1e6  # what one step loses is added to the next one's gradients, which may be smaller by any factor
 
 
 def hook_loss(wrapper: nn.Module | None) -> float:
-    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose (PowerSGD)."""
+    """Machine eps of what communication hooks may compress to; 0.1 for those that lose more on purpose.
+
+    Of those that make up for it in later steps (PowerSGD with its error feedback), no single step tells anything.
+    """
     found = [0.0]
-    for hook, _state in getattr(wrapper, "_comm_hooks", ()):
+    for hook, state in getattr(wrapper, "_comm_hooks", ()):
         module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
-        if any(word in f"{module}.{name}" for word in _LOSSY_HOOKS):
+        if getattr(state, "use_error_feedback", False):
+            found.append(_LOST_FOR_A_TIME)
+        elif any(word in f"{module}.{name}" for word in _LOSSY_HOOKS):
             found.append(_LOST_ON_PURPOSE)
         elif name not in _EXACT_HOOKS:
             found.append(eps_of(torch.bfloat16))
     return max(found)
+
+
+def has_own_hook(wrapper: nn.Module | None) -> bool:
+    """Whether a communication hook, or one that another of torch's wraps, is none of torch's."""
+    return any(map(_is_own, (hook for hook, _state in getattr(wrapper, "_comm_hooks", ()))))
+
+
+def _is_own(hook: object) -> bool:
+    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    own = not str(getattr(hook, "__module__", "")).startswith("torch.")
+    return own or any(callable(one) and _is_own(one) for one in inside)
+
+
+def trains_apart(wrapper: nn.Module) -> bool:
+    """Whether a communication hook has come to average over a part of the ranks, by its state: post-local SGD."""
+    states = [state for _hook, state in getattr(wrapper, "_comm_hooks", ())]
+    begins = [(getattr(state, "iter", 0), getattr(state, "start_localSGD_iter", None)) for state in states]
+    return any(begin is not None and now >= begin for now, begin in begins)
 
 
 def spelled_option(value: object) -> str:

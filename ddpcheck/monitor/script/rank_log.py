@@ -122,6 +122,8 @@ class ReplicaCaptured:
         own: Sketches of the rank's own gradients (see `gather.steps.gradient_sketch`); empty where they were not kept.
         averaged: Sketches of what the wrapper left in `.grad`.
         eps: The machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more.
+        hook: The name of the communication hook.
+        own_hook: Whether it is none of torch's.
     """
 
     wrapper: int
@@ -130,6 +132,8 @@ class ReplicaCaptured:
     own: Mapping[str, Sequence[float]] = field(default_factory=dict)
     averaged: Mapping[str, Sequence[float]] = field(default_factory=dict)
     eps: Mapping[str, float] = field(default_factory=dict)
+    hook: str = ""
+    own_hook: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class _Optimizer:
     zeroings: int = 0  # steps, one after the other, in which that was the same
     inside: bool = False  # of `step`
     schedule: ScheduleState | None = None  # at the last step
-    joins: bool = False  # with ranks that have run out of batches: steps do not pair up by their number
+    apart: bool = False  # ranks may have run out of batches, or train apart: steps do not pair up by their number
     sample: Callable[[], Any] = lambda: None  # one of its parameters
     left: tuple[Callable[[], Any], int] = (lambda: None, 0)  # its gradient and version, as backward left it last
     for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
@@ -129,7 +129,7 @@ class OptimizerRecorder:
         for known in self._all:
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
-            reductions = sum(watch.step for watch in watches) if watches and not known.joins else -1
+            reductions = sum(watch.step for watch in watches) if watches and not known.apart else -1
             schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
             self._sink(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
@@ -173,7 +173,7 @@ class OptimizerRecorder:
         if watches and in_backward():
             return
         self._leftovers.begins_to_step(optimizer, known.number)
-        known.joins |= any(watch.joins for watch in watches)
+        known.apart |= any(watch.are_apart for watch in watches)
         for watch in watches:
             watch.optimizer_steps()
         self._judge_zeroing(known)
@@ -203,7 +203,7 @@ class OptimizerRecorder:
         alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
-        settled = not known.joins and not any(watch.has_unreduced for watch in watches)
+        settled = not known.apart and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
         every = {**inside, **alone}
         summed: dict[str, Location | None] = {name: line for name, p in every.items() if (line := self._sum_in(p.grad))}
@@ -217,7 +217,7 @@ class OptimizerRecorder:
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
             user_location(),
             held=tuple(inside),
-            reductions=reductions if watches and not known.joins else -1,
+            reductions=reductions if watches and not known.apart else -1,
             averaged=reductions > known.reductions and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
             norms=_norms({name: p.grad for name, p in inside.items() if p.grad is not None}),

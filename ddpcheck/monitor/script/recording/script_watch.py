@@ -25,7 +25,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.ddp.ddp_wrapper import hook_loss
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.state.module_description import fingerprint, module_entries
 from ddpcheck.gather.steps.gradient_distance import dense, eps_of
 from ddpcheck.gather.steps.gradient_sketch import sketch
@@ -143,7 +143,13 @@ class ScriptWatch(Watch):
     @property
     def joins(self) -> bool:
         """Whether ranks without further batches may have left the loop (`Join`)."""
-        return self._joins()
+        wrapper = self._tracker.wrapper
+        return wrapper is not None and bool(wrapper._join_config.enable)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether ranks may have left the loop, or train apart on purpose (post-local SGD)."""
+        return self._are_apart()
 
     def gradients_zeroed(self) -> None:
         """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
@@ -327,7 +333,9 @@ class _ReplicaRecorder(ReplicaComparison):
             tensors = dict(zip(self._synced.names, self._synced.tensors, strict=True))
             left = {name: sketch(dense(p.grad)) for name, p in tensors.items() if p.grad is not None}
             eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
+            hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
             captured = replace(captured, own=_plain(probe.local), averaged=_plain(left), eps=eps)
+            captured = replace(captured, hook=hook, own_hook=own_hook)
         self.write()
         self._captured = captured
         return []

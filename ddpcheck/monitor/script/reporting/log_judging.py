@@ -221,18 +221,23 @@ def _judge_replicas(
         replace(state, values=replace(state.values, against_local=tuple(theirs)))
         for state, theirs in zip(states, differences, strict=True)
     ]
-    return judge_replica_states(states, made.context, step, after_backward=True, first=first)
+    hook = next((one for one in everyone if one.own_hook), everyone[0])
+    wrapper = replace(made.context.wrapper, comm_hook=hook.hook, own_hook=hook.own_hook)
+    return judge_replica_states(states, replace(made.context, wrapper=wrapper), step, after_backward=True, first=first)
 
 
 def _differences(one: ReplicaCaptured, everyone: Sequence[ReplicaCaptured]) -> list[Difference]:
     """How far what the wrapper left on one rank is from the average of the ranks' own gradients, by their sketches."""
+    names = list(dict.fromkeys(name for other in everyone for name in other.own))
+    owns = {name: [other.own[name] for other in everyone if name in other.own] for name in names}
+    scales = {n: math.sqrt(sum(x * x for own in owns[n] for x in own) / len(everyone)) for n in names}
     found = []
-    for name in dict.fromkeys(name for other in everyone for name in other.own):
-        own = [other.own.get(name) for other in everyone]
-        there = [sketch for sketch in own if sketch is not None]
+    for name in names:
+        there, scale = owns[name], scales[name]
+        if one.hook:  # which may round away what is itself rounding: the gradient of a bias before a BatchNorm
+            scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
         want = [sum(numbers) / len(everyone) for numbers in zip(*there, strict=True)]
         got = one.averaged.get(name, [0.0] * len(want))
-        scale = math.sqrt(sum(number * number for sketch in there for number in sketch) / len(everyone))
         if not all(map(math.isfinite, (*want, *got))):
             return []  # an overflow, which a gradient scaler skips
         tolerance = max(_TOLERANCE, (8 + len(everyone)) * one.eps.get(name, 0.0))

@@ -1,0 +1,97 @@
+"""Communication hooks that lose on purpose, or average over fewer ranks: what of it is told, and what is not known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.wording import Names
+from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
+from ddpcheck.monitor.judging import WatchContext
+from ddpcheck.monitor.rank_report import ReplicaState
+from ddpcheck.monitor.script.rank_log import RankStarted, ReplicaCaptured, WatchedRank, WrapperMade
+from ddpcheck.monitor.script.reporting.log_judging import judge_logs
+
+BFLOAT16 = 0.0078125
+
+
+def with_hook(hook: Any, state: Any = None) -> Any:
+    return SimpleNamespace(_comm_hooks=[(hook, state)])
+
+
+def own_hook(state: object, bucket: object) -> None: ...
+
+
+def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **captured: Any) -> list[tuple[str, str]]:
+    """The findings (code, severity) on the ranks' `own` gradients and what the wrapper has `left`, in one step."""
+    context = WatchContext(Names({}), WrapperFacts(), 2)
+    ranks = []
+    for rank in range(2):
+        made = WrapperMade("Net", (0, 1), context, None, by_library=False, classes={})
+        values = DdpStepEvidence(rank, 3, dict.fromkeys(own, 1))
+        mine = {name: of_ranks[rank] for name, of_ranks in own.items()}
+        state = ReplicaState(ModuleDescription(), values)
+        one = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **captured)
+        ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
+    return [(finding.code, finding.severity.value) for finding in judge_logs(ranks, ended=True)]
+
+
+OWN = {"body.weight": [[1.0, -2.0, 0.0], [3.0, 0.0, 1.0]], "head.weight": [[0.5, 0.5, 0.0], [0.0, 0.5, 1.0]]}
+AVERAGE = {"body.weight": [2.0, -1.0, 0.5], "head.weight": [0.25, 0.5, 0.5]}
+LARGEST = {"body.weight": [2.0, 0.0, 0.0], "head.weight": [0.0, 0.5, 0.0]}
+DOUBLE = {name: [2 * number for number in numbers] for name, numbers in AVERAGE.items()}
+
+
+def test_what_a_hook_of_the_scripts_own_keeps_back_is_no_alarm():
+    assert found_of(OWN, LARGEST, hook="topk", own_hook=True) == [("DDP302", "note")]
+    assert found_of(OWN, LARGEST, hook="fp16_compress_hook") == [("DDP302", "error")]
+    assert found_of(OWN, LARGEST) == [("DDP302", "error")]
+
+
+def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
+    assert found_of(OWN, DOUBLE, hook="summing", own_hook=True) == [("DDP303", "error")]
+    assert found_of(OWN, AVERAGE, hook="right", own_hook=True) == []
+
+
+def test_a_hook_rounds_away_what_is_nothing_beside_its_layer():
+    """The gradient of a bias before a BatchNorm is rounding, which 16 bits do not have."""
+    own = {"body.weight": OWN["body.weight"], "body.bias": [[1e-9, -2e-9, 0.0], [2e-9, 1e-9, 0.0]]}
+    left = {"body.weight": AVERAGE["body.weight"], "body.bias": [0.0, 0.0, 0.0]}
+    assert found_of(own, left, hook="fp16_compress_hook") == []
+    assert found_of(own, left) == [("DDP302", "error")]
+    assert found_of(own, {**left, "body.bias": [1.0, 0.0, 0.0]}, hook="fp16_compress_hook") == [("DDP302", "error")]
+
+
+def test_what_a_hook_makes_up_for_later_is_not_known():
+    feeds_back = PowerSGDState(None, 1)
+    assert hook_loss(with_hook(powerSGD_hook, feeds_back)) > 1e3
+    feeds_back.use_error_feedback = False
+    assert hook_loss(with_hook(powerSGD_hook, feeds_back)) == 0.1
+    assert hook_loss(with_hook(fp16_compress_hook)) == BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("hook", "own"),
+    [
+        (fp16_compress_hook, False),
+        (fp16_compress_wrapper(fp16_compress_hook), False),
+        (own_hook, True),
+        (fp16_compress_wrapper(own_hook), True),
+    ],
+)
+def test_a_hook_is_the_scripts_own_also_inside_of_one_of_torch(hook: Any, own: bool):
+    assert has_own_hook(with_hook(hook)) is own
+    assert not has_own_hook(None)
+
+
+@pytest.mark.parametrize(("now", "apart"), [(0, False), (5, False), (6, True), (9, True)])
+def test_ranks_train_apart_from_the_step_on_in_which_post_local_sgd_begins(now: int, apart: bool):
+    state = SimpleNamespace(iter=now, start_localSGD_iter=6)
+    assert trains_apart(with_hook(fp16_compress_hook, state)) is apart
+    assert not trains_apart(with_hook(powerSGD_hook, SimpleNamespace(iter=now)))
