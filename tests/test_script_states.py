@@ -9,14 +9,41 @@ import pytest
 import torch
 from torch import nn
 
+from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.script_states import judge_uses
+from ddpcheck.judge.script_states import judge_states, judge_uses
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
 HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)
+
+
+WRITTEN = Location("train.py", 20)
+WRITES = ModuleChanged(OF_A_COPY, "written", "lerp_", ("ema",), WRITTEN)
+
+
+def looks(*values: int) -> list[StateHeld]:
+    return [replace(HELD, count=1 << number, values={"w": one}, used=True) for number, one in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "writes", "line", "step"),
+    [
+        ((5, 6, 7), (1, 2, 3), ([WRITES], [WRITES]), MADE, 1),  # from other weights
+        ((1, 2, 3), (1, 1, 1), ([WRITES], []), WRITTEN, 2),
+        ((1, 1, 2, 3), (1, 1, 4, 5), ([WRITES], [WRITES]), WRITTEN, 4),
+        ((1, 2, 3), (1, 1, 1), ([WRITES, replace(WRITES, location=LOADED)], [WRITES]), LOADED, 2),
+        ((1, 2, 3), (1, 4, 5), ([WRITES, replace(WRITES, location=LOADED)],) * 2, MADE, 2),  # who knows which
+        ((1, 2, 3), (1, 4, 5), ([], []), MADE, 2),
+    ],
+)
+def test_a_copy_is_at_fault_where_it_was_made_or_where_it_is_written(
+    here: Any, there: Any, writes: Any, line: Location, step: int
+) -> None:
+    (finding,) = judge_states([looks(*here), looks(*there)], writes)
+    assert (finding.code, finding.location, finding.steps) == ("DDP306", line, (step,))
 
 
 def use(digest: int, **more: Any) -> StateUsed:
@@ -29,6 +56,8 @@ def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
     (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays])
     assert (finding.code, finding.location, finding.severity.value) == ("DDP306", MADE, "warning")
     assert "in the training loop it has changed on rank 0, not on rank 1" in finding.evidence
+    (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays], [[WRITES], []])
+    assert finding.location == WRITTEN
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,12 @@ def relative_path(path: str) -> str:
 @functools.cache
 def _relative_path(path: str, working_folder: str) -> str:
     real = os.path.realpath(path)
+    shown = _shown(real, working_folder)
+    _files.setdefault(shown, os.path.abspath(path))
+    return shown
+
+
+def _shown(real: str, working_folder: str) -> str:
     if real.startswith(_REAL_OWN_FOLDER):
         return Path("ddpcheck", real[len(_REAL_OWN_FOLDER) :]).as_posix()
     here = os.path.realpath(working_folder) + os.sep
@@ -101,13 +107,11 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
 
 @functools.cache
 def _line(file: str, number: int) -> str:
-    shown = relative_path(file)
-    _files[shown] = os.path.abspath(file)
-    return f"{shown}:{number}"
+    return f"{relative_path(file)}:{number}"
 
 
 def file_of(line: str) -> str:
-    """The file of a line that `lines_of_program` has given."""
+    """The file of a line, as this process has shown it."""
     return _files[line.rpartition(":")[0]]
 
 
@@ -243,7 +247,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
     Of "data.classes", what assigns an attribute of that name in the file, else the variable that it begins with.
     """
-    tree = parsed_source(at.path)
+    tree = parsed_source(_files.get(at.path, at.path))
     if tree is None:
         return None
     first, *attributes = name.split(".")

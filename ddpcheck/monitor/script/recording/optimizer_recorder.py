@@ -119,7 +119,8 @@ class OptimizerRecorder:
         patched(nn.Module, "zero_grad", self._before_module_zero_grad)
         self._leftovers = LeftoverRecorder(sink)
         self._clips = ClipRecorder(sink, watches, self._is_written, self._note_left)
-        self.states = StateRecorder(sink, watches, UseRecorder(sink, watches, lambda: self.steps, self._held))
+        uses = UseRecorder(sink, watches, lambda: self.steps, self._held)
+        self.states = StateRecorder(sink, watches, uses, writes.copied)
         self._flat: list[tuple[int, float, Location | None]] = []  # elements, squared norm, line
         self._sums: dict[int, tuple[ref[torch.Tensor], int, Location | None]] = {}  # version, line, by identity
 
@@ -182,7 +183,7 @@ class OptimizerRecorder:
         if self._is_written(known.steps):
             self._sink(self._described(optimizer, known, watches))
             known.marks = []
-            if known.steps:
+            if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self._flat.clear()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -21,7 +18,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.script import DerivedTable, StateHeld
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import is_user_file, relative_path, variables_of
+from ddpcheck.findings.source_lines import is_user_file, last_assignment, relative_path, variables_of
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch, batch_statistics
@@ -75,14 +72,22 @@ class StateRecorder:
     parameters; and modules with buffers through which backward comes (a criterion with a centre, or with a queue).
     """
 
-    def __init__(self, sink: Callable[[StateHeld], object], watches: Iterable[ScriptWatch], uses: UseRecorder) -> None:
-        """Begin; `watches` are those on the wrappers, and `uses` is told of the copies that are found."""
+    def __init__(
+        self,
+        sink: Callable[[StateHeld], object],
+        watches: Iterable[ScriptWatch],
+        uses: UseRecorder,
+        copied: Callable[[str, Iterable[torch.Tensor]], object],
+    ) -> None:
+        """Begin; `watches` are those on the wrappers, and `uses` and `copied` are told of the copies that are found."""
         self._sink = sink
         self._uses = uses
+        self._copy_found = copied
         self._watches = watches
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
         self._seen: dict[str, ref[torch.Tensor]] = {}  # by path of a list or dictionary, its first tensor
         self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
+        self._first: dict[str, tuple[int, StateHeld]] = {}  # by path, what a copy was that has not been seen again yet
         self._stay: set[str] = set()  # paths of which that tensor has been there twice
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
@@ -99,20 +104,41 @@ class StateRecorder:
             if isinstance(value, nn.Module) and not _can_be_followed(value):
                 continue
             seen.add(id(value))
-            state = self._copied(path, value, wrapped)
+            state, stays = self._copied(path, value, wrapped)
             if any(tensor.grad_fn is not None for tensor in state.values()):
                 continue  # of an inner loop, which differentiates it
+            if state and not stays:
+                self._first[path] = id(value), self._described(optimizer, count, path, value, state, where)
+                state = {}
             copies = bool(state)
             if not state and isinstance(value, nn.Module):
                 state = {} if any(id(p) in trained for p in _parameters(value).values()) else self._of_criterion(value)
             if state and not any(id(tensor) in trained for tensor in state.values()):
+                if copies:
+                    self._copy_found(path, state.values())
+                    seen_as, first = self._first.pop(path, (0, None))
+                    if first is not None and seen_as == id(value):  # now it is known to stay
+                        self._sink(first)
                 if copies and isinstance(value, nn.Module):
                     self._uses.follow(value, path, _line_of(path, where))
-                used = isinstance(value, nn.Module) and bool(self._use_of(value))
-                values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
-                kind, line = type(value).__name__, _line_of(path, where)
-                together = min(self._together[tensor.data_ptr()] for tensor in state.values())
-                self._sink(StateHeld(optimizer, count, path, kind, values, copies, used, line, together))
+                self._sink(self._described(optimizer, count, path, value, state, where, copies=copies))
+
+    def _described(
+        self,
+        optimizer: int,
+        count: int,
+        path: str,
+        value: Any,
+        state: Mapping[str, torch.Tensor],
+        where: Location,
+        *,
+        copies: bool = True,
+    ) -> StateHeld:
+        used = isinstance(value, nn.Module) and bool(self._use_of(value))
+        values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
+        together = min(self._together[tensor.data_ptr()] for tensor in state.values())
+        kind, line = type(value).__name__, _line_of(path, where)
+        return StateHeld(optimizer, count, path, kind, values, copies, used, line, together)
 
     def note_together(self, tensor: Any) -> None:
         """A collective has given a tensor the same values on all ranks."""
@@ -121,34 +147,36 @@ class StateRecorder:
 
     def _copied(
         self, path: str, value: Any, wrapped: Sequence[Mapping[str, torch.Tensor]]
-    ) -> Mapping[str, torch.Tensor]:
-        """The parameters of a copy of one of the modules that are wrapped."""
+    ) -> tuple[Mapping[str, torch.Tensor], bool]:
+        """The parameters of a copy of one of the modules that are wrapped, and whether it has been there before.
+
+        Else it may be one of a single step, for an inner loop; or gradients or weights of it, made anew in each step.
+        """
         if isinstance(value, nn.Module):
             tensors = _parameters(value)
             if not tensors or _shapes(tensors) not in map(_shapes, wrapped):
-                return {}
-            stays = value in self._used  # and is no copy of one step, for an inner loop
+                return {}, False
+            stays = value in self._used
             self._use_of(value)
-            return tensors if stays else {}
+            return tensors, stays
         count = dict.__len__(value) if isinstance(value, dict) else list.__len__(value)
         small = count <= _MOST_OF_A_PARAMETER * max(map(len, wrapped))
         items = list(_items(value)) if small and "grad" not in path else []
         if not items or not all(issubclass(type(item), torch.Tensor) for item in items):
-            return {}
+            return {}, False
         first = items[0]
         before, self._seen[path] = self._seen.get(path), ref(first)
         stays = before is not None and before() is first
         if stays:
             self._stay.add(path)
-        if not stays if isinstance(value, list) else path not in self._stay and "." not in path:
-            return {}  # gradients or weights of an inner loop, say, made anew in each step
+        stays = stays if isinstance(value, list) else path in self._stay or "." in path
         by_name = isinstance(value, dict)
         for ours in (one if by_name else _numbered(one) for one in wrapped if by_name or len(one) == len(items)):
             tensors = _by_name(value)
             found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
             if len(found) == len(ours) and all(found[name].shape == ours[name].shape for name in found):
-                return found if _is_near(found, ours) else {}
-        return {}
+                return (found if _is_near(found, ours) else {}), stays
+        return {}, False
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """The buffers of a module of the user's, where its output has a part in backward."""
@@ -271,15 +299,6 @@ def _is_user_module(module: Any) -> bool:
 
 
 def _line_of(path: str, where: Location) -> Location:
-    """The line that assigns the last name of `path` in the file of `where`; `where` itself if there is none."""
-    try:
-        lines = _lines(where.path)
-    except (OSError, UnicodeDecodeError):
-        return where
-    assigns = re.compile(rf"(^|[\s.,(]){re.escape(path.rpartition('.')[2])}\s*(:[^=]+)?=[^=]")
-    return next((Location(where.path, n) for n, line in enumerate(lines, 1) if assigns.search(line)), where)
-
-
-@functools.lru_cache(maxsize=16)
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(encoding="utf-8").splitlines()
+    """The line that assigns a variable that is seen at `where`, or the last part of its path; else `where` itself."""
+    anywhere = Location(where.path, sys.maxsize)  # as a global one, or under the same name as an argument
+    return last_assignment(where, path) or last_assignment(anywhere, path) or where

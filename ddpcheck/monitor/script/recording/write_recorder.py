@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.exception_origin import passes_on
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, parsed_source, relative_path, user_frame
@@ -54,6 +54,13 @@ class WriteRecorder:
         """A wrapper has been constructed."""
         for name, parameter in watch.module_parameters():  # frozen ones, too
             self._wrapped[id(parameter)] = ref(parameter), watch.number, name
+
+    def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """A variable holds the parameters of a copy of a wrapped module."""
+        for tensor in tensors:
+            known = self._wrapped.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                self._wrapped[id(tensor)] = ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
         """Hand on what has been seen: a step begins, or the script has ended."""
@@ -114,8 +121,9 @@ class WriteRecorder:
         before = self._open.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
         watch = next((one for one in list(self._watches) if one.number == number), None)
-        if watch is not None:
-            self._open[key] = ModuleChanged(number, "written", how, names, where, watch.forwards, watch.step)
+        if watch is not None or number == OF_A_COPY:
+            when = (0, 0) if watch is None else (watch.forwards, watch.step)
+            self._open[key] = ModuleChanged(number, "written", how, names, where, *when)
 
 
 _CALLER = 3  # frames from what notes a write to the line that makes it

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -113,7 +114,8 @@ def judge_held_states(ranks: Sequence[WatchedRank]) -> list[Finding]:
     whole = all(len(made.ranks) == len(ranks) for rank in ranks for made in rank.wrappers)
     steps = [of_ranks for of_one, _ in _optimizers(ranks) for of_ranks in of_one if of_ranks[0].held]
     uses = [_of(rank, StateUsed) for rank in ranks] if whole and all(map(all_gradients_agree, steps)) else []
-    return judge_states(held) or judge_uses(uses, held)
+    written = [[one for one in _of(rank, ModuleChanged) if one.wrapper == OF_A_COPY] for rank in ranks]
+    return judge_states(held, written) or judge_uses(uses, held, written)
 
 
 def optimizer_steps(ranks: Sequence[WatchedRank]) -> int:
