@@ -23,6 +23,8 @@ from ddpcheck.monitor.script.recording.write_recorder import WriteRecorder
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
 RESET = ModuleChanged(0, "values", "apply", ("head.weight",), RESETS)
+WRITES = Location("model.py", 20)
+WRITTEN = ModuleChanged(0, "buffer", "", ("head.weight",), WRITES)
 THAWED = ModuleChanged(0, "requires_grad", "requires_grad_", ("head.weight",), THAWS)
 
 
@@ -47,6 +49,11 @@ def finding(code: str, subject: str = "head.weight") -> Finding:
         ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
         ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], Location("model.py", 3), ()),
         ("DDP301", [[LOADED], []], Location("model.py", 3), ()),
+        ("DDP214", [[WRITTEN], []], WRITES, (0,)),
+        ("DDP214", [[WRITTEN], [WRITTEN]], WRITES, ()),
+        ("DDP215", [[WRITTEN], []], WRITES, ()),  # the broadcast changes those of the others
+        ("DDP214", [[replace(WRITTEN, location=None)], [LOADED]], Location("model.py", 3), (0,)),
+        ("DDP214", [[replace(WRITTEN, names=("body.mean",))], []], Location("model.py", 3), ()),
     ],
 )
 def test_the_line_of_a_change(

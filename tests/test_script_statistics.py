@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_statistics import judge_statistics
 from ddpcheck.monitor.script.recording.statistics_recorder import StatisticsRecorder
-from ddpcheck.monitor.script.recording.updating_line import updating_line
+from ddpcheck.monitor.script.recording.updating_line import updating_line, writing_line
 
 LINE = Location("train.py", 8)
 UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])
@@ -205,6 +205,25 @@ def test_the_line_that_updates_is_in_the_class_and_makes_the_new_value_of_the_ol
     assert text("state.seen", SumState).startswith("state.total, state.squares, state.seen = state.total")
     assert text("mean", NoneType) == "mean += 0.1 * (x.mean().item() - mean)"
     assert updating_line("nowhere.set_to_anything", Running) is None
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(2)
+        self.register_buffer("rows", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(2))  # which another class of this file has, too
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        return x - self.mean
+
+
+def test_a_buffer_is_written_by_its_own_module_or_a_function() -> None:
+    outer = nn.Sequential(Counted())
+    line = writing_line(outer, "0.rows")
+    assert line is not None and "self.rows += len(x)" in linecache.getline(line.path, line.line)
+    assert writing_line(outer, "0.mean") is None and writing_line(outer, "0.inner.running_mean") is None
 
 
 def test_one_number_is_known_by_the_samples_from_which_it_is_subtracted() -> None:

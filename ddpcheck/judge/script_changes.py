@@ -1,4 +1,4 @@
-"""DDP208, 306, 503, 515: the line that has changed a wrapped module, put into findings that notice the change later.
+"""DDP208, 214, 215, 306, 503, 515: the line that has changed a wrapped module, put into findings that notice it later.
 
 Pure functions from `findings.evidence.changes` (gathered by `monitor.script.recording.line_recorder`) to findings.
 """
@@ -22,11 +22,32 @@ Changes = Sequence[Sequence[ModuleChanged]]
 def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
     """A finding at the line that has made the change, if it is one on a change; `made`: the line that wraps."""
     if finding.code == "DDP503":
-        return _at_first(finding, [one for of_rank in changes for one in of_rank if one.what not in _OF_VALUES])
+        return _at_first(
+            finding, [one for of_rank in changes for one in of_rank if one.what not in (*_OF_VALUES, "buffer")]
+        )
     if finding.code in ("DDP208", "DDP515"):
         found = _at_values(finding, changes, after_forward=False)
         return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
+    if finding.code in ("DDP214", "DDP215"):
+        return _at_write(finding, changes)
     return _at_values(finding, changes, after_forward=True) if finding.code == "DDP306" else finding
+
+
+def _at_write(finding: Finding, changes: Changes) -> Finding:
+    """At the line that updates a buffer; with the ranks on which it has changed, if nothing brings it to the others."""
+    for name in finding.subjects:
+        on = {
+            rank: one
+            for rank, of_rank in enumerate(changes)
+            for one in of_rank
+            if one.what == "buffer" and name in one.names
+        }
+        only = finding.code == "DDP214" and 0 < len(on) < len(changes)
+        told = [f"{name} changes on {format_ranks(on)} only"] if only else []
+        finding = replace(finding, evidence=(*finding.evidence, *told), ranks=tuple(on) if only else finding.ranks)
+        if where := next((one.location for one in on.values() if one.location is not None), None):
+            return replace(finding, location=where)
+    return finding
 
 
 def _at_first(finding: Finding, candidates: Iterable[ModuleChanged]) -> Finding:

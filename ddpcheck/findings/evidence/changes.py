@@ -18,12 +18,13 @@ OF_A_COPY = -1  # of a wrapped module, as a variable holds it
 
 @dataclass(frozen=True, slots=True)
 class ModuleChanged:
-    """A line of the script has changed, or may have changed, parameters of a wrapped module.
+    """A line of the script has changed, or may have changed, parameters or buffers of a wrapped module.
 
     Attributes:
         wrapper: The number of the wrapper; `OF_A_COPY` for one, which `names` names.
         what: "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of
-            an optimizer's step), "requires_grad", or "parameters" (others are registered now).
+            an optimizer's step), "buffer" (one has another value), "requires_grad", or "parameters" (others are
+            registered now).
         how: The name of what was called, or assigned.
         names: Of the parameters; empty where they are not known.
         location: The line of the script.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +18,6 @@ from ddpcheck.findings.program_blocks import left_out_by
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of,
-    is_installed,
-    is_user_file,
     parsed_source,
     relative_path,
     user_location,
@@ -27,6 +25,7 @@ from ddpcheck.findings.source_lines import (
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
+from ddpcheck.monitor.script.recording.source_scope import program_files
 
 _MOST_CHANGES = 256
 _APPLY: Any = nn.Module.apply.__code__
@@ -136,11 +135,3 @@ def _is_of(target: ast.expr, name: str) -> bool:
     if isinstance(target, ast.Subscript):
         return isinstance(target.slice, ast.Constant) and target.slice.value == name
     return isinstance(target, ast.Attribute) and target.attr == name
-
-
-def program_files() -> Iterator[str]:
-    """The source files of the program that have been imported."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if file.endswith(".py") and is_user_file(file) and not is_installed(file):
-            yield file

@@ -21,8 +21,10 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, last_assignment, relative_path, variables_of
 from ddpcheck.gather.state.module_description import fingerprints
 from ddpcheck.monitor.module_hooks import UnpickledHook
-from ddpcheck.monitor.script.recording.script_watch import ScriptWatch, batch_statistics
+from ddpcheck.monitor.script.recording.replica_recorder import batch_statistics
+from ddpcheck.monitor.script.recording.script_watch import ScriptWatch
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder
+from ddpcheck.monitor.script.recording.updating_line import writing_line
 from ddpcheck.recipe.pytree import tree_tensors
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
@@ -138,6 +140,8 @@ class StateRecorder:
         values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
         together = min(self._together[tensor.data_ptr()] for tensor in state.values())
         kind, line = type(value).__name__, _line_of(path, where)
+        if not copies:
+            line = next((at for name in state if (at := writing_line(value, name)) is not None), line)
         return StateHeld(optimizer, count, path, kind, values, copies, used, line, together)
 
     def note_together(self, tensor: Any) -> None:

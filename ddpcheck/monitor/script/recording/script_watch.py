@@ -18,33 +18,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, is_user_file, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
-from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.state.module_description import fingerprint, module_entries
-from ddpcheck.gather.steps.gradient_distance import dense, eps_of
+from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.gather.steps.gradient_sketch import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
 from ddpcheck.judge.collective_order import DDP_BACKWARD, DDP_FORWARD
 from ddpcheck.judge.ending_facts import place_of_backward
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.forward_snapshot import Snapshot
-from ddpcheck.monitor.judging import WatchContext, judge_events, judge_unaveraged_steps
+from ddpcheck.monitor.judging import judge_events, judge_unaveraged_steps
 from ddpcheck.monitor.module_hooks import UnpickledHook
 from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.monitor.rank_report import RankReport, is_probed
-from ddpcheck.monitor.replica_comparison import ReplicaComparison
-from ddpcheck.monitor.script.rank_log import RankFound, RankLog, ReplicaCaptured, StepsReported, WrapperMade
+from ddpcheck.monitor.script.rank_log import RankFound, RankLog, StepsReported, WrapperMade
 from ddpcheck.monitor.script.recording.added_noise import added_to
 from ddpcheck.monitor.script.recording.bypass_recorder import BypassRecorder
 from ddpcheck.monitor.script.recording.pace_recorder import PaceRecorder, Position
+from ddpcheck.monitor.script.recording.replica_recorder import ReplicaRecorder
 from ddpcheck.monitor.step_probe import StepProbe
-from ddpcheck.monitor.synced_parameters import SyncedParameters
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 
@@ -89,7 +86,7 @@ class ScriptWatch(Watch):
         self._zeroed = False  # by zero_grad, since the last optimizer step
         self._discarded = 0  # optimizer steps before which all of these were thrown away by it
         super().__init__(wrapper, options, began_alike=began_alike)
-        self._comparison: _ReplicaRecorder = _ReplicaRecorder(
+        self._comparison: ReplicaRecorder = ReplicaRecorder(
             self._module, self._tracker.parameters, self._context, self._alarms, log, number
         )
         self._paths = {id(part): path for path, part in self._module.named_modules()}
@@ -287,60 +284,6 @@ class _SilentBoard(AlarmBoard):
         return posted
 
 
-class _ReplicaRecorder(ReplicaComparison):
-    """Writes down what a comparison would compare."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        synced: SyncedParameters,
-        context: WatchContext,
-        alarms: AlarmBoard,
-        log: RankLog,
-        number: int,
-    ) -> None:
-        super().__init__(module, synced, context, alarms, keeps_start=context.began_alike)
-        self._log = log
-        self._number = number
-        self._captured: ReplicaCaptured | None = None
-
-    def forward_begins(self) -> None:
-        self.write()
-        super().forward_begins()
-
-    def write(self) -> None:
-        """Write what was captured, with the parameters of now.
-
-        An optimizer is about to step: some have moved parameters between forward and backward, and put them back.
-        """
-        captured, self._captured = self._captured, None
-        if captured is not None:
-            values = replace(captured.state.values, parameters=super()._parameters())
-            self._log.add(replace(captured, state=replace(captured.state, values=values)))
-
-    def _parameters(self) -> dict[str, int]:
-        return {}  # until they are written
-
-    def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
-        state = self.capture(step, after_backward=after_backward)
-        theirs = batch_statistics(self._module)
-        buffers = {name: value for name, value in state.values.buffers.items() if name not in theirs}
-        state = replace(state, values=replace(state.values, buffers=buffers))
-        captured = ReplicaCaptured(self._number, step, state)
-        wrapper = self._synced.wrapper
-        if probe is not None and probe.keep is not None and wrapper is not None:
-            lossy = hook_loss(wrapper)
-            tensors = dict(zip(self._synced.names, self._synced.tensors, strict=True))
-            left = {name: sketch(dense(p.grad)) for name, p in tensors.items() if p.grad is not None}
-            eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
-            hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
-            captured = replace(captured, own=_plain(probe.local), averaged=_plain(left), eps=eps)
-            captured = replace(captured, hook=hook, own_hook=own_hook)
-        self.write()
-        self._captured = captured
-        return []
-
-
 def _note_broadcast(which: str, wrapper: nn.Module, _arguments: Any) -> None:
     """Log the broadcast of buffers with which a forward pass of DDP's begins."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
@@ -351,24 +294,6 @@ def _note_broadcast(which: str, wrapper: nn.Module, _arguments: Any) -> None:
 def _are_indices(given: Any) -> bool:
     """Whether these are indices alone, of samples that the module itself may hold."""
     return all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
-
-
-def batch_statistics(module: nn.Module) -> set[str]:
-    """The buffers of normalisation layers: that each rank takes them from its own samples is DDP's plain way."""
-    return {
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        if isinstance(part, _NormBase)
-        for name, _ in part.named_buffers(recurse=False)
-    }
-
-
-def _plain(sketches: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """The numbers, with one transfer from the device for all of them."""
-    if not sketches:
-        return {}
-    numbers = iter(torch.cat([one.double() for one in sketches.values()]).tolist())
-    return {name: [next(numbers) for _ in range(len(one))] for name, one in sketches.items()}
 
 
 def _classes(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, tuple[tuple[str, str], ...]]:

@@ -9,6 +9,7 @@ import ast
 import functools
 import inspect
 import itertools
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -165,3 +166,11 @@ def user_caller(frame: FrameType) -> FrameType | None:
 def location_in(scope: Scope, line: int) -> Location:
     """A line of the file of a scope."""
     return Location(relative_path(scope.file), line)
+
+
+def program_files() -> Iterator[str]:
+    """The source files of the program that have been imported."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith(".py") and is_user_file(file) and not is_installed(file):
+            yield file

@@ -8,25 +8,36 @@ import re
 from collections.abc import Iterator
 from types import FunctionType, ModuleType, NoneType
 
+from torch import nn
+
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import parsed_source, relative_path
-from ddpcheck.monitor.script.recording.line_recorder import program_files
+from ddpcheck.findings.source_lines import is_user_file, parsed_source, relative_path
+from ddpcheck.monitor.script.recording.source_scope import program_files
 
 _BY_NAME = (FunctionType, ModuleType, NoneType)  # what holds variables, and no attributes or items; none: a function
 _BY_ITEM = (dict, list, tuple)
 
 
+def writing_line(module: nn.Module, buffer: str) -> Location | None:
+    """Where a buffer of a module of the user's is updated, by that module or by a function of the program."""
+    path, _, name = buffer.rpartition(".")
+    kind: type = type(nn.Module.get_submodule(module, path))
+    code = getattr(getattr(kind, "forward", None), "__code__", None)
+    return updating_line(name, kind, own=True) if code and is_user_file(code.co_filename) else None
+
+
 @functools.cache
-def updating_line(path: str, holder: type) -> Location | None:
+def updating_line(path: str, holder: type, *, own: bool = False) -> Location | None:
     """Where `path` is updated, as "norm.mean" or "stats['mean']", which an object of the class `holder` holds.
 
     That is the line that makes the new value of the old one, else one that sets it: in a function that is no
-    constructor, or in a loop. An item that no line sets is updated with what holds it.
+    constructor, or in a loop. An item that no line sets is updated with what holds it. `own`: not in other classes.
     """
     names = re.findall(r"[^\W\d]\w*", path)
     found = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
     if not found and issubclass(holder, _BY_ITEM):
         found = [one for name in names[-2:] for kind in (object, NoneType) for one in _assignments(name, kind)]
+    found = [one for one in found if one[0][0]] if own else found
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 

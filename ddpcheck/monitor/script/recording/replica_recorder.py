@@ -1,0 +1,109 @@
+"""What a comparison of the replicas would compare, written down; and buffers that have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.report import Finding
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
+from ddpcheck.gather.state.module_description import fingerprints
+from ddpcheck.gather.steps.gradient_distance import dense, eps_of
+from ddpcheck.gather.steps.gradient_sketch import sketch
+from ddpcheck.monitor.alarms import AlarmBoard
+from ddpcheck.monitor.judging import WatchContext
+from ddpcheck.monitor.replica_comparison import ReplicaComparison
+from ddpcheck.monitor.script.rank_log import RankLog, ReplicaCaptured
+from ddpcheck.monitor.script.recording.updating_line import writing_line
+from ddpcheck.monitor.step_probe import StepProbe
+from ddpcheck.monitor.synced_parameters import SyncedParameters
+
+
+class ReplicaRecorder(ReplicaComparison):
+    """Writes down what a comparison would compare."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        synced: SyncedParameters,
+        context: WatchContext,
+        alarms: AlarmBoard,
+        log: RankLog,
+        number: int,
+    ) -> None:
+        super().__init__(module, synced, context, alarms, keeps_start=context.began_alike)
+        self._log = log
+        self._number = number
+        self._captured: ReplicaCaptured | None = None
+        self._buffers = self._own_buffers(fingerprints(module.named_buffers()))
+        self._written: set[str] = set()  # those of them that have changed
+
+    def forward_begins(self) -> None:
+        self.write()
+        super().forward_begins()
+
+    def write(self) -> None:
+        """Write what was captured, with the parameters of now.
+
+        An optimizer is about to step: some have moved parameters between forward and backward, and put them back.
+        """
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            values = replace(captured.state.values, parameters=super()._parameters())
+            self._log.add(replace(captured, state=replace(captured.state, values=values)))
+
+    def _parameters(self) -> dict[str, int]:
+        return {}  # until they are written
+
+    def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
+        state = self.capture(step, after_backward=after_backward)
+        buffers = self._own_buffers(state.values.buffers)
+        self._note_writes(buffers, step)
+        state = replace(state, values=replace(state.values, buffers=buffers))
+        captured = ReplicaCaptured(self._number, step, state)
+        wrapper = self._synced.wrapper
+        if probe is not None and probe.keep is not None and wrapper is not None:
+            lossy = hook_loss(wrapper)
+            tensors = dict(zip(self._synced.names, self._synced.tensors, strict=True))
+            left = {name: sketch(dense(p.grad)) for name, p in tensors.items() if p.grad is not None}
+            eps = {name: max(eps_of(tensor.dtype), lossy) for name, tensor in tensors.items()}
+            hook, own_hook = comm_hook_of(wrapper), has_own_hook(wrapper)
+            captured = replace(captured, own=_plain(probe.local), averaged=_plain(left), eps=eps)
+            captured = replace(captured, hook=hook, own_hook=own_hook)
+        self.write()
+        self._captured = captured
+        return []
+
+    def _own_buffers(self, values: Mapping[str, int]) -> dict[str, int]:
+        theirs = batch_statistics(self._module)
+        return {name: value for name, value in values.items() if name not in theirs}
+
+    def _note_writes(self, buffers: dict[str, int], step: int) -> None:
+        changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
+        for name in sorted(changed - self._written):
+            where = writing_line(self._module, name)
+            self._log.add(ModuleChanged(self._number, "buffer", "", (name,), where, step=step))
+        self._buffers, self._written = buffers, self._written | changed
+
+
+def batch_statistics(module: nn.Module) -> set[str]:
+    """The buffers of normalisation layers: that each rank takes them from its own samples is DDP's plain way."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        if isinstance(part, _NormBase)
+        for name, _ in part.named_buffers(recurse=False)
+    }
+
+
+def _plain(sketches: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """The numbers, with one transfer from the device for all of them."""
+    if not sketches:
+        return {}
+    numbers = iter(torch.cat([one.double() for one in sketches.values()]).tolist())
+    return {name: [next(numbers) for _ in range(len(one))] for name, one in sketches.items()}
