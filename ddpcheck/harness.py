@@ -21,12 +21,12 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.assert_rewriting import rewritten_modules
 from ddpcheck.worlds.rank_processes import RankProcesses

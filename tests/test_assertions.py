@@ -6,13 +6,14 @@ import inspect
 import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import ddpcheck
 from ddpcheck.findings.errors import FindingsError, HangError, UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.harness import World
 from ddpcheck.recipe.recipe import Recipe

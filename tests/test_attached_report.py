@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import pytest
 from ddpcheck import World
 from ddpcheck.cli.launched import ending, explain_exit
 from ddpcheck.findings.errors import DdpcheckError, HangError, UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.worlds.launchers import store as loopback
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.leader import places

@@ -1,9 +1,8 @@
 """One finding a root cause: each relation of the rule table, and what becomes of several at once."""
 
-from dataclasses import replace
-
 import pytest
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import When

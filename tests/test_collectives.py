@@ -1,17 +1,17 @@
 """DDP4xx: logs of collectives that do and do not match, logs of real ranks, and hangs told before the deadline."""
 
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, RankError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, ReductionInput
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
@@ -56,7 +56,11 @@ def test_a_call_that_a_rank_never_makes() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [GATHER, replace(REDUCE, payload="float32 of shape (4,)"), replace(REDUCE, payload="float64 of shape (3,)")],
+    [
+        GATHER,
+        replace(REDUCE, payload="float32 of shape (4,)"),
+        replace(REDUCE, payload="float64 of shape (3,)"),
+    ],
     ids=["operation", "shape", "dtype"],
 )
 def test_a_call_that_is_another_one_on_a_rank(other: Call) -> None:
@@ -83,7 +87,7 @@ def test_groups_are_matched_each_by_itself() -> None:
 
 
 def test_a_log_without_its_last_half_line_is_read(tmp_path: Path) -> None:
-    lines = "".join(json.dumps(asdict(call)) + "\n" for call in (REDUCE, GATHER))
+    lines = "".join(msgspec.json.encode(call).decode() + "\n" for call in (REDUCE, GATHER))
     log_path(tmp_path, 0).write_text(lines + lines[:40])
     assert read_log(tmp_path, 0) == [REDUCE, GATHER]
     log_path(tmp_path, 1).write_text("")

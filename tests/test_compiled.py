@@ -1,10 +1,9 @@
 """DDP301 and DDP302 of steps that are right without `torch.compile`, and names without its prefix."""
 
-from dataclasses import replace
-
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import CompiledStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.reducer import judge_compiled, plain_name, tell_compiled
 from ddpcheck.judge.single_process import JudgeContext

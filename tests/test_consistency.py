@@ -1,7 +1,6 @@
 """DDP2xx from hand-made descriptions, each with a clean twin, and the same over the store of a real world."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import ddpcheck
 from ddpcheck.consistency import check_consistency
 from ddpcheck.findings.errors import HangError, UsageError
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.judge.replicas import differing_names, judge_descriptions, judge_layouts, judge_values_after_wrapping
@@ -73,8 +73,16 @@ CASES: dict[str, tuple[ModuleDescription, str, tuple[str, ...]]] = {
     "other values held": (replace(WHOLE, state=(("cache", (4,), 12),)), "DDP216", ("cache",)),
     "other shape held": (replace(WHOLE, state=(("cache", (9,), 12),)), "DDP216", ("cache",)),
     "other class": (replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Identity", "", True))), "DDP222", ("drop",)),
-    "other options": (replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.5", True))), "DDP222", ("drop",)),
-    "other mode": (replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.1", False))), "DDP222", ("drop",)),
+    "other options": (
+        replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.5", True))),
+        "DDP222",
+        ("drop",),
+    ),
+    "other mode": (
+        replace(WHOLE, modules=(*LAYERS[:2], ("drop", "Dropout", "p=0.1", False))),
+        "DDP222",
+        ("drop",),
+    ),
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.difference import compare_reports
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import DIFFERENCE_FORMATS, Medium, renderer_for

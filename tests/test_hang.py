@@ -9,7 +9,6 @@ import json
 import pickle
 import string
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 from ddpcheck import cli
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.judge.call_sites import judge_call_sites, judge_partings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ddpcheck.findings.figures import (
     SourceExcerpt,
     excerpts_of,
 )
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpcheck.findings.figures import ModuleEntry, SourceExcerpt
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ParityEntry, Report
 from ddpcheck.report.matrix.matrix import Matrix
 from tests.chromium import PROGRAM, Chromium

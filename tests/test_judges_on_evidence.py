@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from ddpcheck.findings.errors import EmptyShardError, HangError, OptionsDifferEr
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence, UnregisteredTensor
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity

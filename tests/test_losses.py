@@ -1,10 +1,9 @@
 """Everyday losses: what is normalised rightly is clean, and what is not is told by its cause, not as coupling."""
 
-import dataclasses
-
 import pytest
 
 import ddpcheck
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.severity import Severity
 from tests.losses.table import ROWS, Convolutional, Row
 from tests.reports import shown
@@ -26,6 +25,6 @@ def test_a_loss_that_is_normalised_rightly_is_clean(row: Row) -> None:
 
 @pytest.mark.parametrize("row", SOME)
 def test_a_loss_that_is_not_is_told_by_its_cause(row: Row) -> None:
-    wrong = dataclasses.replace(row.wrong, model=Convolutional) if row.name == "BatchNorm" else row.wrong
+    wrong = replace(row.wrong, model=Convolutional) if row.name == "BatchNorm" else row.wrong
     report = ddpcheck.check(wrong, steps=1)
     assert told(report) == row.codes, shown(report)

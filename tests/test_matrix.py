@@ -2,12 +2,12 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddpcheck import cli
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import codes_of, disagreements, report_on
@@ -71,7 +70,7 @@ def report_with(*codes: str) -> Report:
     ],
 )
 def test_the_comparison_can_fail(codes: list[str], truth: dict[str, object], said: list[str]) -> None:
-    found = disagreements("bert", report_with(*codes), dataclasses.replace(HEALTHY, **truth))  # type: ignore[arg-type]
+    found = disagreements("bert", report_with(*codes), replace(HEALTHY, **truth))  # type: ignore[arg-type]
     assert len(found) == len(said) and all(part in whole for part, whole in zip(said, found, strict=True)), found
 
 

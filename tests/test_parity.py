@@ -1,6 +1,5 @@
 """DDP3xx from hand-made differences: each pattern is named, each has a twin on which there is nothing to say."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.single_process import Coupling, Fit, LossTerm, ShardAnalysis, WeightedFit
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names

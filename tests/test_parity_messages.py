@@ -1,10 +1,10 @@
 """What a test accepts, from hand-made reports and from what ranks say of their parameters."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.testing.assertions.messages import Anomaly, anomalies_message, parity_failure_message

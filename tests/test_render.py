@@ -1,9 +1,9 @@
-import dataclasses
 import io
 
 import pytest
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -84,8 +84,8 @@ note: Ranks share one GPU.
 
 def test_the_last_line_has_the_codes_in_the_order_of_the_findings() -> None:
     def last_line(*codes: str) -> str:
-        found = (*(dataclasses.replace(UNUSED, code=code) for code in codes), COUPLED)
-        return as_text(dataclasses.replace(REPORT, findings=found)).splitlines()[-1]
+        found = (*(replace(UNUSED, code=code) for code in codes), COUPLED)
+        return as_text(replace(REPORT, findings=found)).splitlines()[-1]
 
     assert last_line("DDP501", "DDP501").endswith("explain DDP501 DDP304")
     assert last_line("DDP501", "DDP310", "DDP405").endswith("explain DDP310 DDP405 DDP501 DDP304")
@@ -94,12 +94,12 @@ def test_the_last_line_has_the_codes_in_the_order_of_the_findings() -> None:
 
 def test_a_clean_report_ends_with_a_clean_verdict() -> None:
     checks = (CheckResult("model", "passed"), CheckResult("parity", "passed"))
-    text = as_text(dataclasses.replace(REPORT, findings=(), checks=checks))
+    text = as_text(replace(REPORT, findings=(), checks=checks))
     assert text.splitlines()[-1] == "clean: 2 checks passed, no findings"
 
 
 PASSED, UNMADE = CheckResult("model", "passed"), CheckResult("parity", "skipped", detail="not reached")
-UNASKED = dataclasses.replace(UNMADE, name="reducer", asked=False)
+UNASKED = replace(UNMADE, name="reducer", asked=False)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ UNASKED = dataclasses.replace(UNMADE, name="reducer", asked=False)
 def test_a_verdict_is_clean_only_where_all_that_was_asked_for_was_made_and_held(
     checks, findings, ignored, status: str, verdict: str
 ) -> None:
-    report = dataclasses.replace(REPORT, checks=checks, findings=findings, ignored=ignored)
+    report = replace(REPORT, checks=checks, findings=findings, ignored=ignored)
     assert as_text(report).splitlines()[-1] == verdict
     assert (report.status, report.exit_code()) == (status, int(findings == (UNUSED,)))
     assert Report.from_json(report.to_json()) == report
@@ -138,7 +138,7 @@ def test_a_verdict_is_clean_only_where_all_that_was_asked_for_was_made_and_held(
 @pytest.mark.parametrize("findings", [(), (UNUSED,)])
 def test_a_report_that_stopped_says_so_last_and_keeps_what_was_found(findings) -> None:
     error = ReportError("model() raised ValueError: no", 3, "Traceback\n  File 'net.py', line 3\nValueError: no")
-    text = as_text(dataclasses.replace(REPORT, findings=findings, error=error))
+    text = as_text(replace(REPORT, findings=findings, error=error))
     assert text.splitlines()[-1].startswith("stopped: model() raised ValueError: no")
     assert "  ValueError: no" in text
     assert ("DDP101" in text) == bool(findings) == ("(1 finding until then)" in text)
@@ -151,21 +151,19 @@ def test_a_report_without_anything_renders() -> None:
 @pytest.mark.parametrize("name", ["[red]x[/red]", "[bold", "a\\[b]", ":smile:", "layer.0", "[link=x]y"])
 @pytest.mark.parametrize("colour", [False, True])
 def test_names_are_data_not_markup(name: str, colour: bool) -> None:
-    finding = dataclasses.replace(UNUSED, subjects=(name,), message=f"about {name}", evidence=(name,), fix=name)
-    report = dataclasses.replace(REPORT, target=name, findings=(finding,), parity=(ParityEntry(0, name, "l", 0, 1),))
+    finding = replace(UNUSED, subjects=(name,), message=f"about {name}", evidence=(name,), fix=name)
+    report = replace(REPORT, target=name, findings=(finding,), parity=(ParityEntry(0, name, "l", 0, 1),))
     assert as_text(report, colour=colour).count(name) == 6
 
 
 def test_control_characters_in_names_are_shown_not_obeyed() -> None:
-    text = as_text(
-        dataclasses.replace(REPORT, findings=(dataclasses.replace(UNUSED, subjects=("\x1b[2Jx\r\u2028y",)),))
-    )
+    text = as_text(replace(REPORT, findings=(replace(UNUSED, subjects=("\x1b[2Jx\r\u2028y",)),)))
     assert "\x1b" not in text and "\r" not in text
     assert r"\x1b[2Jx\r\u2028y" in text
 
 
 def test_ascii_where_the_stream_cannot_show_more() -> None:
-    report = dataclasses.replace(REPORT, target="modèle.py")
+    report = replace(REPORT, target="modèle.py")
     text = as_text(report, encoding="ascii")
     text.encode("ascii")
     assert "ok    consistency" in text and "FAIL  parameters" in text and r"mod\xe8le.py" in text
@@ -178,8 +176,8 @@ def test_colour_only_where_asked_for() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_lines_stay_within_the_width_and_lose_nothing(width: int) -> None:
-    finding = dataclasses.replace(UNUSED, subjects=("a" * 150,), message="word " * 60 + "end")
-    report = dataclasses.replace(REPORT, findings=(finding,), parity=(ParityEntry(0, "p" * 90, "local", 0.5, 1e-6),))
+    finding = replace(UNUSED, subjects=("a" * 150,), message="word " * 60 + "end")
+    report = replace(REPORT, findings=(finding,), parity=(ParityEntry(0, "p" * 90, "local", 0.5, 1e-6),))
     text = as_text(report, width=width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("a" * 30) >= 1 and sum(line.count("a") for line in text.splitlines()) >= 150
@@ -188,24 +186,24 @@ def test_lines_stay_within_the_width_and_lose_nothing(width: int) -> None:
 
 def test_names_in_narrow_columns_break_after_dots() -> None:
     name = "encoder.layers.11.self_attention.output_projection.weight"
-    lines = as_text(dataclasses.replace(REPORT, parity=(ParityEntry(0, name, "local", 0.5, 1e-6),)), width=80)
+    lines = as_text(replace(REPORT, parity=(ParityEntry(0, name, "local", 0.5, 1e-6),)), width=80)
     for part in ("encoder.layers.11. ", "self_attention.\n", "output_projection.\n", "weight\n"):
         assert part in lines
-    assert name in as_text(dataclasses.replace(REPORT, parity=(ParityEntry(0, name, "local", 0.5, 1e-6),)))
+    assert name in as_text(replace(REPORT, parity=(ParityEntry(0, name, "local", 0.5, 1e-6),)))
 
 
 def test_a_traceback_shows_the_users_frames_and_debug_shows_all() -> None:
-    report = dataclasses.replace(REPORT, error=ReportError("It raised.", 3, WHOLE))
+    report = replace(REPORT, error=ReportError("It raised.", 3, WHOLE))
     assert "  ... 3 frames of torch and Python\n" in as_text(report) and "_call_impl" not in as_text(report)
     assert "_call_impl" in as_text(report, whole=True)
-    long = dataclasses.replace(REPORT, error=ReportError("It raised.", 3, "line\n" * 99))
+    long = replace(REPORT, error=ReportError("It raised.", 3, "line\n" * 99))
     assert "59 lines before these" in as_text(long) and "before these" not in as_text(long, whole=True)
 
 
 def test_long_lists_are_shortened_with_a_count_in_text_and_complete_in_json() -> None:
     subjects = tuple(f"layer{n:03}.weight" for n in range(45))
-    finding = dataclasses.replace(UNUSED, subjects=subjects, evidence=tuple(f"fact {n}" for n in range(50)))
-    report = dataclasses.replace(REPORT, findings=tuple(dataclasses.replace(finding, ranks=(n,)) for n in range(60)))
+    finding = replace(UNUSED, subjects=subjects, evidence=tuple(f"fact {n}" for n in range(50)))
+    report = replace(REPORT, findings=tuple(replace(finding, ranks=(n,)) for n in range(60)))
     text = as_text(report)
     assert "layer007.weight and 37 more" in text and "layer008.weight" not in text
     assert "and 34 more lines" in text and "fact 20" not in text
@@ -226,7 +224,7 @@ def test_long_lists_are_shortened_with_a_count_in_text_and_complete_in_json() ->
     ],
 )
 def test_ranks_are_told_in_words(ranks: tuple[int, ...], words: str) -> None:
-    text = as_text(Report("t", findings=(dataclasses.replace(UNUSED, ranks=ranks, steps=(), location=None),)))
+    text = as_text(Report("t", findings=(replace(UNUSED, ranks=ranks, steps=(), location=None),)))
     assert f"\n  {words}\n" in text
 
 
@@ -236,16 +234,16 @@ def test_an_error_that_is_not_a_number_is_the_worst() -> None:
 
 
 def test_an_unknown_code_from_elsewhere_still_renders() -> None:
-    assert "DDP999" in as_text(Report("t", findings=(dataclasses.replace(UNUSED, code="DDP999"),)))
+    assert "DDP999" in as_text(Report("t", findings=(replace(UNUSED, code="DDP999"),)))
 
 
 def test_json_is_what_the_report_says_and_stays_json_in_ascii() -> None:
-    report = dataclasses.replace(REPORT, target="modèle 𝄞")
+    report = replace(REPORT, target="modèle 𝄞")
     for encoding in ("utf-8", "ascii"):
         text = renderer_for("json", medium=Medium(encoding=encoding)).render(report)
         text.encode(encoding)
         back = Report.from_json(text)
-        assert back == dataclasses.replace(report, world=back.world)
+        assert back == replace(report, world=back.world)
 
 
 @pytest.mark.parametrize(("path", "name"), [("r.json", "json"), ("dir.x/r.JSON", "json"), ("r.txt", "text")])

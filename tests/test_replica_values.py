@@ -1,10 +1,10 @@
 """Messages on what the ranks hold, from what each of them says: what is named, of which ranks, and in which order."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.testing.assertions.replica_values import (
     CompareOptions,
     Entry,

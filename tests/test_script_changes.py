@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.changes import ModuleChanged, ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import split_consequences

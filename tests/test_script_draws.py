@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from ddpcheck.findings.evidence.draws import StepDraw
 from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_draws import _cosine, judge_added_noise, judge_step_draws, line_of_selection
 from ddpcheck.monitor.script.recording.added_noise import added_to, kept_samples

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from ddpcheck.findings.evidence.script import (
     ScaledTerm,
     StateHeld,
 )
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import judge_alone
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ddpcheck.findings.evidence.script import LoaderPass, Restored
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_data import judge_loaders
 from ddpcheck.monitor.script.recording.sample_rows import SampleRows, rows_of_whole, samples_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.evidence.state_uses import StateUsed, digest_of_values
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_states import judge_states, judge_uses
 from ddpcheck.monitor.script.recording.state_uses import UseRecorder

@@ -1,6 +1,5 @@
 """What a report says has a length that can be read, in text and in JSON, and nothing is said twice."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.shortening import limited, shortened
@@ -37,7 +37,7 @@ def test_every_text_of_a_report_is_limited_and_a_short_report_is_the_same() -> N
     short = limited(report)
     assert len(short.to_json()) < 70_000 and short.to_json().count("characters left out") == 11
     assert limited(short) == short or len(limited(short).to_json()) < 70_000
-    small = dataclasses.replace(report, world={}, checks=(), findings=(), parity=(), error=ReportError("no", 3, "why"))
+    small = replace(report, world={}, checks=(), findings=(), parity=(), error=ReportError("no", 3, "why"))
     assert limited(small) is small
     assert len(limited(Matrix("t", (MatrixRow({}, "stops", reason=HUGE, findings=(FOUND,)),))).to_json()) < 20_000
 

@@ -1,6 +1,5 @@
 """DDP5xx from hand-made evidence: the loop, the data and the optimizer, each with a twin of which nothing is said."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from ddpcheck.findings.evidence.modules import WrappedModule, WrapperFacts
 from ddpcheck.findings.evidence.parameters import StepEvidence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent, RandomDraws, SharedDraw
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names

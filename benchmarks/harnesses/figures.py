@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.harnesses.sessions import Memory
+from ddpcheck.findings.replace import replace
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from typing import Self, TextIO
 from ddpcheck.findings.difference import ReportDifference
 from ddpcheck.findings.errors import EXIT_USAGE, DdpcheckError, UsageError
 from ddpcheck.findings.exception_origin import BUG
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
 from ddpcheck.render import FORMATS, Format, Medium, as_text, renderer_for
@@ -73,7 +73,7 @@ class ReportOutput(OutputFile):
         self._command = getattr(arguments, "command_line", "")
         self._to_stderr = to_stderr
         stream = sys.stderr if to_stderr else sys.stdout
-        medium = dataclasses.replace(
+        medium = replace(
             Medium.of(stream) if self._path is None else Medium(), whole=getattr(arguments, "debug", False)
         )
         self._renderer = renderer_for(
@@ -82,7 +82,7 @@ class ReportOutput(OutputFile):
 
     def show(self, report: Report | Matrix | ReportDifference) -> None:
         if self._command and not isinstance(report, ReportDifference):
-            report = dataclasses.replace(report, command=self._command)
+            report = replace(report, command=self._command)
         try:
             text = self._renderer.render(report)
         except UsageError:  # there is nothing to show in this form

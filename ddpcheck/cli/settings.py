@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpcheck.cli.output import complain
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
 if TYPE_CHECKING:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from ddpcheck.findings.replace import replace
 
 ENDLESS = -1.0
 _Kind = Literal["function", "loop", "branch", "rest", "try"]

@@ -14,6 +14,7 @@ from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, Findi
 from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry, ParameterPath, SourceExcerpt, excerpts_of
 from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.location import Location as Location
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
 
@@ -296,7 +297,7 @@ class Report(Document):
         """The same with the lines around those that its findings name, of files that are there now."""
         places = [place for finding in self.findings for place in finding.places]
         places += [place for timeline in self.timelines for _, _, place in timeline.sides()]
-        return dataclasses.replace(self, excerpts=excerpts_of(places, _folder_of(self.target)))
+        return replace(self, excerpts=excerpts_of(places, _folder_of(self.target)))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """The findings that are as bad as `threshold` or worse."""
@@ -335,9 +336,9 @@ class Report(Document):
         """
         data = checked_version(parse(text), "report")
         report = read(cls, data)
-        accepted = (dataclasses.replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
+        accepted = (replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
         findings = tuple(map(without_rules_fix, report.findings))
-        return dataclasses.replace(report, findings=findings, accepted=tuple(accepted))
+        return replace(report, findings=findings, accepted=tuple(accepted))
 
 
 def _folder_of(target: str) -> Path | None:
@@ -370,7 +371,7 @@ def checked_version(data: Any, what: str) -> dict[str, Any]:
 def without_rules_fix(value: Finding) -> Finding:
     """A finding that was read, without the advice that is its rule's."""
     rule = RULES.get(value.code)
-    return dataclasses.replace(value, fix="") if rule is not None and value.fix == rule.fix else value
+    return replace(value, fix="") if rule is not None and value.fix == rule.fix else value
 
 
 def select_findings(

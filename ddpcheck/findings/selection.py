@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, Finding, Report, select_findings
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.wording import counted, join_names, make_finding

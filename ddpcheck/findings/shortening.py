@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar, cast
+
+from ddpcheck.findings.replace import replace
 
 Value = TypeVar("Value")
 

@@ -7,7 +7,6 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ddpcheck.consistency import check_consistency as compare_modules
 from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
 from ddpcheck.integrations.callback import WatchCallback
 from ddpcheck.monitor.reporting import FindingReporter

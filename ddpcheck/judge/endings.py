@@ -6,11 +6,11 @@ Pure functions from `findings.evidence.endings` to findings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.judge.branch_endings import explain_by_branch, explain_by_exception

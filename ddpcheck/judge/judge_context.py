@@ -85,6 +85,7 @@ class JudgeContext:
         wrap_hooks: Hooks registered while wrapping, which therefore exist under the wrapper only.
         loss_location: The line that defines the loss.
         gradients_differ: Whether the ranks' average is another gradient than the global batch's.
+        own_hook: Whether the communication hook is none of torch's; known where a script has registered it.
     """
 
     names: Names
@@ -102,6 +103,7 @@ class JudgeContext:
     wrap_hooks: tuple[GradientHook, ...] = ()
     loss_location: Location | None = None
     gradients_differ: bool = False
+    own_hook: bool = False
 
 
 @dataclass(frozen=True, slots=True)

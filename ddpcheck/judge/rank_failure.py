@@ -9,10 +9,11 @@ import math
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddpcheck.findings.errors import EmptyShardError, NonFiniteLossError, RankError, RankFailure
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.stacks import is_waiting

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.single_process import LOOSEST_FIT
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import capitalized, counted, format_steps, join_names, one_finding, unless_all
@@ -237,7 +238,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     if not facts.mismatched:
         return []
     hook = facts.known.wrapper.comm_hook
-    if facts.known.wrapper.own_hook:
+    if facts.known.own_hook:
         return facts.mismatch(
             "DDP302",
             f"The communication hook {hook} leaves something else in .grad than the average of the ranks' own "

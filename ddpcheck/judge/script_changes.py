@@ -6,9 +6,9 @@ Pure functions from `findings.evidence.changes` (gathered by `monitor.script.rec
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks
 

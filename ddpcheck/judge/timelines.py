@@ -6,11 +6,11 @@ Pure functions from `findings.evidence.steps.Call` to `findings.figures`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
+from ddpcheck.findings.replace import replace
 from ddpcheck.judge.call_sites import judge_partings
 from ddpcheck.judge.collective_order import place_of_parting, same_signature
 from ddpcheck.judge.rank_failure import describe_failure

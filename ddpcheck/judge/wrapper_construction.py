@@ -7,10 +7,11 @@ DDP compares little of what it is given, raises on one rank, aborts or hangs. Pu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import TensorRecord
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, group_by, group_by_value, one_finding, unless_all
 from ddpcheck.judge.rank_configuration import judge_options

@@ -6,7 +6,8 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
@@ -26,8 +27,7 @@ def is_settled(step: int) -> bool:
     return step in (FIRST_SETTLED, 128)
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(Struct, frozen=True):
     """One forward and backward, and the weight that its loss gives each target that it counts.
 
     Attributes:
@@ -51,8 +51,7 @@ class MicroBatch:
     rows: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(Struct, frozen=True):
     """The report of one rank on the steps since the ranks last exchanged reports.
 
     Attributes:
@@ -84,8 +83,7 @@ class RankReport:
         return self.probed.step
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
+class ReplicaState(Struct, frozen=True):
     """Fingerprints of the replica on one rank, when the ranks compare them.
 
     Attributes:

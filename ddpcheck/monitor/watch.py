@@ -6,7 +6,6 @@ import atexit
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import exception_location, making_of
 from ddpcheck.findings.wording import Names

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
 
 from ddpcheck.findings.errors import DdpcheckError, RankError, RankFailure, UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, silent_ranks

@@ -11,12 +11,12 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.errors import HangError, RankError, RankFailure, UsageError
 from ddpcheck.findings.exception_origin import as_bug, is_ours
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.shortening import LONGEST_TRACEBACK, shortened
 from ddpcheck.findings.source_lines import exception_location, user_traceback
 from ddpcheck.findings.stacks import collective_of, format_stack, location_of, own_stack, place_of, region_of

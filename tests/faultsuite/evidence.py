@@ -23,6 +23,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from msgspec import NODEFAULT, Struct, structs
+
 from ddpcheck import findings
 from ddpcheck.findings.errors import DdpcheckError, RankFailure
 from tests.faultsuite.cases import ROOT
@@ -52,7 +54,7 @@ def _classes() -> dict[str, type]:
     for name in (*modules, *_OF_SCRIPTS):
         module = importlib.import_module(name)
         for name, item in vars(module).items():
-            if isinstance(item, type) and (dataclasses.is_dataclass(item) or issubclass(item, Enum | DdpcheckError)):
+            if isinstance(item, type) and (_has_fields(item) or issubclass(item, Enum | DdpcheckError)):
                 if found.setdefault(name, item) is not item:
                     raise EvidenceError(
                         f"two classes of {item.__module__} and {found[name].__module__} are called {name}"
@@ -69,11 +71,17 @@ def fields_of(name: str) -> list[str]:
     if name not in _classes():
         raise EvidenceError(f"ddpcheck.findings has no class {name}")
     kind = _classes()[name]
-    return [field.name for field in _recorded(kind)] if dataclasses.is_dataclass(kind) else []
+    return [field.name for field in _recorded(kind)] if _has_fields(kind) else []
 
 
-def _recorded(kind: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass, without those that only a report shows, and no judge reads."""
+def _has_fields(kind: type) -> bool:
+    return dataclasses.is_dataclass(kind) or (issubclass(kind, Struct) and kind is not Struct)
+
+
+def _recorded(kind: type) -> list[dataclasses.Field[Any] | structs.FieldInfo]:
+    """The fields of a dataclass or Struct, without those that only a report shows, and no judge reads."""
+    if issubclass(kind, Struct):
+        return [*structs.fields(kind)]
     return [field for field in dataclasses.fields(kind) if not field.metadata.get("added")]
 
 
@@ -116,7 +124,7 @@ class Encoder:
             return self._mapping(value)
         if isinstance(value, BaseException):
             return self._error(value)
-        if dataclasses.is_dataclass(value) and type(value) is _classes().get(type(value).__name__):
+        if _has_fields(type(value)) and type(value) is _classes().get(type(value).__name__):
             self.used.add(type(value).__name__)
             return {_CLASS: type(value).__name__, **dict(self._told(value))}
         raise EvidenceError(f"a {type(value).__qualname__} is nothing that can be recorded; see {__file__}")
@@ -131,10 +139,10 @@ class Encoder:
 
     def _told(self, value: Any) -> Iterator[tuple[str, Any]]:
         """The fields that have no default, or another value than that."""
-        for field in _recorded(value):
+        for field in _recorded(type(value)):
             given = getattr(value, field.name)
             made = field.default_factory
-            default = field.default if made is dataclasses.MISSING else made()
+            default = field.default if made in (dataclasses.MISSING, NODEFAULT) else made()
             if isinstance(value, RankFailure) and field.name == "when":
                 yield "when", 0.0  # failures are in the order of time already
             elif type(given) is not type(default) or given != default:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.report import Report
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
@@ -276,7 +278,7 @@ class _RecordedFuture:
     def result(self) -> list[Any]:
         for rank, log in enumerate(self._phase.get("logs", ())):
             with log_path(self._world.directory, rank).open("a") as file:
-                file.writelines(f"{json.dumps(dataclasses.asdict(decode(call)))}\n" for call in log)
+                file.writelines(f"{msgspec.json.encode(decode(call)).decode()}\n" for call in log)
         if "error" in self._phase:
             self._world.failed = True
             raise decode(self._phase["error"])

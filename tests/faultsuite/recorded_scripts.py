@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, structs
+
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.monitor.script.rank_log import WatchedRank
 from ddpcheck.monitor.script.reporting.ending import Ending
@@ -130,10 +133,10 @@ def _rounded(value: Any) -> Any:
         return tuple(value)
     if isinstance(value, list | tuple):
         return type(value)(map(_rounded, value))
+    if isinstance(value, Struct):
+        return replace(value, **{name: _rounded(item) for name, item in structs.asdict(value).items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: _rounded(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        )
+        return replace(value, **{f.name: _rounded(getattr(value, f.name)) for f in dataclasses.fields(value)})
     return value
 
 

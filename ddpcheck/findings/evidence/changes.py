@@ -9,15 +9,15 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
 OF_A_COPY = -1  # of a wrapped module, as a variable holds it
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleChanged:
+class ModuleChanged(Struct, frozen=True):
     """A line of the script has changed, or may have changed, parameters or buffers of a wrapped module.
 
     Attributes:
@@ -41,8 +41,7 @@ class ModuleChanged:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleState:
+class ScheduleState(Struct, frozen=True):
     """The learning rate schedule of an optimizer.
 
     Attributes:

@@ -8,14 +8,14 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class SizedVariable:
+class SizedVariable(Struct, frozen=True):
     """A variable of the script that counts: a number, or a container of so many items.
 
     Attributes:
@@ -31,8 +31,7 @@ class SizedVariable:
     location: Location
 
 
-@dataclass(frozen=True, slots=True)
-class WrapperBegun:
+class WrapperBegun(Struct, frozen=True):
     """The constructor of a `DistributedDataParallel` has been called, and has not communicated yet.
 
     Attributes:

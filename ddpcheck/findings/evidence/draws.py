@@ -7,13 +7,12 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class StepDraw:
+class StepDraw(Struct, frozen=True):
     """A generator has drawn numbers between two optimizer steps: in one call, or in what is not followed call by call.
 
     Attributes:

@@ -6,14 +6,14 @@ Judged in `judge.endings`; gathered in `monitor.script`. This module is light: i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 
 
-@dataclass(frozen=True, slots=True)
-class RankAtEnd:
+class RankAtEnd(Struct, frozen=True):
     """One rank when the job had stopped.
 
     Attributes:

@@ -11,13 +11,13 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationPass:
+class EvaluationPass(Struct, frozen=True):
     """A pass over a `DataLoader` to its end, without a backward pass or an optimizer step meanwhile.
 
     Attributes:
@@ -40,8 +40,7 @@ class EvaluationPass:
     numbers_of: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ResultExchanged:
+class ResultExchanged(Struct, frozen=True):
     """What a rank has given to a collective during an evaluation or after it.
 
     Attributes:
@@ -68,8 +67,7 @@ class ResultExchanged:
     values: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RowsCompared:
+class RowsCompared(Struct, frozen=True):
     """Two tensors of as many numbers as there are samples, or rows of them, have been compared number by number.
 
     Attributes:
@@ -85,8 +83,7 @@ class RowsCompared:
     other: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
-class ShownNumber:
+class ShownNumber(Struct, frozen=True):
     """A number that the program shows.
 
     Attributes:
@@ -98,8 +95,7 @@ class ShownNumber:
     values: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class MetricShown:
+class MetricShown(Struct, frozen=True):
     """The program has printed, logged or saved numbers after an evaluation, or saved a file because of them.
 
     Attributes:
@@ -115,8 +111,7 @@ class MetricShown:
     numbers: tuple[ShownNumber, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredTargets:
+class GatheredTargets(Struct, frozen=True):
     """A cross entropy whose classes are the rows that an all_gather has brought together.
 
     Attributes:

@@ -7,13 +7,12 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredConstant:
+class GatheredConstant(Struct, frozen=True):
     """A loss multiplies by the gathered rows of all ranks as by a constant, the rank's own among them.
 
     Attributes:
@@ -29,8 +28,7 @@ class GatheredConstant:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPartPutBack:
+class OwnPartPutBack(Struct, frozen=True):
     """A loss is made of what was gathered without gradient, and the rank's own part of it carries one.
 
     Each rank has the whole loss then, and its own part of the gradient: these add up over the ranks.

@@ -9,13 +9,13 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsChanged:
+class GradientsChanged(Struct, frozen=True):
     """Gradients were changed after a backward pass, and another one has added to them then.
 
     Attributes:
@@ -35,8 +35,7 @@ class GradientsChanged:
     put_off: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsTaken:
+class GradientsTaken(Struct, frozen=True):
     """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees.
 
     Attributes:

@@ -6,13 +6,12 @@ Judged in `judge.reducer` and `judge.single_process`; gathered in `gather.steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ddpcheck.findings.evidence.modules import GradientHook
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """The difference of one gradient from its reference.
 
     Attributes:
@@ -57,8 +56,7 @@ class Difference:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedStep:
+class RepeatedStep(Struct, frozen=True):
     """One rank's step, run a second time, and with the gradient of the loss doubled.
 
     Attributes:

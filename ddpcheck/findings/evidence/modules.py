@@ -7,15 +7,16 @@ Judged in `judge.replicas` and `judge.rank_configuration`; gathered in `gather.s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.figures import ModuleEntry
 from ddpcheck.findings.from_json import added
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(Struct, frozen=True):
     """A parameter or buffer, without its values."""
 
     name: str
@@ -26,8 +27,7 @@ class TensorRecord:
     device: str
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleDescription:
+class ModuleDescription(Struct, frozen=True):
     """The parameters, buffers and submodules of one rank's module.
 
     Attributes:
@@ -66,8 +66,7 @@ class BuiltModule:
     modules: tuple[ModuleEntry, ...] = added(())
 
 
-@dataclass(frozen=True, slots=True)
-class WrapperFacts:
+class WrapperFacts(Struct, frozen=True):
     """The arguments of the wrapper's constructor that decide what it does with gradients.
 
     Attributes:
@@ -78,7 +77,6 @@ class WrapperFacts:
         delayed: Parameters named in `delay_all_reduce_named_params`.
         comm_hook: Name of the communication hook, and its line where it is the user's; empty without one.
         sparse: Parameters whose gradient is sparse.
-        own_hook: Whether the hook is none of torch's; known where a script has registered it.
     """
 
     is_ddp: bool = True
@@ -88,7 +86,6 @@ class WrapperFacts:
     delayed: frozenset[str] = frozenset()
     comm_hook: str = ""
     sparse: frozenset[str] = frozenset()
-    own_hook: bool = False
 
     @property
     def tolerates_unused(self) -> bool:
@@ -96,8 +93,7 @@ class WrapperFacts:
         return self.find_unused_parameters or self.static_graph
 
 
-@dataclass(frozen=True, slots=True)
-class GradientHook:
+class GradientHook(Struct, frozen=True):
     """A place in the user's code at which gradients may be changed on their way."""
 
     description: str
@@ -107,8 +103,7 @@ class GradientHook:
         return f"{self.description}{f' at {self.location}' if self.location else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class WrappedModule:
+class WrappedModule(Struct, frozen=True):
     """A rank's module after wrapping, with its wrapper and its optimizer.
 
     Attributes:

@@ -7,13 +7,12 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class PaceRun:
+class PaceRun(Struct, frozen=True):
     """From a reduction on, the same happens before each of them, until the next entry of the wrapper.
 
     Attributes:
@@ -32,8 +31,7 @@ class PaceRun:
     location: Location | None
 
 
-@dataclass(frozen=True, slots=True)
-class WrapperPace:
+class WrapperPace(Struct, frozen=True):
     """All reductions of a wrapper on one rank, and how many there were."""
 
     runs: tuple[PaceRun, ...]
@@ -45,8 +43,7 @@ class WrapperPace:
         return [(run, end - run.first) for run, end in zip(self.runs, ends, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsLeft:
+class GradientsLeft(Struct, frozen=True):
     """Step after step, an optimizer uses gradients that were there before another step, and were never zeroed.
 
     Attributes:

@@ -6,8 +6,10 @@ Judged in `judge.parameters` and `judge.conditional_use`; gathered in `gather.ph
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.from_json import added
@@ -63,8 +65,7 @@ class PathEnd:
         return f" at {self.location}" if self.location else ""
 
 
-@dataclass(frozen=True, slots=True)
-class UnregisteredTensor:
+class UnregisteredTensor(Struct, frozen=True):
     """A leaf that receives gradient and is no parameter of the module that was wrapped.
 
     Attributes:
@@ -82,8 +83,7 @@ class UnregisteredTensor:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterChange:
+class ParameterChange(Struct, frozen=True):
     """A change that the forward pass has made to a parameter that DDP knows.
 
     Attributes:
@@ -97,8 +97,7 @@ class ParameterChange:
     replacement: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvidence:
+class StepEvidence(Struct, frozen=True):
     """One rank's parameters in one step: which of them contribute to the loss.
 
     Attributes:

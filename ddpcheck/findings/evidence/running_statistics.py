@@ -8,13 +8,13 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class RunningStatistic:
+class RunningStatistic(Struct, frozen=True):
     """What the program holds outside of wrapped modules, when forward is called: a running mean, or a running scale.
 
     Attributes:

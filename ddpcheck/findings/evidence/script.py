@@ -8,14 +8,14 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.changes import ScheduleState
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Struct, frozen=True):
     """The script has restored the state of an optimizer.
 
     Attributes:
@@ -30,8 +30,7 @@ class Restored:
     location: Location | None
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderPass:
+class LoaderPass(Struct, frozen=True):
     """One pass of a loop over a `DataLoader`, as far as the rank came.
 
     Attributes:
@@ -128,8 +127,7 @@ class LoaderPass:
     targets: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """What a wrapper's forward was given in a step.
 
     Attributes:
@@ -149,8 +147,7 @@ class Inputs:
     added: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedTable:
+class DerivedTable(Struct, frozen=True):
     """A dictionary of plain values that the script holds when an optimizer first steps."""
 
     name: str
@@ -158,8 +155,7 @@ class DerivedTable:
     location: Location | None
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
+class OptimizerStep(Struct, frozen=True):
     """An optimizer is about to step.
 
     Attributes:
@@ -213,8 +209,7 @@ class OptimizerStep:
     left_out_at: tuple[Location, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerEnd:
+class OptimizerEnd(Struct, frozen=True):
     """How often an optimizer has stepped when the script ends, and `marks` as above."""
 
     optimizer: int
@@ -224,8 +219,7 @@ class OptimizerEnd:
     schedule: ScheduleState | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StateHeld:
+class StateHeld(Struct, frozen=True):
     """A model that the program holds, and neither a wrapper nor an optimizer does, before an optimizer steps.
 
     Attributes:
@@ -252,8 +246,7 @@ class StateHeld:
     together: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledTerm:
+class ScaledTerm(Struct, frozen=True):
     """A sum or a mean that a loss is put together from by arithmetic.
 
     Attributes:
@@ -269,8 +262,7 @@ class ScaledTerm:
     chosen: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LossDifferentiated:
+class LossDifferentiated(Struct, frozen=True):
     """A backward pass has come from a loss.
 
     Attributes:
@@ -296,8 +288,7 @@ class LossDifferentiated:
     batches: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MetricUsed:
+class MetricUsed(Struct, frozen=True):
     """A learning rate schedule has been given a metric; `count` by its number in the order of first use."""
 
     schedule: int
@@ -307,8 +298,7 @@ class MetricUsed:
     optimizer: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsClipped:
+class GradientsClipped(Struct, frozen=True):
     """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps."""
 
     count: int
@@ -318,8 +308,7 @@ class GradientsClipped:
     by: str = "clip_grad_norm_"
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsZeroed:
+class GradientsZeroed(Struct, frozen=True):
     """Gradients that were not zero were zeroed at a line, so many times before each of several optimizer steps."""
 
     optimizer: int
@@ -327,8 +316,7 @@ class GradientsZeroed:
     location: Location | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReducedInPlace:
+class ReducedInPlace(Struct, frozen=True):
     """Backward has come through a tensor that a collective had overwritten.
 
     Attributes:
@@ -344,8 +332,7 @@ class ReducedInPlace:
     factor: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FileUsed:
+class FileUsed(Struct, frozen=True):
     """The script has written or read a file.
 
     Attributes:

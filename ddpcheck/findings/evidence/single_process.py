@@ -7,7 +7,8 @@ Judged in `judge.single_process` and `judge.loss_terms`; gathered in `gather.pha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
@@ -15,8 +16,7 @@ LOOSEST_FIT = 0.05
 """A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossTerm:
+class LossTerm(Struct, frozen=True):
     """One term of the loss, on the global batch and on the shards one by one.
 
     Its errors are relative to the gradient of the whole loss, every parameter measured by its own scale.
@@ -60,24 +60,21 @@ class LossTerm:
         return fits and (self.is_sum or bool(self.count) or math.isclose(sum(self.weights), 1.0, rel_tol=1e-2))
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """The factor between two gradients that is nearest, and the relative error that it leaves."""
 
     ratio: float = 1.0
     residual: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedFit:
+class WeightedFit(Struct, frozen=True):
     """The weights of several gradients whose sum is nearest to another, and the relative error that they leave."""
 
     weights: tuple[float, ...] = ()
     residual: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Coupling:
+class Coupling(Struct, frozen=True):
     """The first place at which a sample of the batch depends on the others.
 
     Attributes:
@@ -94,8 +91,7 @@ class Coupling:
     scaled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ShardAnalysis:
+class ShardAnalysis(Struct, frozen=True):
     """Gradients of the shards, one by one in the single process; measured only when the global batch's differs.
 
     Without `terms` the shards could not be run, and only the global batch is known.
@@ -130,8 +126,7 @@ class ShardAnalysis:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SingleStep:
+class SingleStep(Struct, frozen=True):
     """One step of the single process on the global batch.
 
     Attributes:

@@ -8,13 +8,13 @@ This module is light: it never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class StateUsed:
+class StateUsed(Struct, frozen=True):
     """A module with parameters like those of a wrapped one is called in evaluation, or without gradients.
 
     Attributes:

@@ -7,15 +7,16 @@ Judged in `judge.reducer`, `judge.replica_state`, `judge.training_loop` and `jud
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import PathEnd, StepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One collective that one rank entered.
 
     Attributes:
@@ -46,8 +47,7 @@ class Call:
         return f"{self.operation}({self.payload}){f' at {self.location}' if self.location else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class ReductionInput:
+class ReductionInput(Struct, frozen=True):
     """The input of one reduction when every rank had the same samples and random numbers.
 
     Attributes:
@@ -61,8 +61,7 @@ class ReductionInput:
     values: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RandomDraws:
+class RandomDraws(Struct, frozen=True):
     """Random numbers of one forward pass.
 
     Attributes:
@@ -77,8 +76,7 @@ class RandomDraws:
     choices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LocalStep:
+class LocalStep(Struct, frozen=True):
     """One rank's step on its shard, without the wrapper and its reducer.
 
     Attributes:
@@ -120,8 +118,7 @@ class LocalStep:
         return replace(self, evidence=replace(self.evidence, path_ends={**self.evidence.path_ends, **ends}))
 
 
-@dataclass(frozen=True, slots=True)
-class NoExplanation:
+class NoExplanation(Struct, frozen=True):
     """A rank's answer where an explanation could not be found; the check goes on without it.
 
     Attributes:
@@ -135,8 +132,7 @@ class NoExplanation:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LoopEvent:
+class LoopEvent(Struct, frozen=True):
     """One call of the training loop in a step under the wrapper.
 
     Attributes:
@@ -153,8 +149,7 @@ class LoopEvent:
     discarded: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SharedDraw:
+class SharedDraw(Struct, frozen=True):
     """A random tensor with a value for each sample, for which two ranks drew the same numbers."""
 
     operation: str
@@ -163,8 +158,7 @@ class SharedDraw:
     fingerprint: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DdpStepEvidence:
+class DdpStepEvidence(Struct, frozen=True):
     """One rank's step under the wrapper.
 
     Attributes:
@@ -200,8 +194,7 @@ class DdpStepEvidence:
     parameters_after_backward: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledStep:
+class CompiledStep(Struct, frozen=True):
     """One rank's step under the wrapper with `torch.compile` as the recipe asks for it.
 
     Attributes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.figures import PathStep
+from ddpcheck.findings.replace import replace
 
 _MOST_STEPS = 4  # at each end of a path
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import msgspec
 
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.exception_origin import passes_on
@@ -61,17 +61,15 @@ def log_path(directory: Path, rank: int) -> Path:
 def read_log(directory: Path, rank: int) -> list[Call]:
     """The calls that `rank` has entered so far."""
     try:
-        text = log_path(directory, rank).read_text()
+        lines = log_path(directory, rank).read_bytes().splitlines()
     except FileNotFoundError:
         return []
     calls = []
-    for line in text.splitlines():
+    for line in lines:
         try:
-            data = json.loads(line)
-        except ValueError:
+            calls.append(msgspec.json.decode(line, type=Call))
+        except msgspec.DecodeError:
             break  # a line that was being written when the rank died
-        lists = {name: tuple(data[name]) for name in ("members", "callers")}
-        calls.append(Call(**{**data, **lists}))
     return calls
 
 
@@ -111,7 +109,7 @@ def unlogged() -> Iterator[None]:
 def record_collectives(directory: Path, rank: int) -> None:
     """From now on, log the collectives of this process; to be called before the user's code is imported."""
     file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    record_calls(lambda call: os.write(file, (json.dumps(asdict(call)) + "\n").encode()))
+    record_calls(lambda call: os.write(file, msgspec.json.encode(call) + b"\n"))
 
 
 def record_calls(sink: Callable[[Call], object]) -> None:

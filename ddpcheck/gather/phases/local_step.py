@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.parameters import ParameterChange, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.evidence.steps import LocalStep, RandomDraws
 from ddpcheck.findings.exception_origin import is_ours
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph

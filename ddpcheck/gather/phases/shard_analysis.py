@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpcheck.findings.evidence.single_process import Coupling, Fit, ShardAnalysis, WeightedFit
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.phases.shard_terms import (
     MOST_ELEMENTS,
     ShardRun,

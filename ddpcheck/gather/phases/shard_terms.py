@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.single_process import LossTerm
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_lines
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards

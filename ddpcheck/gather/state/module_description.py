@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.figures import MOST_MODULES, ModuleEntry
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_tensors
 from ddpcheck.gather.state.tensor_values import plain_values, shape_of
 

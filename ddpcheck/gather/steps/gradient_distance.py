@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.replace import replace
 
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0

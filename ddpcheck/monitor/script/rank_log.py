@@ -11,9 +11,10 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
@@ -46,6 +47,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.state_uses import StateUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import ModuleEntry
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import file_of
 from ddpcheck.monitor.judging import WatchContext
@@ -62,8 +64,7 @@ _TAKEN = struct.Struct("<qq")  # of a loader: the number of its pass, batches th
 _MOST_CALLERS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class RankStarted:
+class RankStarted(Struct, frozen=True):
     """A process has joined its default process group, and so is a rank.
 
     Attributes:
@@ -79,8 +80,7 @@ class RankStarted:
     restart: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WrapperMade:
+class WrapperMade(Struct, frozen=True):
     """A `DistributedDataParallel` has been constructed.
 
     Attributes:
@@ -102,8 +102,7 @@ class WrapperMade:
     modules: tuple[ModuleEntry, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepsReported:
+class StepsReported(Struct, frozen=True):
     """What a rank would report when the ranks exchange reports; `closing` where the watch ends with it."""
 
     wrapper: int
@@ -111,8 +110,7 @@ class StepsReported:
     closing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaCaptured:
+class ReplicaCaptured(Struct, frozen=True):
     """What a rank would compare with the others after the backward pass of a step.
 
     Attributes:
@@ -136,24 +134,21 @@ class ReplicaCaptured:
     own_hook: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RankFound:
+class RankFound(Struct, frozen=True):
     """Findings that a rank has made by itself."""
 
     wrapper: int
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupUsed:
+class GroupUsed(Struct, frozen=True):
     """A process group has been used for the first time; its name, and the ranks in it."""
 
     name: str
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CallersSeen:
+class CallersSeen(Struct, frozen=True):
     """Lines of the program have led to a collective for the first time.
 
     Attributes:
@@ -167,34 +162,29 @@ class CallersSeen:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ExitCalled:
+class ExitCalled(Struct, frozen=True):
     """The script has called `sys.exit`; the lines that led to it, innermost first."""
 
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RankRaised:
+class RankRaised(Struct, frozen=True):
     """The script has ended in an exception on this rank; `reply` is as `worlds.failures.described` makes it."""
 
     reply: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class WatchingFailed:
+class WatchingFailed(Struct, frozen=True):
     """An error, of ddpcheck's own or of writing the log, after which this rank is not watched any more."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDestroyed:
+class GroupDestroyed(Struct, frozen=True):
     """The script has destroyed its default process group."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramEnded:
+class ProgramEnded(Struct, frozen=True):
     """Python has come to the end of the program; no entry after a signal or `os._exit`."""
 
 
@@ -319,8 +309,7 @@ class RankLog:
             _FORWARDS.pack_into(self._forwards, wrapper * _FORWARDS.size, line, made)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedRank:
+class WatchedRank(Struct, frozen=True):
     """What one rank has left.
 
     Attributes:

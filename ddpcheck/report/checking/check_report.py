@@ -8,10 +8,11 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 
 from ddpcheck import __version__
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, ParityEntry, Report, select_findings
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import sort_out

@@ -6,7 +6,6 @@ This module is light: torch is only imported on the ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from ddpcheck.findings.evidence.modules import BuiltModule, WrappedModule
 from ddpcheck.findings.evidence.parameters import PathEnd
 from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.wording import Names, format_ranks
@@ -195,7 +195,7 @@ class CheckRun(CheckWorlds):
             if not found:
                 raise
             line = self.state.wrapped[0].loss_location if self.state.wrapped else None
-            self.state.findings += [dataclasses.replace(one, location=one.location or line) for one in found]
+            self.state.findings += [replace(one, location=one.location or line) for one in found]
             self._skip_rest(f"{found[0].code}: the loss is not finite on {format_ranks(found[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
@@ -242,7 +242,7 @@ class CheckRun(CheckWorlds):
         if not found:
             return
         lines = self._all(calls.model_build.assignments, [name for finding in found for name in finding.subjects])[0]
-        self._add([dataclasses.replace(f, location=lines.get(f.subjects[0])) for f in found])
+        self._add([replace(f, location=lines.get(f.subjects[0])) for f in found])
         self._skip_rest(f"{found[0].code}: DDP would stop, hang or abort at its next collective")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddpcheck.findings.errors import EXIT_USAGE
@@ -21,6 +21,7 @@ from ddpcheck.findings.evidence.single_process import ShardAnalysis, SingleStep
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LocalStep, NoExplanation, SharedDraw
 from ddpcheck.findings.exception_origin import as_bug
 from ddpcheck.findings.figures import CollectiveTimeline, ModuleEntry
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import Names

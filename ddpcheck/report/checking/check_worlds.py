@@ -6,7 +6,6 @@ This module is light: torch is only imported on the ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from ddpcheck.findings.errors import (
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.steps import Call, NoExplanation
 from ddpcheck.findings.exception_origin import as_bug
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, ReportError
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RankHosts, RunFuture, World
@@ -227,7 +227,7 @@ class CheckWorlds:
         if first is not None and isinstance(first.exception, UsageError):
             raise first.exception
         if first is not None and type(first.exception) is DdpcheckError:  # what a phase of ours returned cannot be sent
-            first = dataclasses.replace(first, bug=str(as_bug(first.exception, first.place)))
+            first = replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
             self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", EXIT_USAGE, error.detail)
             return
@@ -259,7 +259,7 @@ class CheckWorlds:
         finally:
             for finding in found:
                 where = next((lines[finding.subjects[0]] for lines in by_rank if finding.subjects[0] in lines), None)
-                self.state.findings.append(finding if where is None else dataclasses.replace(finding, location=where))
+                self.state.findings.append(finding if where is None else replace(finding, location=where))
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
         """By rank, the lines that made parameters, buffers and modules, as far as they are known."""

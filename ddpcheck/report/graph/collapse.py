@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.report.graph.drawing_data import Edge, GraphView, Mark, Node, module_of, path_parts, prefixes
 
 FOLD_FROM = 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.parameters import PathEnd
+from ddpcheck.findings.replace import replace
 from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, all_names, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
 from ddpcheck.gather.phases import local_step as local

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ddpcheck import __version__
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import blocks_of_lines
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Location, Report
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, one_finding, plural_verb

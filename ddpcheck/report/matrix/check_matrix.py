@@ -11,11 +11,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpcheck.findings.errors import EXIT_HANG, RankError
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.severity import Severity

@@ -5,13 +5,13 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
 from ddpcheck.findings.from_json import added, parse, read
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Document, Finding, ReportError, checked_version, without_rules_fix
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.severity import Severity
@@ -193,8 +193,8 @@ class Matrix(Document):
         if not isinstance(data, dict) or data.get("kind") != "matrix":
             raise ValueError("this JSON is not a matrix of ddpcheck: it has no kind 'matrix'")
         matrix = read(cls, checked_version(data, "matrix"))
-        rows = (dataclasses.replace(row, findings=tuple(map(without_rules_fix, row.findings))) for row in matrix.rows)
-        return dataclasses.replace(matrix, rows=tuple(rows))
+        rows = (replace(row, findings=tuple(map(without_rules_fix, row.findings))) for row in matrix.rows)
+        return replace(matrix, rows=tuple(rows))
 
 
 def is_matrix(text: str) -> bool:

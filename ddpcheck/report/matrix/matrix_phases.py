@@ -8,11 +8,12 @@ import importlib
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.exception_origin import passes_on
@@ -49,8 +50,7 @@ def wrap(options: DdpOptions | None) -> WrappedRow:
     flags = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
     got = {name: value for name in flags if (value := getattr(wrapper, name, None)) is not None}
     set_by_wrap = {name: value for name, value in got.items() if bool(value) != bool(told.get(name, False))}
-    said = {each.name: getattr(wrapped, each.name) for each in fields(wrapped)}
-    return WrappedRow(**said, model=model, set_by_wrap=set_by_wrap)
+    return WrappedRow(**structs.asdict(wrapped), model=model, set_by_wrap=set_by_wrap)
 
 
 def overridden_options(options: DdpOptions | None, given: list[dict[str, Any]]) -> Patch:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.wording import format_ranks, format_steps
 
@@ -85,8 +87,7 @@ class ModelFacts:
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class WrappedRow(WrappedModule):
+class WrappedRow(WrappedModule, frozen=True):
     """Evidence from one rank after wrapping with the options of a row.
 
     Attributes:
@@ -94,8 +95,8 @@ class WrappedRow(WrappedModule):
         set_by_wrap: What the recipe's `wrap` sets after the constructor, in spite of the options.
     """
 
-    model: ModelFacts = field(default_factory=ModelFacts)
-    set_by_wrap: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelFacts = msgspec.field(default_factory=ModelFacts)
+    set_by_wrap: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ This module is light: it never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report
 
 

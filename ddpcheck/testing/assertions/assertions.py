@@ -13,11 +13,11 @@ import contextlib
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ddpcheck.findings.errors import BugError, DdpcheckError, FindingsError, HangError, UsageError
 from ddpcheck.findings.exception_origin import BUG, as_bug, is_ours
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks

@@ -17,13 +17,13 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import DdpcheckError, UsageError
+from ddpcheck.findings.replace import replace
 from ddpcheck.worlds.launchers import slurm
 from ddpcheck.worlds.launchers.detection import LauncherEnv
 from ddpcheck.worlds.store_values import get_value, put_value, remove_value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from random import Random
 from types import FrameType
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.modules import module as registration
 
 from ddpcheck.findings.evidence.construction import SizedVariable, WrapperBegun
 from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_installed, is_user_file, relative_path, user_location, variables_of
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options

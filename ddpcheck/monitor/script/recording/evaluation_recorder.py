@@ -12,7 +12,7 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ddpcheck.findings.evidence.evaluation import (
 )
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import relative_path, user_location, variables_of
 from ddpcheck.gather.patching import patched
@@ -143,7 +144,10 @@ class EvaluationRecorder:
         if not isinstance(value, torch.Tensor) or made.rows:
             self._comparisons.open(self._round, self._size)
         parts = [] if len(made.rows) else [(_rows_given(one), _values_given(one)) for one in _parts_of(value)]
-        for one in (made, *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
+        for one in (
+            made,
+            *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows),
+        ):
             if self._left[0] > 0:
                 self._left[0] -= 1
                 self._sink(one)

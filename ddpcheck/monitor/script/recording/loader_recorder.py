@@ -10,7 +10,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddpcheck.findings.evidence.script import DerivedTable, LoaderPass
 from ddpcheck.findings.exception_origin import passes_on
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import Patch, guarded
 from ddpcheck.gather.state.module_description import digest_of

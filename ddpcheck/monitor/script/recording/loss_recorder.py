@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from types import CodeType
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.patching import guarded, patched

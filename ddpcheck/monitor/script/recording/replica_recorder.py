@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, has_own_hook, hook_loss
 from ddpcheck.gather.state.module_description import fingerprints

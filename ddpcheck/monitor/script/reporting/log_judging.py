@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.changes import ModuleChanged
 from ddpcheck.findings.evidence.construction import WrapperBegun
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.parameters import StepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.severity import Severity
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
@@ -222,8 +223,9 @@ def _judge_replicas(
         for state, theirs in zip(states, differences, strict=True)
     ]
     hook = next((one for one in everyone if one.own_hook), everyone[0])
-    wrapper = replace(made.context.wrapper, comm_hook=hook.hook, own_hook=hook.own_hook)
-    return judge_replica_states(states, replace(made.context, wrapper=wrapper), step, after_backward=True, first=first)
+    wrapper = replace(made.context.wrapper, comm_hook=hook.hook)
+    context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
+    return judge_replica_states(states, context, step, after_backward=True, first=first)
 
 
 def _differences(one: ReplicaCaptured, everyone: Sequence[ReplicaCaptured]) -> list[Difference]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.changes import OF_A_COPY, ModuleChanged
@@ -37,6 +36,7 @@ from ddpcheck.findings.evidence.script import (
     StateHeld,
 )
 from ddpcheck.findings.evidence.state_uses import StateUsed
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.script_alone import are_apart, are_local, judge_alone, judge_taken
 from ddpcheck.judge.script_data import judge_inputs, judge_loaders, judge_tables
