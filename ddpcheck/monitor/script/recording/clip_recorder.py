@@ -117,6 +117,7 @@ def _norm(parameters: Any) -> torch.Tensor | None:
     gradients = [dense(p.grad).detach() for p in given if p.grad is not None]
     if not gradients or any(type(g) is not torch.Tensor for g in gradients):
         return None
-    norms = [torch.linalg.vector_norm(g.to(torch.float32)).to(gradients[0].device) for g in gradients]
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]  # complex ones remain complex
+    norms = [torch.linalg.vector_norm(g).to(gradients[0].device, torch.float32) for g in wide]
     together: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return together
