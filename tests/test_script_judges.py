@@ -323,6 +323,8 @@ def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], fou
 def test_an_optimizer_of_tensors_that_no_module_has() -> None:
     steps = [[step(unknown=("? 0 (4,)",)), step()]]
     assert codes(judge_stale(steps, {"0/w": False}, set())) == ["DDP504"]
+    made = [[replace(one, made=Location("train.py", 12)) for one in of_ranks] for of_ranks in steps]
+    assert judge_stale(made, {"0/w": False}, set())[0].location == Location("train.py", 12)
     assert not judge_stale(steps, {"0/w": True}, set())  # master copies, written back
     assert not judge_stale([[step(), step()]], {"0/w": False}, set())
 

@@ -318,7 +318,8 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
         [_short(name) for name in left],
         f"{join_names([_short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
         f"{plural_verb('moves', 'move', left)}, and the optimizer holds {len(unknown)} tensors that no module has.",
-        location=steps[0][0].location,
+        location=steps[0][0].made or steps[0][0].location,
+        evidence=[f"it steps at {steps[0][0].location}"] if steps[0][0].made else [],
     )
 
 

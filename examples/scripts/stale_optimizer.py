@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-EXPECT = {"code": "DDP504", "subjects": ["head.weight", "head.bias"]}
+EXPECT = {
+    "code": "DDP504",
+    "subjects": ["head.weight", "head.bias"],
+    "line": "optimizer = torch.optim.SGD(net.parameters(), lr=0.05)",
+}
 FIXED = "--fixed" in sys.argv
 
 
