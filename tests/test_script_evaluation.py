@@ -143,6 +143,17 @@ def test_what_one_rank_shows_of_its_own_samples_is_reported(how: str) -> None:
     assert "0.75" in found.message and "rank 1 has 0.5, and all ranks together 0.625" in found.message
 
 
+def test_several_metrics_of_an_own_shard_are_one_finding_and_a_reduced_one_is_none_of_them() -> None:
+    own = [
+        {**one, **more} for one, more in zip(OWN, ({"evaluate.total": 1.3, "evaluate.margin": 2.2},) * 2, strict=True)
+    ]
+    own[1] = {**own[1], "evaluate.total": 1.9, "evaluate.margin": 2.9}
+    reduced = [[call(2.2)], [call(2.9)]]
+    (found,) = judged(strided(8), size=8, numbers=own, given=reduced, shown=[prints(0.75, 0.325, 0.55), []])
+    assert found.subjects == ("correct", "total")
+    assert any(one.startswith("also total: Rank 0 has 0.325 printed") for one in found.evidence)
+
+
 @pytest.mark.parametrize(("text", "known"), [("0.7500", True), ("75.0", True), ("0.8", False), ("3.00", False)])
 def test_a_printed_number_is_known_by_its_digits(text: str, known: bool) -> None:
     shown = [MetricShown(0, "printed", LINE, (ShownNumber(text),))]

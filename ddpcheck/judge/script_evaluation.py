@@ -17,6 +17,7 @@ from ddpcheck.findings.evidence.evaluation import (
     ShownNumber,
 )
 from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.judge.evaluation_results import (
@@ -79,8 +80,18 @@ def judge_evaluations(
             for judge in (judge_padded, judge_own_shard, judge_order, judge_mean_of_means):
                 findings = judge(of_ranks)
                 if findings:
-                    found.setdefault(findings[0].code, findings)
+                    found[findings[0].code] = _in_one([*found.get(findings[0].code, []), *findings])
     return [finding for findings in found.values() for finding in findings]
+
+
+def _in_one(findings: Sequence[Finding]) -> list[Finding]:
+    """The first of several findings of a rule; with other metrics of an own shard, each by its first value."""
+    first = findings[0]
+    for one in findings if first.code == "DDP802" else ():
+        if one.ranks == first.ranks and not set(one.subjects) <= set(first.subjects):
+            told = f"also {', '.join(one.subjects)}: {one.message}"
+            first = replace(first, subjects=(*first.subjects, *one.subjects), evidence=(*first.evidence, told))
+    return [first]
 
 
 # Samples that are counted twice
@@ -182,11 +193,15 @@ def _rows_of_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
 
 
 def judge_own_shard(of_ranks: Sequence[Evaluated]) -> list[Finding]:
-    """DDP802: some ranks, not all, show a metric of their own shard, or save because of it, and others have others."""
+    """DDP802: some ranks, not all, show metrics of their own shard, or save because of them, and others have others.
+
+    A finding for each number that is shown.
+    """
     if len({frozenset(one.loader.indices) for one in of_ranks}) < 2 or min(one.samples for one in of_ranks) < 1:
         return []
     if any(gathered_labels([one]) for one in of_ranks):
         return []  # the results of all ranks are there
+    found: list[Finding] = []
     for rank, one in enumerate(of_ranks):
         for shown, number in numbers_shown(one):
             if all(any(other.location == shown.location for other in each.shown) for each in of_ranks):
@@ -195,8 +210,9 @@ def judge_own_shard(of_ranks: Sequence[Evaluated]) -> list[Finding]:
                 if _is_own(number, rank, values, together) and not _is_known(
                     of_ranks, rank, key, number, values, together
                 ):
-                    return _own_shard(of_ranks, rank, shown, key, values, together)
-    return []
+                    found += _own_shard(of_ranks, rank, shown, key, values, together)
+                    break
+    return found
 
 
 def _metrics(of_ranks: Sequence[Evaluated]) -> Iterator[tuple[str, list[float], float]]:
