@@ -262,14 +262,6 @@ def test_output_goes_to_a_file_in_the_format_of_its_extension(stub_check, capsys
     assert "[red]head" in (tmp_path / "r.txt").read_text()
 
 
-def test_a_report_that_has_nothing_to_show_in_a_form_is_shown_as_text(stub_check, capsys, tmp_path: Path) -> None:
-    stub_check(Report("t", findings=(UNUSED,)))
-    assert cli.main(["report", "t", "--format", "perfetto", "-o", "trace.json"]) == 2
-    captured = capsys.readouterr()
-    assert "DDP101" in captured.err and "no timeline of collectives" in captured.err.splitlines()[-1]
-    assert not (tmp_path / "trace.json").exists()
-
-
 def test_a_check_that_fails_leaves_no_empty_file_and_keeps_an_old_one(stub_check, tmp_path: Path) -> None:
     stub_check(TargetError("no such attribute 'r'"))
     (tmp_path / "old.json").write_text("old")

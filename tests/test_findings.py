@@ -177,6 +177,6 @@ def test_select_and_ignore_take_codes_prefixes_and_names_and_the_longer_wins(sel
 @settings(deadline=None, max_examples=50)  # no test asserts a time
 @given(reports)
 def test_any_report_can_be_rendered(report: Report) -> None:
-    for name in FORMATS.keys() - ({"perfetto"} if not report.timelines else set()):
+    for name in FORMATS:
         for encoding in ("utf-8", "ascii"):
             renderer_for(name, medium=Medium(width=60, encoding=encoding)).render(report).encode(encoding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import cli
-from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import (
     CalledCollective,
     CollectiveTimeline,
@@ -379,20 +377,3 @@ def test_a_timeline_that_names_calls_that_are_not_there_is_refused() -> None:
         Report.from_json(data)
     with pytest.raises(ValueError, match="not in the list"):
         replace(timeline, calls=())
-
-
-# The trace
-
-
-def test_the_trace_has_a_process_a_rank_and_what_did_not_end_lasts_to_the_end() -> None:
-    events = json.loads(renderer_for("perfetto").render(HANG))["traceEvents"]
-    assert {event["pid"] for event in events} == set(range(64))
-    slices = [event for event in events if event["ph"] == "X"]
-    ends = {event["pid"]: event["ts"] + event["dur"] for event in slices}
-    assert ends[0] > ends[1] and slices[30]["args"]["did not end"] == "waits for rank 1"
-    assert all({"ts", "dur", "pid", "tid", "name"} <= event.keys() for event in slices)
-
-
-def test_a_report_without_collectives_has_no_trace() -> None:
-    with pytest.raises(UsageError, match="no timeline of collectives"):
-        renderer_for("perfetto").render(REPORT)

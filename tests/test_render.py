@@ -257,7 +257,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones(name, path) -> None:
         renderer_for(name, path=path)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"perfetto"}))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_every_format_ends_with_one_newline(name: str) -> None:
     text = renderer_for(name).render(REPORT)
     assert text.endswith("\n") and not text.endswith("\n\n")

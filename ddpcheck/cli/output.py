@@ -19,7 +19,7 @@ from ddpcheck.findings.exception_origin import BUG
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.tracebacks import fold_traceback
-from ddpcheck.render import FORMATS, Format, Medium, as_text, renderer_for
+from ddpcheck.render import FORMATS, Format, Medium, renderer_for
 from ddpcheck.report.matrix.matrix import Matrix
 
 
@@ -83,12 +83,7 @@ class ReportOutput(OutputFile):
     def show(self, report: Report | Matrix | ReportDifference) -> None:
         if self._command and not isinstance(report, ReportDifference):
             report = replace(report, command=self._command)
-        try:
-            text = self._renderer.render(report)
-        except UsageError:  # there is nothing to show in this form
-            if isinstance(report, Report) and self._command:  # else it is saved somewhere
-                _print_to_stderr(as_text(report))
-            raise
+        text = self._renderer.render(report)
         if self._path is None:
             if self._to_stderr:
                 _print_to_stderr(text)

@@ -113,7 +113,6 @@ FORMATS: Mapping[str, Format] = {
     "sarif": Format("ddpcheck.render.sarif:SarifRenderer", (".sarif",)),
     "junit": Format("ddpcheck.render.junit:JunitRenderer", (".xml",)),
     "html": Format("ddpcheck.render.page.report_page:HtmlRenderer", (".html", ".htm")),
-    "perfetto": Format("ddpcheck.render.perfetto:PerfettoRenderer", ()),
     "github": Format("ddpcheck.render.github:GithubRenderer", ()),
 }
 MATRIX_FORMATS: Mapping[str, Format] = {
