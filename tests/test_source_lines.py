@@ -6,10 +6,12 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 import ddpcheck
+from ddpcheck.findings import source_lines
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     assignment_of,
@@ -123,6 +125,22 @@ def test_an_exception_is_at_the_innermost_line_of_the_user() -> None:
     with pytest.raises(SyntaxError) as syntax:
         compile("def (", "train.py", "exec")
     assert exception_location(syntax.value) == Location("train.py", 1)
+
+
+def test_an_exception_in_a_framework_is_at_the_line_of_the_program_that_calls_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = tmp_path / "site-packages" / "framework" / "runner.py"
+    made: dict[str, Any] = {}
+    exec(compile("def run(options):\n    return options['epochs']", str(installed), "exec"), made)
+    with pytest.raises(KeyError) as caught:
+        made["run"]({})
+    assert exception_location(caught.value) == Location("runner.py", 2)
+    monkeypatch.setattr(source_lines, "_passes_over_packages", True)
+    here = caught.value.__traceback__
+    assert here is not None and exception_location(caught.value) == Location(HERE, here.tb_lineno)
+    caught.value.__traceback__ = here.tb_next  # of the framework's frame alone, in a thread of it, say
+    assert exception_location(caught.value) == Location("runner.py", 2)
 
 
 def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() -> None:

@@ -163,14 +163,16 @@ def is_installed(path: str) -> bool:
 
 
 def exception_location(error: BaseException) -> Location | None:
-    """The innermost line of the user's code in the traceback of `error`."""
+    """The innermost line of the user's code in the traceback of `error`, by the same measure as `user_location`."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return Location(relative_path(error.filename), error.lineno)
-    found = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if is_user_file(frame.f_code.co_filename):
-            found = Location(relative_path(frame.f_code.co_filename), line)
-    return found
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [(file, line) for file, line in lines if is_user_file(file)]
+    own = [(file, line) for file, line in lines if not (_passes_over_packages and is_installed(file))]
+    if not lines:
+        return None
+    file, number = (own or lines)[-1]
+    return Location(relative_path(file), number)
 
 
 def user_traceback(error: BaseException) -> str:
